@@ -26,6 +26,7 @@ from dtype_tui.config.config import Config
 from dtype_tui.config.themes import HIGH_CONTRAST
 from dtype_tui.process.crash_log import recorded
 from dtype_tui.process.key_parser import install_key_parser
+from dtype_tui.rendering.merged_styles import MergedStyles
 from dtype_tui.rendering.palette import DARK, LIGHT, THEMES, cursor_variables
 from dtype_tui.rendering.printable_lines import PrintableLines
 from dtype_tui.widgets.message_line import MessageLine
@@ -56,7 +57,7 @@ class BaseApp(App[ReturnType]):
         self.set_reactive(App.ansi_theme_dark, DARK)  # setting the theme applies them
         self.set_reactive(App.ansi_theme_light, LIGHT)
         self.theme = config.theme or THEMES[0].name
-        self._filters.append(PrintableLines())
+        self._filters += [MergedStyles(), PrintableLines()]
         if wants_ascii(config.ascii):
             self._filters.append(AsciiFilter())
         self._read: Notification | None = None

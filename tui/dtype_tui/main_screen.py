@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Container, Horizontal, Vertical
@@ -34,9 +33,10 @@ from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
 from dtype_tui.state.read_only import HIDDEN, READ_ONLY
 from dtype_tui.widgets.header import header_line
+from dtype_tui.widgets.line import Line
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.side import SidePanes
-from dtype_tui.widgets.status import KeyLine, key_line, next_keys, status_line
+from dtype_tui.widgets.status import key_line, next_keys, status_line
 from dtype_tui.widgets.tree_rows import ORDERS
 from dtype_tui.windows import Windows
 
@@ -95,6 +95,7 @@ class MainScreen(Screen[None]):
         self._awaited = AwaitedResults(controller)
         self._rest: list[AwaitMount] = []
         """The panes and prompts, which are mounted after the first paint."""
+        self._is_complete = False
         self.draw_every_s = 0.1
         """Minimum number of seconds between two redraws that are caused by engine events.
 
@@ -109,14 +110,14 @@ class MainScreen(Screen[None]):
     # -- layout --------------------------------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
-        yield Static(id="header", markup=False)
+        yield Line("header")
         with Container(id="main"):
             with Vertical(id="left"):
                 yield self.tree_view
                 yield Horizontal(id="below")
             yield self.side
-        yield KeyLine(id="status", markup=False)
-        yield KeyLine(id="keys", markup=False)
+        yield Line("status")
+        yield Line("keys")
 
     def on_mount(self) -> None:
         self.lay_out(self.app.size)
@@ -128,6 +129,8 @@ class MainScreen(Screen[None]):
 
     async def complete(self) -> None:
         """Mount the panes and the prompts unless they are mounted. The first paint does not wait for them, but every key does."""
+        if self._is_complete:
+            return  # waiting once more would lay out the whole screen again
         if not self._rest:
             from dtype_tui.widgets.command_line import CommandLine
             from dtype_tui.widgets.panes.depth import DepthPane
@@ -152,6 +155,7 @@ class MainScreen(Screen[None]):
             self.lay_out(self.app.size)
         for mounted in self._rest:
             await mounted
+        self._is_complete = True
 
     @cached_property
     def _words(self) -> CommandWords:
@@ -201,18 +205,11 @@ class MainScreen(Screen[None]):
         experiment, life, width = self.experiment, self.controller.life, self.app.size.width
         idle = life.idle_words(self.controller.open_error is not None)
         chosen = self._chosen_keys
-        self._put("#header", header_line(experiment, width))
-        self._put("#status", status_line(experiment, life.current_activity(), life.activity, idle, width, chosen))
-        keys = next_keys(experiment, bool(self.tree_view.filter_text), life.activity, life.error is not None)
-        self._put("#keys", key_line(keys, width, chosen))
-
-    def _put(self, id: str, words: Text) -> None:
-        """Set the text of the widget with the selector `id` if the text has changed. Redrawing an unchanged line would waste bytes
-        on a slow connection.
-        """
-        line = self.query_one(id, Static)
-        if line.content != words:
-            line.update(words, layout=False)  # it is always one line high
+        header, status, keys = (self.query_one(id, Line) for id in ("#header", "#status", "#keys"))
+        header.show(header_line(experiment, width))
+        status.show(status_line(experiment, life.current_activity(), life.activity, idle, width, chosen))
+        pairs = next_keys(experiment, bool(self.tree_view.filter_text), life.activity, life.error is not None)
+        keys.show(key_line(pairs, width, chosen))
 
     def _draw_soon(self) -> None:
         """Schedule a redraw unless one is already scheduled, so that one redraw can show the effects of many engine events."""

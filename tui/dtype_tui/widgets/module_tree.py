@@ -6,23 +6,22 @@ of children are created when their node opens. The tree is therefore as fast wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
-from textual.geometry import Region, Size
+from textual.geometry import Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from dtype_engine.core.tree import ancestors
 from dtype_tui.config.key_names import with_ids
+from dtype_tui.rendering.changed_cells import changed_cells
 from dtype_tui.state.node_rules import cast_nodes
 from dtype_tui.widgets.cursor import over_cursor
 from dtype_tui.widgets.tree_columns import columns_for, needed_width
@@ -192,7 +191,7 @@ class ModuleTree(ScrollView, can_focus=True):
     def _paint(self, index: int) -> None:
         line = index - self.scroll_offset.y + 1
         if 0 < line < self.size.height:
-            self.refresh(Region(0, line, self.size.width, 1))
+            self._refresh_line(line)
 
     def _show_cursor(self) -> None:
         lines = max(1, self.size.height - 1)
@@ -302,11 +301,12 @@ class ModuleTree(ScrollView, can_focus=True):
     def refresh_changed(self) -> None:
         """Repaint only those parts of the visible lines that have changed. A measurement changes only a few cells."""
         for y in range(self.size.height):
-            painted, line = self._painted.get(y), self._line(y)
-            if painted is not None and line != painted:
-                start, end = _same_cells(painted, line), _same_cells(reversed(list(painted)), reversed(list(line)))
-                width = max(painted.cell_length, line.cell_length)
-                self.refresh(Region(start, y, max(1, width - start - end), 1))
+            self._refresh_line(y)
+
+    def _refresh_line(self, y: int) -> None:
+        painted, line = self._painted.get(y), self._line(y)
+        if painted is not None and line != painted:
+            self.refresh(changed_cells(painted, line, y))
 
     def render_line(self, y: int) -> Strip:
         self._painted[y] = self._line(y)
@@ -338,7 +338,7 @@ class ModuleTree(ScrollView, can_focus=True):
             else self.preview.count_below(row.module),
         )
         segments = Segment.adjust_line_length(row_segments(self.experiment, row, columns, state), width, PLAIN)
-        strip = over_cursor(self, segments) if index == self.cursor else Strip(segments)
+        strip = over_cursor(self, segments, columns.before_bars) if index == self.cursor else Strip(segments)
         return strip.simplify().apply_style(base)
 
     @cached_property
@@ -360,9 +360,3 @@ class ModuleTree(ScrollView, can_focus=True):
         if row.tensor is not None:
             return row.tensor.name in self.preview.tensors
         return row.name in self.preview.modules or any(name in self.preview.modules for name in ancestors(row.name))
-
-
-def _same_cells(one: Iterable[Segment], other: Iterable[Segment]) -> int:
-    """Return the width in cells of the segments at the beginning that both lines have."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return sum(segment.cell_length for segment, _ in same)
