@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.attribution import AttributionReport, LossRemedy, NonFiniteDiagnosis, PartialAttribution
     from dtype_engine.results.drift import DriftReport, ModuleDrift, PartialDrift
     from dtype_engine.results.losses import ValueLoss
+    from dtype_engine.results.runs import SpeedReport
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Results:
     causes: AttributionReport | None = None
     partial_causes: PartialAttribution | None = None
     """The causes found so far by a measurement of causes that is running or was stopped. None once `causes` is known."""
+    speed: SpeedReport | None = None
+    """The times of forward passes, or None if they were not measured."""
     failure: str | None = None
     """Why the measurement failed, or None if it did not."""
     failed_module: str | None = None
