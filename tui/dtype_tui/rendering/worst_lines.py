@@ -11,10 +11,11 @@ from rich.text import Text
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels
 from dtype_tui.rendering.cells import BEST_DB, meter, wrap_dotted
-from dtype_tui.rendering.palette import ramp
+from dtype_tui.rendering.palette import sqnr_colour
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import ModuleDrift
+    from dtype_engine.results.meaning import Word
 
 _LABELS = ("worst", "dB")
 _LABEL = 6
@@ -38,12 +39,15 @@ def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | 
     return f"…{end}"
 
 
-def worst_lines(worst: Sequence[ModuleDrift], width: int, others: Collection[str]) -> list[Text]:
+def worst_lines(
+    worst: Sequence[ModuleDrift], width: int, others: Collection[str], limits: Sequence[tuple[float, Word]]
+) -> list[Text]:
     """Return the lines about the modules that drift most: a label, the SQNR in dB, a track that is longer for more drift, and the
     end of the name.
 
     If names that are shortened so are ambiguous, the track is left out. If they still are, the full name follows on further lines.
     worst: the modules to list. width: the width of the lines in cells. others: the names of all modules.
+    limits: `Results.sqnr_limits`.
     """
     numbers = ["not finite" if drift.nonfinite else decibels(drift.sqnr_db).removesuffix(" dB") for drift in worst]
     widest = max(map(len, numbers), default=0)
@@ -57,10 +61,11 @@ def worst_lines(worst: Sequence[ModuleDrift], width: int, others: Collection[str
     for index, (drift, number, name) in enumerate(zip(worst, numbers, names, strict=True)):
         label = _LABELS[index] if index < len(_LABELS) else ""
         degree = math.nan if drift.nonfinite or drift.sqnr_db is None else drift.sqnr_db
-        line = Text.assemble((f"{label:<{_LABEL}}", "dim"), (f"{number:>{widest}} ", f"bold {ramp(degree)}"))
+        colour = sqnr_colour(degree, limits)
+        line = Text.assemble((f"{label:<{_LABEL}}", "dim"), (f"{number:>{widest}} ", f"bold {colour}"))
         if track:
             share = 1.0 if math.isnan(degree) else (BEST_DB - degree) / BEST_DB
-            line = Text.assemble(line, *meter(share, track, ramp(degree)), " ")
+            line = Text.assemble(line, *meter(share, track, colour), " ")
         line.append(short[index] or "\n  " + wrap_dotted(name, width - 2).replace("\n", "\n  "))
         lines.append(line)
     return lines

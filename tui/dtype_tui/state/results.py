@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.attribution import AttributionReport, LossRemedy, NonFiniteDiagnosis, PartialAttribution
     from dtype_engine.results.drift import DriftReport, ModuleDrift, PartialDrift
     from dtype_engine.results.losses import ValueLoss
+    from dtype_engine.results.meaning import Word
     from dtype_engine.results.runs import SpeedReport
 
 
@@ -71,6 +72,14 @@ class Results:
         from dtype_engine.results.drift import worst_modules
 
         return worst_modules(self.modules.values())[:count]
+
+    @cached_property
+    def sqnr_limits(self) -> Sequence[tuple[float, Word]]:
+        """The minimum SQNR in dB of each word that rates a drift, for this model. The colours of its modules' SQNRs have them."""
+        from dtype_engine.results.meaning import sqnr_limits
+
+        measured = self.report or self.partial_drift
+        return sqnr_limits(measured.output if measured is not None else None)
 
     @cached_property
     def sqnr_range(self) -> tuple[float, float]:
