@@ -15,7 +15,7 @@ from textual.widgets import Input
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.tree import TensorInfo, Tree
-from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.results.check import CheckReport, Finding
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.drift import ImplicitCastStats, ModuleDrift
@@ -31,6 +31,7 @@ from dtype_tui.screens.overlay import Overlay
 from dtype_tui.screens.settings import SettingsScreen
 from dtype_tui.screens.weight_values import exponent_histogram, range_mark
 from dtype_tui.state.launch import Launch
+from dtype_tui.state.preview import preview
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.drift import DriftPane
@@ -777,3 +778,19 @@ async def test_the_pane_of_a_measurement_that_was_stopped_does_not_read_as_if_it
         )
         assert "Stopped before the end: press m." in screen(app)
         assert "worst 30.00" in screen(app)
+
+
+@pytest.mark.parametrize("keys", [("c",), ("colon", *"cast * bf16")], ids=["prompt", "command line"])
+async def test_what_a_prompt_previews_is_previewed_again_in_a_new_tree(keys: tuple[str, ...]) -> None:
+    """The headers' tree has fewer modules than that of the model, which arrives while somebody types."""
+    app = make_app()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await pilot.press(*keys)
+        await until(pilot, lambda: app.main.tree_view.preview is not None)
+        old = app.controller.experiment.tree
+        new = Tree((*old.order, TensorInfo("model.rotary_emb.inv_freq", (8,), "float32", "non-persistent buffer")))
+        await say(app, pilot, events.ModelReady(new, "LlamaForCausalLM", "cpu", 1.0, "prompts", ()))
+        await until(pilot, lambda: app.main.tree_view.preview is not None)
+        assert "matches 56 tensors" in screen(app)
+        app.main.tree_view.show_preview(preview(old, make_plan(old, Recipe()), Rule("*", "bfloat16")))
+        assert app.main.tree_view.preview is None

@@ -252,6 +252,8 @@ class MainScreen(Screen[None]):
         match event:
             case events.HeadersRead() | events.ModelReady():
                 self.tree_view.new_tree()
+                if (prompt := self._open_prompt) is not None:
+                    prompt.typed(prompt.field.value)  # what it previewed was in the tree before
                 self._go_to_wanted_cursor()
             case events.Measured() if self.tree_view.order == "drift":
                 self.tree_view.rebuild()
@@ -412,10 +414,7 @@ class MainScreen(Screen[None]):
     # -- stopping, filtering, sorting ----------------------------------------------------------------------------
 
     def action_stop(self) -> None:
-        from dtype_tui.widgets.bottom_prompt import BottomPrompt
-
-        left_open = next((prompt for prompt in self.query(BottomPrompt) if prompt.is_open), None)
-        if left_open is not None:  # a click on the tree has moved the focus away from the prompt
+        if (left_open := self._open_prompt) is not None:  # a click on the tree has moved the focus away from the prompt
             left_open.action_cancel()
         elif self.tree_view.filter_text:
             self.tree_view.set_filter("")
@@ -424,6 +423,12 @@ class MainScreen(Screen[None]):
             self._awaited.reset()
             self.controller.stop()
             self.set_timer(STOP_WAIT_S, self.controller.life.check_stopped)
+
+    @property
+    def _open_prompt(self) -> BottomPrompt | None:
+        from dtype_tui.widgets.bottom_prompt import BottomPrompt
+
+        return next((prompt for prompt in self.query(BottomPrompt) if prompt.is_open), None)
 
     def action_jobs(self) -> None:
         self._windows.jobs(self._awaited.reset)

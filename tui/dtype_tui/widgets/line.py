@@ -21,14 +21,14 @@ class Line(Widget):
 
     def __init__(self, id: str) -> None:
         super().__init__(id=id)
-        self._text = Text()
+        self.text = Text()
         self._painted = Strip([])
 
     def show(self, text: Text) -> None:
         """Set the text. It should be as wide as the widget; the rest of the line is blank."""
-        if text == self._text:
+        if text == self.text:
             return
-        self._text = text
+        self.text = text
         before, self._painted = self._painted, self._drawn()
         if self._painted != before:
             self.refresh(changed_cells(before, self._painted))
@@ -37,7 +37,7 @@ class Line(Widget):
         self._painted = self._drawn()
 
     def _drawn(self) -> Strip:
-        return Strip(self._text.render(self.app.console)).adjust_cell_length(self.size.width, Style()).simplify()
+        return Strip(self.text.render(self.app.console)).adjust_cell_length(self.size.width, Style()).simplify()
 
     def render_line(self, y: int) -> Strip:
         base = self.rich_style

@@ -149,12 +149,16 @@ class ModuleTree(ScrollView, can_focus=True):
         return True
 
     def show_preview(self, preview: Preview | None) -> None:
-        """Highlight the nodes that a rule would match. If `preview` is None, remove the highlight."""
-        self.preview = preview
+        """Highlight the nodes that a rule would match. If `preview` is None or of an earlier tree, remove the highlight."""
+        is_of_this = preview is not None and len(preview.counts) == len(self.experiment.tree.order) + 1
+        self.preview = preview if is_of_this else None
         self.refresh_changed()
 
     def new_tree(self) -> None:
-        """Show the experiment's new tree, which is of the same model. Open nodes stay open."""
+        """Show the experiment's new tree, which is of the same model. Open nodes stay open. The preview of a rule, which is of the
+        tree before, is no longer shown.
+        """
+        self.preview = None
         opened = self._opened
         self._opened = {name for name in opened if name in self.experiment.tree.modules} | {""}
         if len(self._opened) < 2:
