@@ -91,6 +91,8 @@ class MainScreen(Screen[None]):
         self.side = SidePanes(controller)
         self.depth: DepthPane
         self.trade_off: TradeOffPane
+        self._too_small = Static(id="too-small", markup=False)
+        self._message = Static(id="message", markup=False)
         self._windows = Windows(controller, self.tree_view, lambda *window: self.app.push_screen(*window))
         self._awaited = AwaitedResults(controller)
         self._rest: list[AwaitMount] = []
@@ -143,8 +145,8 @@ class MainScreen(Screen[None]):
                 self.side.mount_panes(),
                 self.query_one("#below").mount(self.depth, self.trade_off),
                 self.mount(
-                    Static(id="too-small", markup=False),
-                    Static(id="message", markup=False),
+                    self._too_small,
+                    self._message,
                     CastPrompt(self.experiment, self.controller.add_rule),
                     CommandLine(self.experiment, self._words.completer(), self._run),
                     FilterPrompt(
@@ -174,7 +176,7 @@ class MainScreen(Screen[None]):
         if self._rest:
             needs, has = f"{SMALLEST[0]} x {SMALLEST[1]}", f"{size.width} x {size.height}"
             words = f"dtype-tui needs {needs}; this terminal is {has}. Enlarge it, or press q."
-            self.query_one("#too-small", Static).update(words)
+            self._too_small.update(words)
         self.call_after_refresh(self.show_all)
 
     # -- drawing -------------------------------------------------------------------------------------------------
@@ -188,11 +190,10 @@ class MainScreen(Screen[None]):
         if not self._rest:
             return
         self._show_panes()
-        message = self.query_one("#message", Static)
-        message.display = not self.experiment.model.has_tree
+        self._message.display = not self.experiment.model.has_tree
         if not self.experiment.model.has_tree:
             waiting = f"{self.controller.activity.what}…\nThe tree appears when the model's tensors are known."
-            message.update(self.controller.life.no_engine_words or self.controller.open_error or waiting)
+            self._message.update(self.controller.life.no_engine_words or self.controller.open_error or waiting)
 
     def _show_panes(self) -> None:
         node = self.tree_view.current.name if self.tree_view.rows else ""

@@ -33,13 +33,12 @@ class Line(Widget):
         if self._painted != before:
             self.refresh(changed_cells(before, self._painted))
 
-    def on_resize(self) -> None:
-        self._painted = self._drawn()
-
     def _drawn(self) -> Strip:
         return Strip(self.text.render(self.app.console)).adjust_cell_length(self.size.width, Style()).simplify()
 
     def render_line(self, y: int) -> Strip:
+        if self._painted.cell_length != self.size.width:
+            self._painted = self._drawn()
         base = self.rich_style
         return self._painted.apply_style(Style(color=base.color, bgcolor=base.bgcolor))
 
