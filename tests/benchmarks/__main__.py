@@ -289,11 +289,17 @@ def screen(folder: Path) -> list[Row]:
     opened.wait_for("ready")
     time.sleep(1)
     times, sizes = keys(opened, 100)
+    opened.press("2")
+    opened.wait_for("1 rule")
+    time.sleep(1)
+    opened.wait_for("ready")
+    _, with_a_rule = keys(opened, 20)
     opened.close()
     rows += [
         Row("key to first byte, idle, p50", 1000 * statistics.median(times), "ms"),
         Row("key to first byte, idle, p99", 1000 * p99(times), "ms", 30),
-        Row("bytes of a cursor move at 120 x 36, median", statistics.median(sizes), "B", 1024),
+        Row("bytes of a cursor move at 120 x 36, median", statistics.median(sizes), "B", 400),
+        Row("the same with a rule, which the Recipe pane explains", statistics.median(with_a_rule), "B", 600),
     ]
     from dtype_engine.checkpoint.source import DEMO
 

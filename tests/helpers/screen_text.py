@@ -15,6 +15,8 @@ from textual.pilot import Pilot
 from textual.widget import Widget
 from textual.widgets import Static
 
+from dtype_tui.widgets.line import Line
+
 
 def lines(app: App[Any]) -> list[str]:
     """What stands on the screen, line by line."""
@@ -44,7 +46,8 @@ def overflowing(app: App[Any]) -> Iterator[str]:
         for words in (widget.border_title, widget.border_subtitle):
             if words and cell_len(str(words)) > widget.region.width - 4:
                 yield f"{name}: {words!r} is cut"
-        words = widget.content if isinstance(widget, Static) and widget.region.height == 1 else None
+        is_line = isinstance(widget, Static) and widget.region.height == 1
+        words = widget.content if is_line else widget.text if isinstance(widget, Line) else None
         if widget.id == "command-hint":
             continue  # completions, as many as there is room for
         if isinstance(words, Text) and words.cell_len > widget.region.width:

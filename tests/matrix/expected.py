@@ -8,7 +8,7 @@ from .commands import COMMANDS, LIVE, NO_NAME
 from .screens import SCREENS
 
 WAYS = (*COMMANDS, *SCREENS)
-_RUNNING = ("drift", "flow", "scan", "app: Drift")
+_RUNNING = ("drift", "flow", "scan", "app: Drift", "app: depth", "app: d", "app: g")
 
 
 def _no_pass(words: str) -> dict[str, str]:
@@ -18,7 +18,8 @@ def _no_pass(words: str) -> dict[str, str]:
 
 _NO_CONFIG = _no_pass("no config.json")
 _GGUF = _no_pass("GGUF")
-_CODE = dict.fromkeys(("check", "app: :check"), "is code")
+_NO_TEXT = {"app: g": "does not generate text"}
+_CODE = dict.fromkeys(("check", "app: :check"), "is code") | _NO_TEXT
 
 REFUSED: dict[str, dict[str, str]] = {
     "safetensors file": _NO_CONFIG,
@@ -27,7 +28,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "folder, sharded": {},
     "folder, mixed dtypes": {},
     "folder, tied": {},
-    "folder, encoder": {},
+    "folder, encoder": _NO_TEXT,
     "folder, BLIP": {},
     "folder, experts": {},
     "folder, .bin": {},
@@ -38,7 +39,7 @@ REFUSED: dict[str, dict[str, str]] = {
     ".pth nested": _NO_CONFIG,
     ".pth.tar": _NO_CONFIG,
     ".pth views": _NO_CONFIG,
-    "whole module": {},
+    "whole module": _NO_TEXT,
     "GGUF F16": _GGUF,
     "GGUF Q8_0": _GGUF,
     "GGUF Q4_K": _GGUF,
@@ -54,7 +55,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "file.py:function": _CODE,
     "file.py, compiled": _CODE,
     "file.py --weights": _CODE,
-    "file.py, no inputs": _no_pass("example_inputs()") | _CODE,
+    "file.py, no inputs": _CODE | _no_pass("example_inputs()"),
     "package.module:Name": _CODE,
     "live module": dict.fromkeys((way for way in WAYS if way not in LIVE), NO_NAME),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from typing import Any
 
@@ -53,6 +54,52 @@ def drift(made: Made, dtype: torch.dtype) -> tuple[float, float]:
     return float(delta.max()), float(delta.mean())
 
 
+def whole_drift(made: Made, dtype: torch.dtype, distribution: bool) -> float:
+    """Mean KL divergence in nats, or the relative squared error, of the main output with everything in `dtype`."""
+    assert made.module is not None
+    reference = call(made.module, made.inputs)
+    return _divergence(reference, call(in_dtype(made.module, dtype, made.wide), made.inputs, dtype), distribution)
+
+
+def _divergence(reference: torch.Tensor, candidate: torch.Tensor, distribution: bool) -> float:
+    if distribution:
+        p, q = reference.log_softmax(-1), candidate.log_softmax(-1)
+        return float((p.exp() * (p - q)).sum(-1).mean())
+    return float((candidate - reference).square().sum() / reference.square().sum())
+
+
+def module_sqnr(made: Made, dtype: torch.dtype, name: str) -> float:
+    """SQNR in dB of the output of one module, everything in `dtype` against everything in float32."""
+    assert made.module is not None
+    outputs: list[torch.Tensor] = []
+    twins = ((made.module, torch.float32), (in_dtype(made.module, dtype, made.wide), dtype))
+    for module, kind in twins:
+        hook = module.get_submodule(name).register_forward_hook(
+            lambda layer, given, output: outputs.append(first_tensor(output).double())
+        )
+        call(module, made.inputs, kind)
+        hook.remove()
+    reference, candidate = outputs[0], outputs[len(outputs) // 2]
+    return 10 * math.log10(float(reference.square().sum() / (candidate - reference).square().sum()))
+
+
+def first_tensor(output: Any) -> torch.Tensor:
+    """The output of a module, or the first of its parts."""
+    while not isinstance(output, torch.Tensor):
+        output = next(iter(output.values() if isinstance(output, dict) else output))
+    return output
+
+
+def generated(made: Made, tokens: int) -> list[int]:
+    """The ids that the float32 model generates from its first input, greedily; those of the input may stand before them."""
+    assert isinstance(made.inputs, dict)
+    assert made.module is not None
+    first = {name: value[:1] for name, value in made.inputs.items()}
+    with torch.no_grad():
+        found = made.module.generate(**first, max_new_tokens=tokens, do_sample=False)  # type: ignore[operator]
+    return list(map(int, found[0]))
+
+
 def round_trip_errors(tensors: Tensors, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     """Largest and mean |Δ| of every tensor that a cast to `dtype` changes the dtype of."""
     found = {}
@@ -81,11 +128,7 @@ def alone_in_int8(made: Made, distribution: bool) -> dict[str, float]:
         parameter.data = rounded_to_int8(kept)
         candidate = call(made.module, made.inputs)
         parameter.data = kept
-        if distribution:
-            p, q = reference.log_softmax(-1), candidate.log_softmax(-1)
-            found[name] = float((p.exp() * (p - q)).sum(-1).mean())
-        else:
-            found[name] = float((candidate - reference).square().sum() / reference.square().sum())
+        found[name] = _divergence(reference, candidate, distribution)
     return found
 
 

@@ -167,6 +167,61 @@ async def _drift(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     return "plain torch"
 
 
+async def _depth(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
+    """The plot below the tree: the SQNR of the module that drifts most, by plain torch."""
+    if made.module is None or made.inputs is None:
+        assert not app.main.depth.region
+        raise Refused(pane(app, "Drift"))
+    await until(pilot, lambda: ready(app), "the measurement is not through")
+    worst = app.controller.experiment.results.worst_modules(1)
+    text = " ".join(app.main.depth.render_line(y).text for y in range(app.main.depth.size.height))
+    if not worst:
+        assert "No layer drifts." in text, text
+    elif found := re.search(r"▲ .*?(-?\d+\.\d+) dB", text):
+        expected = outside.module_sqnr(made, BF16, worst[0].name)
+        assert abs(float(found[1]) - expected) < 0.5, (worst[0].name, expected, text)
+    return "plain torch"
+
+
+async def _causes(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
+    """`d`: modules of the model, with their shares of the drift of all, which is that of plain torch."""
+    app.clear_notifications()
+    await pilot.press("d")
+    await until(pilot, lambda: len(app.screen_stack) > 1 or app._notifications, "no causes")
+    if len(app.screen_stack) == 1:
+        raise Refused(next(iter(app._notifications)).message)
+    await until(pilot, lambda: ready(app) and "alone as cast" in shown(app), "no table of causes")
+    causes = app.controller.experiment.results.causes
+    assert causes is not None
+    assert made.module is not None
+    assert {cause.name for cause in causes.causes} <= dict(made.module.named_modules()).keys(), causes
+    whole = outside.whole_drift(made, BF16, "nats" in causes.unit)
+    assert near(causes.whole, whole, 0.05), (whole, causes)
+    await pilot.press("escape")
+    await until(pilot, lambda: len(app.screen_stack) == 1, "the causes do not close")
+    return "plain torch"
+
+
+async def _generate(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
+    """`g`: the ids that the float32 model continues its own inputs with."""
+    app.clear_notifications()
+    await pilot.press("g")
+    await until(pilot, lambda: len(app.screen_stack) > 1 or app._notifications, "no window to generate in")
+    if len(app.screen_stack) == 1:
+        raise Refused(next(iter(app._notifications)).message)
+    await pilot.press("tab", "ctrl+u", "4", "enter")
+    await until(pilot, lambda: ("tokens, " in shown(app) and ready(app)) or _refusal_of(app), "nothing is generated")
+    if refusal := _refusal_of(app):
+        raise Refused(refusal)
+    (made_by, *_) = app.main._windows._generation.texts
+    ids = list(made_by.reference.ids)
+    assert ids, made_by
+    assert outside.generated(made, 4)[-len(ids) :] == ids
+    await pilot.press("escape")
+    await until(pilot, lambda: len(app.screen_stack) == 1, "the texts do not close")
+    return "transformers"
+
+
 async def _values(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     """`v` on the largest tensor that can be cast: the error of a cast to 16 bits, by plain torch."""
     castable = distinct(made.castable)
@@ -259,6 +314,9 @@ async def walk(ways: Sequence[str], made: Made, work: Path) -> dict[str, Cell | 
                 "app: Memory": lambda: _memory(app, pilot, made),
                 "app: header": lambda: _header(app, pilot, made),
                 "app: Drift": lambda: _drift(app, pilot, made),
+                "app: depth": lambda: _depth(app, pilot, made),
+                "app: d": lambda: _causes(app, pilot, made),
+                "app: g": lambda: _generate(app, pilot, made),
                 "app: v": lambda: _values(app, pilot, made),
                 "app: e": lambda: _export(app, pilot, made, work),
                 "app: :check": lambda: _check(app, pilot, made),
@@ -284,6 +342,8 @@ async def _resume(made: Made, rules: Any, cursor: str) -> str:
     return made.loader
 
 
-AT_FIRST = ("app: tree", "app: Memory", "app: header", "app: Drift", "app: v", "app: e", "app: :check")
+AT_FIRST = (
+    "app: tree", "app: Memory", "app: header", "app: Drift", "app: depth", "app: d", "app: g", "app: v", "app: e", "app: :check",
+)  # fmt: skip
 """The ways in the first run of the app, each of which needs what those before it have brought about."""
 SCREENS = (*AT_FIRST, "app: --resume")

@@ -15,7 +15,7 @@ from textual.widgets import Input
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.tree import TensorInfo, Tree
-from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.results.check import CheckReport, Finding
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.drift import ImplicitCastStats, ModuleDrift
@@ -32,6 +32,7 @@ from dtype_tui.screens.settings import SettingsScreen
 from dtype_tui.screens.weight_values import exponent_histogram, range_mark
 from dtype_tui.state import engine_life
 from dtype_tui.state.launch import Launch
+from dtype_tui.state.preview import preview
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.drift import DriftPane
@@ -508,9 +509,9 @@ async def test_leaving_before_the_first_paint_is_over_is_no_error() -> None:
     app = make_app()
     async with app.run_test():
         app.exit()
-    app.main._prompts = None  # as when q was faster than what follows the first paint
+    app.main._is_complete = False  # as when q was faster than what follows the first paint
     await app._begin()
-    assert app.main._prompts is None
+    assert not app.main._is_complete
 
 
 async def test_leaving_closes_the_engine(app: DtypeApp) -> None:
@@ -823,3 +824,19 @@ async def test_a_cast_that_changes_nothing_adds_no_rule(key: str) -> None:
             "*=bfloat16",
         ]
         assert notices(app)[-1] == "model is bfloat16 already"
+
+
+@pytest.mark.parametrize("keys", [("c",), ("colon", *"cast * bf16")], ids=["prompt", "command line"])
+async def test_what_a_prompt_previews_is_previewed_again_in_a_new_tree(keys: tuple[str, ...]) -> None:
+    """The headers' tree has fewer modules than that of the model, which arrives while somebody types."""
+    app = make_app()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await pilot.press(*keys)
+        await until(pilot, lambda: app.main.tree_view.preview is not None)
+        old = app.controller.experiment.tree
+        new = Tree((*old.order, TensorInfo("model.rotary_emb.inv_freq", (8,), "float32", "non-persistent buffer")))
+        await say(app, pilot, events.ModelReady(new, "LlamaForCausalLM", "cpu", 1.0, "prompts", ()))
+        await until(pilot, lambda: app.main.tree_view.preview is not None)
+        assert "matches 56 tensors" in screen(app)
+        app.main.tree_view.show_preview(preview(old, make_plan(old, Recipe()), Rule("*", "bfloat16")))
+        assert app.main.tree_view.preview is None

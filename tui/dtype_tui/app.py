@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual import events as textual_events
@@ -27,16 +28,16 @@ from dtype_tui.config.key_names import keys_of, on_keyboard
 from dtype_tui.main_screen import MainScreen, message_text
 from dtype_tui.process.gc_policy import pause_gc, resume_gc
 from dtype_tui.screens.engine_event import EventWaits
-from dtype_tui.state.commands import CHECK
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.event_queue import EventQueue
 from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
 from dtype_tui.state.read_only import READ_ONLY, refuses
-from dtype_tui.tour_guide import TourGuide
 
+# Not for the first paint.
 if TYPE_CHECKING:
-    from dtype_tui.state.session_saver import SessionSaver  # not for the first paint
+    from dtype_tui.state.session_saver import SessionSaver
+    from dtype_tui.tour_guide import TourGuide
 
 _SAVE_EVERY_S = 0.2
 _SERVER_EVERY_S = 1.0
@@ -85,7 +86,12 @@ class DtypeApp(BaseApp[None]):
         self.main.tree_view.fold(launch.config.fold)
         self.controller.begin(launch)
         self._saver: SessionSaver | None = None
-        self.guide = TourGuide(self, self.main, self.controller, launch)
+
+    @cached_property
+    def guide(self) -> TourGuide:
+        from dtype_tui.tour_guide import TourGuide
+
+        return TourGuide(self, self.main, self.controller, self.launch)
 
     def _emit(self, event: events.Event) -> None:
         """Queue an event for the main screen. The engine's threads call this method, possibly after the app has ended."""
@@ -115,7 +121,7 @@ class DtypeApp(BaseApp[None]):
     async def _begin(self) -> None:
         if self.return_code is not None:
             return  # the user quit before the first paint was complete, and nothing can be mounted any more
-        await self.main.ensure_prompts()
+        await self.main.complete()
         self._make_saver()
         pause_gc()
         # In case the engine never sends the event after which `MainScreen` resumes it.
@@ -189,6 +195,7 @@ class DtypeApp(BaseApp[None]):
         """Run an action as Textual's method of this name does, and report the action to the tour. Returns whether the action was
         handled. A read-only session says why it refuses an action.
         """
+        await self.main.complete()  # the key may have been pressed before the first paint
         if self.launch.read_only and refuses(action if isinstance(action, str) else action[1]):
             self.main.say(READ_ONLY, "warning")
             return True
@@ -250,6 +257,8 @@ class DtypeApp(BaseApp[None]):
             if not (self.launch.read_only and refuses(binding.action)):
                 keys = on_keyboard(keys_of(binding, self.launch.config.keys))
                 yield SystemCommand(binding.description, f"key {keys}", self._runner(binding.action))
+        from dtype_tui.state.commands import CHECK
+
         yield SystemCommand(CHECK, "command :check", self._runner("check_files"))
         for command in super().get_system_commands(screen):
             if not (self.launch.read_only and command.title == "Screenshot"):

@@ -26,9 +26,9 @@ from dtype_tui.config.config import Config
 from dtype_tui.config.themes import HIGH_CONTRAST
 from dtype_tui.process.crash_log import recorded
 from dtype_tui.process.key_parser import install_key_parser
+from dtype_tui.rendering.merged_styles import MergedStyles
 from dtype_tui.rendering.palette import DARK, LIGHT, THEMES, cursor_variables
 from dtype_tui.rendering.printable_lines import PrintableLines
-from dtype_tui.screens.modal import CommandPalette, is_from_closed_window, nodes_in_traceback
 from dtype_tui.widgets.message_line import MessageLine
 
 MOST_MESSAGES = 200
@@ -54,9 +54,10 @@ class BaseApp(App[ReturnType]):
         install_key_parser()
         for theme in (*THEMES, HIGH_CONTRAST):
             self.register_theme(theme)
-        self.ansi_theme_dark, self.ansi_theme_light = DARK, LIGHT
+        self.set_reactive(App.ansi_theme_dark, DARK)  # setting the theme applies them
+        self.set_reactive(App.ansi_theme_light, LIGHT)
         self.theme = config.theme or THEMES[0].name
-        self._filters.append(PrintableLines())
+        self._filters += [MergedStyles(), PrintableLines()]
         if wants_ascii(config.ascii):
             self._filters.append(AsciiFilter())
         self._read: Notification | None = None
@@ -70,6 +71,15 @@ class BaseApp(App[ReturnType]):
         own = {} if theme.ansi else {**cursor_variables(theme.dark), **theme.variables}
         self.theme_variables = {**super().get_css_variables(), **own}
         return self.theme_variables
+
+    def refresh_css(self, animate: bool = True) -> None:
+        """Apply the theme's colours, as Textual's method of this name does. While there is no screen, the style sheets are not
+        parsed, because the first screen parses them.
+        """
+        if self.screen_stack:
+            super().refresh_css(animate)
+        else:
+            self.stylesheet.set_variables(self.get_css_variables())
 
     @property
     def messages(self) -> list[Notification]:
@@ -173,6 +183,8 @@ class BaseApp(App[ReturnType]):
         try:
             await super()._dispatch_message(message)
         except Exception as error:
+            from dtype_tui.screens.modal import is_from_closed_window
+
             if is_from_closed_window(error, self):
                 return
             if not isinstance(message, MouseEvent):
@@ -180,6 +192,8 @@ class BaseApp(App[ReturnType]):
             self._pass_over(error, "the click was ignored")
 
     def _handle_exception(self, error: Exception) -> None:
+        from dtype_tui.screens.modal import CommandPalette, is_from_closed_window, nodes_in_traceback
+
         if isinstance(error, WorkerFailed) and isinstance(error.error, Exception):
             # The palette's search runs in a task, whose errors arrive in a wrapper without a traceback.
             error = error.error

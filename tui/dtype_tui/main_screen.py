@@ -8,9 +8,9 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
 
-from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Container, Horizontal, Vertical
@@ -24,28 +24,29 @@ from dtype_engine.core.text import printable
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import CheckFiles, MeasureSpeed, TraceCasts
 from dtype_tui.config.bindings import MAIN_KEYS
-from dtype_tui.main_commands import CommandWords
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.screens.engine_event import EngineEvent
-from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.awaited import AwaitedResults, inspect
-from dtype_tui.state.commands import Command
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
 from dtype_tui.state.read_only import HIDDEN, READ_ONLY
-from dtype_tui.widgets.bottom_prompt import BottomPrompt
-from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.header import header_line
+from dtype_tui.widgets.line import Line
 from dtype_tui.widgets.module_tree import ModuleTree
-from dtype_tui.widgets.panes.base import Pane
-from dtype_tui.widgets.panes.depth import DepthPane
 from dtype_tui.widgets.panes.side import SidePanes
-from dtype_tui.widgets.panes.trade_off import TradeOffPane
-from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
-from dtype_tui.widgets.status import KeyLine, key_line, next_keys, status_line
+from dtype_tui.widgets.status import key_line, next_keys, status_line
 from dtype_tui.widgets.tree_rows import ORDERS
 from dtype_tui.windows import Windows
+
+# What the first paint does not show is imported with `MainScreen.complete`, or where it is used.
+if TYPE_CHECKING:
+    from dtype_tui.main_commands import CommandWords
+    from dtype_tui.state.commands import Command
+    from dtype_tui.widgets.bottom_prompt import BottomPrompt
+    from dtype_tui.widgets.panes.base import Pane
+    from dtype_tui.widgets.panes.depth import DepthPane
+    from dtype_tui.widgets.panes.trade_off import TradeOffPane
 
 SMALLEST = (60, 15)
 NARROW_BELOW = 100
@@ -93,12 +94,15 @@ class MainScreen(Screen[None]):
         """
         self.tree_view = ModuleTree(self.experiment, id="tree")
         self.side = SidePanes(controller)
-        self.depth = DepthPane(self.experiment, "depth")
-        self.trade_off = TradeOffPane(self.experiment, "trade-off")
-        self._words = CommandWords(controller, self.tree_view)
+        self.depth: DepthPane
+        self.trade_off: TradeOffPane
+        self._too_small = Static(id="too-small", markup=False)
+        self._message = Static(id="message", markup=False)
         self._windows = Windows(controller, self.tree_view, lambda *window: self.app.push_screen(*window))
         self._awaited = AwaitedResults(controller)
-        self._prompts: AwaitMount | None = None
+        self._rest: list[AwaitMount] = []
+        """The panes and prompts, which are mounted after the first paint."""
+        self._is_complete = False
         self.draw_every_s = 0.1
         """Minimum number of seconds between two redraws that are caused by engine events.
 
@@ -113,18 +117,14 @@ class MainScreen(Screen[None]):
     # -- layout --------------------------------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
-        yield Static(id="header", markup=False)
+        yield Line("header")
         with Container(id="main"):
             with Vertical(id="left"):
                 yield self.tree_view
-                with Horizontal(id="below"):
-                    yield self.depth
-                    yield self.trade_off
+                yield Horizontal(id="below")
             yield self.side
-        yield KeyLine(id="status", markup=False)
-        yield KeyLine(id="keys", markup=False)
-        yield Static(id="too-small", markup=False)
-        yield Static(id="message", markup=False)
+        yield Line("status")
+        yield Line("keys")
 
     def on_mount(self) -> None:
         self.lay_out(self.app.size)
@@ -134,29 +134,54 @@ class MainScreen(Screen[None]):
     def on_screen_resume(self) -> None:
         self.show_all()  # for the first paint, and after a window was closed, since some windows change the baseline
 
-    async def ensure_prompts(self) -> None:
-        """Mount the prompts unless they are mounted. The first paint does not wait for this, but a key may need a prompt early."""
-        if self._prompts is None:
-            self._prompts = self.mount(
-                CastPrompt(self.experiment, self.controller.add_rule),
-                CommandLine(self.experiment, self._words.completer(), self._run),
-                FilterPrompt(self.tree_view.set_filter, lambda: len(self.tree_view.matches), self._go_to_first_match),
-            )
-        await self._prompts
+    async def complete(self) -> None:
+        """Mount the panes and the prompts unless they are mounted. The first paint does not wait for them, but every key does."""
+        if self._is_complete:
+            return  # waiting once more would lay out the whole screen again
+        if not self._rest:
+            from dtype_tui.widgets.command_line import CommandLine
+            from dtype_tui.widgets.panes.depth import DepthPane
+            from dtype_tui.widgets.panes.trade_off import TradeOffPane
+            from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
+
+            self.depth = DepthPane(self.experiment, "depth")
+            self.trade_off = TradeOffPane(self.experiment, "trade-off")
+            self._rest = [
+                self.side.mount_panes(),
+                self.query_one("#below").mount(self.depth, self.trade_off),
+                self.mount(
+                    self._too_small,
+                    self._message,
+                    CastPrompt(self.experiment, self.controller.add_rule),
+                    CommandLine(self.experiment, self._words.completer(), self._run),
+                    FilterPrompt(
+                        self.tree_view.set_filter, lambda: len(self.tree_view.matches), self._go_to_first_match
+                    ),
+                ),
+            ]
+            self.lay_out(self.app.size)
+        for mounted in self._rest:
+            await mounted
+        self._is_complete = True
+
+    @cached_property
+    def _words(self) -> CommandWords:
+        from dtype_tui.main_commands import CommandWords
+
+        return CommandWords(self.controller, self.tree_view)
 
     def lay_out(self, size: Size) -> None:
         """Place the tree and the panes as fits a terminal of this size."""
-        if not self.query("#too-small"):
-            return  # not composed yet; on_mount calls this again
         self.set_class(size.width < SMALLEST[0] or size.height < SMALLEST[1], "small")
         narrow = size.width < NARROW_BELOW
         self.set_class(narrow, "narrow")
         self.side.set_class(narrow, "narrow")
         self._fits_depth = size.width >= DEPTH_FROM[0] and size.height >= DEPTH_FROM[1]
-        self.trade_off.display = size.width >= TRADE_OFF_FROM
-        needs, has = f"{SMALLEST[0]} x {SMALLEST[1]}", f"{size.width} x {size.height}"
-        words = f"dtype-tui needs {needs}; this terminal is {has}. Enlarge it, or press q."
-        self.query_one("#too-small", Static).update(words)
+        self.set_class(size.width >= TRADE_OFF_FROM, "wide")
+        if self._rest:
+            needs, has = f"{SMALLEST[0]} x {SMALLEST[1]}", f"{size.width} x {size.height}"
+            words = f"dtype-tui needs {needs}; this terminal is {has}. Enlarge it, or press q."
+            self._too_small.update(words)
         self.call_after_refresh(self.show_all)
 
     # -- drawing -------------------------------------------------------------------------------------------------
@@ -166,13 +191,14 @@ class MainScreen(Screen[None]):
         if not self.is_running:
             return
         self.tree_view.refresh_changed()
-        self._show_panes()
         self._show_status()
-        message = self.query_one("#message", Static)
-        message.display = not self.experiment.model.has_tree
+        if not self._rest:
+            return
+        self._show_panes()
+        self._message.display = not self.experiment.model.has_tree
         if not self.experiment.model.has_tree:
             waiting = f"{self.controller.activity.what}…\nThe tree appears when the model's tensors are known."
-            message.update(self.controller.life.no_engine_words or self.controller.open_error or waiting)
+            self._message.update(self.controller.life.no_engine_words or self.controller.open_error or waiting)
 
     def _show_panes(self) -> None:
         node = self.tree_view.current.name if self.tree_view.rows else ""
@@ -185,18 +211,11 @@ class MainScreen(Screen[None]):
         experiment, life, width = self.experiment, self.controller.life, self.app.size.width
         idle = life.idle_words(self.controller.open_error is not None)
         chosen = self._chosen_keys
-        self._put("#header", header_line(experiment, width))
-        self._put("#status", status_line(experiment, life.current_activity(), life.activity, idle, width, chosen))
-        keys = next_keys(experiment, bool(self.tree_view.filter_text), life.activity, life.error is not None)
-        self._put("#keys", key_line(keys, width, chosen))
-
-    def _put(self, id: str, words: Text) -> None:
-        """Set the text of the widget with the selector `id` if the text has changed. Redrawing an unchanged line would waste bytes
-        on a slow connection.
-        """
-        line = self.query_one(id, Static)
-        if line.content != words:
-            line.update(words, layout=False)  # it is always one line high
+        header, status, keys = (self.query_one(id, Line) for id in ("#header", "#status", "#keys"))
+        header.show(header_line(experiment, width))
+        status.show(status_line(experiment, life.current_activity(), life.activity, idle, width, chosen))
+        pairs = next_keys(experiment, bool(self.tree_view.filter_text), life.activity, life.error is not None)
+        keys.show(key_line(pairs, width, chosen))
 
     def _draw_soon(self) -> None:
         """Schedule a redraw unless one is already scheduled, so that one redraw can show the effects of many engine events."""
@@ -212,6 +231,8 @@ class MainScreen(Screen[None]):
     def _draw(self) -> None:
         self._draw_is_due, self._drawn_at = False, time.monotonic()
         self.show_all()
+        from dtype_tui.screens.modal import ModalScreen
+
         for window in self.app.screen_stack[1:]:
             if isinstance(window, ModalScreen) and window.is_mounted:
                 window.show_figures()
@@ -237,6 +258,8 @@ class MainScreen(Screen[None]):
         match event:
             case events.HeadersRead() | events.ModelReady():
                 self.tree_view.new_tree()
+                if (prompt := self._open_prompt) is not None:
+                    prompt.typed(prompt.field.value)  # what it previewed was in the tree before
                 self._go_to_wanted_cursor()
             case events.Measured() if self.tree_view.order == "drift":
                 self.tree_view.rebuild()
@@ -266,7 +289,8 @@ class MainScreen(Screen[None]):
 
     def on_module_tree_moved(self, message: ModuleTree.Moved) -> None:
         self._wanted_cursor = None
-        self.side.recipe.show("", message.name)
+        if self._rest:
+            self.side.recipe.show("", message.name)
 
     def action_worst(self) -> None:
         """Go to the module in whose code values stop being finite. If there is none, go to the module with the largest drift.
@@ -287,8 +311,9 @@ class MainScreen(Screen[None]):
 
     # -- recipes -------------------------------------------------------------------------------------------------
 
-    async def action_cast(self) -> None:
-        await self.ensure_prompts()
+    def action_cast(self) -> None:
+        from dtype_tui.widgets.prompts import CastPrompt
+
         if self.tree_view.rows:
             self.query_one(CastPrompt).open(self.tree_view.current.name)
 
@@ -395,8 +420,7 @@ class MainScreen(Screen[None]):
     # -- stopping, filtering, sorting ----------------------------------------------------------------------------
 
     def action_stop(self) -> None:
-        left_open = next((prompt for prompt in self.query(BottomPrompt) if prompt.is_open), None)
-        if left_open is not None:  # a click on the tree has moved the focus away from the prompt
+        if (left_open := self._open_prompt) is not None:  # a click on the tree has moved the focus away from the prompt
             left_open.action_cancel()
         elif self.tree_view.filter_text:
             self.tree_view.set_filter("")
@@ -406,6 +430,12 @@ class MainScreen(Screen[None]):
             self.controller.stop()
             self.set_timer(STOP_WAIT_S, self.controller.life.check_stopped)
 
+    @property
+    def _open_prompt(self) -> BottomPrompt | None:
+        from dtype_tui.widgets.bottom_prompt import BottomPrompt
+
+        return next((prompt for prompt in self.query(BottomPrompt) if prompt.is_open), None)
+
     def action_jobs(self) -> None:
         self._windows.jobs(self._awaited.reset)
 
@@ -413,8 +443,9 @@ class MainScreen(Screen[None]):
         self._awaited.reset()
         self.controller.restart_engine()
 
-    async def action_filter(self) -> None:
-        await self.ensure_prompts()
+    def action_filter(self) -> None:
+        from dtype_tui.widgets.prompts import FilterPrompt
+
         self._leave_zoom()
         self.query_one(FilterPrompt).open(self.tree_view.filter_text)
 
@@ -476,9 +507,10 @@ class MainScreen(Screen[None]):
         self.set_focus(self.side.recipe)
         self.side.recipe.go_to_deciding_rule(self.tree_view.current.name if self.tree_view.rows else "")
 
-    async def action_edit_rule(self) -> None:
+    def action_edit_rule(self) -> None:
         """Open the cast prompt with the rule under the cursor of the Recipe pane. The changed rule takes its place."""
-        await self.ensure_prompts()
+        from dtype_tui.widgets.prompts import CastPrompt
+
         row, rule = self.side.recipe.cursor, self.side.recipe.current
         if rule is not None:
             self.query_one(CastPrompt).edit(rule, lambda changed: self.controller.change_rule(row, changed))
@@ -513,8 +545,9 @@ class MainScreen(Screen[None]):
 
     # -- the command line ----------------------------------------------------------------------------------------
 
-    async def action_command(self) -> None:
-        await self.ensure_prompts()
+    def action_command(self) -> None:
+        from dtype_tui.widgets.command_line import CommandLine
+
         self.query_one(CommandLine).open()
 
     async def _run(self, command: Command, arguments: tuple[str, ...]) -> None:

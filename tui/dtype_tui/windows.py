@@ -17,11 +17,11 @@ from dtype_engine.worker import events
 from dtype_engine.worker.commands import AttributeDrift, Generate
 from dtype_tui.state.controller import Controller
 from dtype_tui.widgets.module_tree import ModuleTree
-from dtype_tui.widgets.panes.base import Pane
 
 if TYPE_CHECKING:
     from dtype_engine.results.inputs import InputsSummary
     from dtype_engine.results.runs import Generation
+    from dtype_tui.widgets.panes.base import Pane
 
 
 @dataclass

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from dtype_engine.checkpoint.completeness import IndexReport
-from dtype_engine.checkpoint.components import Component
 from dtype_engine.checkpoint.file_identity import FileIdentity
 from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.parameter_counts import parameters_meant
@@ -19,6 +17,10 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight, gguf, read_encoded
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
+
+if TYPE_CHECKING:
+    from dtype_engine.checkpoint.completeness import IndexReport
+    from dtype_engine.checkpoint.components import Component
 
 Form = Literal["safetensors", "pickle", "gguf", "diffusers", "adapter"]
 

@@ -15,6 +15,7 @@ from typing import Any
 from dtype_engine.checkpoint.file_identity import FileIdentity
 from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.checkpoint.weight_files import (
+    PIPELINE_INDEX,
     NoWeights,
     find_weight_files,
     read_config,
@@ -23,8 +24,6 @@ from dtype_engine.checkpoint.weight_files import (
     variant_of,
 )
 from dtype_engine.core.text import printable
-
-PIPELINE_INDEX = "model_index.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from dtype_engine.checkpoint.pickle_size import LEGACY_START
 from dtype_engine.checkpoint.safetensors_header import LONGEST_HEADER
 from dtype_engine.checkpoint.weight_files import PICKLES
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import open_regular
 
 FileKind = Literal["safetensors", "pickle", "gguf"]
+LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""torch's pickled magic number 0x1950a86a20f9469cfc6c, with which every file written before torch 1.6 begins."""
 
 
 def kind_of(path: Path) -> FileKind | None:

@@ -13,12 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from dtype_engine.checkpoint.checkpoint import Checkpoint
-from dtype_engine.checkpoint.completeness import compare_index
-from dtype_engine.checkpoint.components import (
-    PIPELINE_INDEX,
-    pipeline_notices,
-    read_components,
-)
 from dtype_engine.checkpoint.file_identity import FileIdentity, refuse_changed
 from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.checkpoint.prequantized import SCALED_KEY
@@ -29,6 +23,7 @@ from dtype_engine.checkpoint.safetensors_header import (
 from dtype_engine.checkpoint.schemes.gguf import config_of as gguf_config
 from dtype_engine.checkpoint.weight_files import (
     INDEX,
+    PIPELINE_INDEX,
     SINGLE,
     find_weight_files,
     index_of,
@@ -122,6 +117,8 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
         notices = (f"read from the files of the variant {printable(variant)}, the only ones there are",)
     index = None
     if (named := index_of(folder)) is not None:
+        from dtype_engine.checkpoint.completeness import compare_index
+
         index = compare_index(folder, read_index(named), tensors, files)
         notices += index.sentences
     checkpoint = Checkpoint(
@@ -174,6 +171,8 @@ def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | No
 
 def _open_pipeline(folder: Path) -> Checkpoint:
     """Return the checkpoint of a diffusers pipeline. The top level of its module tree consists of the components with weights."""
+    from dtype_engine.checkpoint.components import pipeline_notices, read_components
+
     index = read_json(folder / PIPELINE_INDEX)
     components, tensors = read_components(folder, index)
     if not tensors:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dtype_engine.checkpoint.file_kind import LEGACY_START
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import open_regular
 
@@ -17,8 +18,6 @@ MOST_OPCODES = 5_000_000
 """
 _LEGACY_PICKLES = 5
 """Number of pickles before the raw bytes in torch's old format: magic number, version, machine, object and storage keys."""
-LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""torch's pickled magic number 0x1950a86a20f9469cfc6c, with which every file written before torch 1.6 begins."""
 
 
 class TooManyOpcodes(Exception):

@@ -15,6 +15,8 @@ from dtype_engine.core.text import printable
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PIPELINE_INDEX = "model_index.json"
+"""The file in a diffusers pipeline that lists its components."""
 PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pth.tar")
 _INDEXES = (INDEX, "diffusion_pytorch_model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = (SINGLE, "diffusion_pytorch_model.safetensors", "adapter_model.safetensors", "pytorch_model.bin",

@@ -26,9 +26,10 @@ from dtype_engine.results.losses import ValueLoss
     metavar="FILE",
     help="The report to write. Its extension, .html or .md, determines the format.",
 )
+@click.option("--speed", "with_speed", is_flag=True, help="Also time forward passes, as the command speed does.")
 @force_option
 @json_option
-def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> None:
+def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_object: bool) -> None:
     """Measure a recipe, and write one file with its rules, memory and drift, all modules, and how the drift was measured.
 
     The file is self-contained: it includes its plots, downloads nothing and runs no scripts. If the model can't be run, the report
@@ -43,7 +44,7 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
     check_name(file)
     check_target(file, force)
     source = request.locate()
-    measured, nonfinite, reason = None, None, ""
+    measured, nonfinite, speed, reason = None, None, None, ""
     lost: tuple[ValueLoss, ...] | None
     try:
         session = request.open_session(source)
@@ -52,6 +53,8 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
         try:
             measured = session.drift(MeasurementListener(on_progress=say_progress))
             nonfinite = session.nonfinite(measured)
+            if with_speed:
+                speed = session.speed(lambda what, done, total: say_share(f"timing: {what}", done, total))
         except NoForward as error:
             reason = str(error)
     except NoForward as error:
@@ -60,7 +63,7 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
         reason = str(error)
         lost = _losses(known)
     say("")
-    made = build_report(tree, plan, title, settings, measured, versions(), reason, lost, nonfinite)
+    made = build_report(tree, plan, title, settings, measured, versions(), reason, lost, nonfinite, speed)
     written = write_text_atomic(file, render(made, file), replace=force)
     if as_object:
         sizes = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}

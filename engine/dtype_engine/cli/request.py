@@ -20,7 +20,6 @@ from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan, require_matches
-from dtype_engine.worker.opening import refuse_unmatched
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint import Checkpoint
@@ -109,6 +108,8 @@ class RunRequest:
         for a rule that matches nothing.
         """
         source = source or self.locate()
+        from dtype_engine.worker.opening import refuse_unmatched
+
         refuse_unmatched(source, self.options, self.recipe)
         from dtype_engine.runtime.session.opening import open_session
 

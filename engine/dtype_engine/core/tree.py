@@ -187,6 +187,15 @@ class Totals:
     def total_bytes(self) -> int:
         return sum(self.nbytes.values())
 
+    @property
+    def parameters_text(self) -> str:
+        """The number of parameters as text. If some packed weights represent an unknown number, it is `> 1.2 M` or `unknown`. If
+        all tensors are tied weights that are counted elsewhere, it is `-`.
+        """
+        if self.unknown:
+            return f"> {human_count(self.parameters)}" if self.parameters else "unknown"
+        return "-" if self.tied and not self.nbytes else human_count(self.parameters)
+
     def mix(self) -> list[tuple[str, float]]:
         """Pairs (dtype, fraction of the bytes), largest fraction first. If a module holds only tied weights that are counted
         elsewhere, the fractions are those of these weights; otherwise such weights are left out.

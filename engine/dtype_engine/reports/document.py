@@ -21,7 +21,7 @@ from dtype_engine.core.units import (
 from dtype_engine.recipe import Plan
 from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
 from dtype_engine.reports.overview import plain_sentence, size_tile, third_tile, top1_words, verdict_tile
-from dtype_engine.reports.text import WEIGHTS_ONLY, mix_text, parameters_text
+from dtype_engine.reports.text import WEIGHTS_ONLY, mix_text
 from dtype_engine.reports.text_drift import first_sentence, modules_extent_text, remedy_result, value_sentence
 from dtype_engine.reports.text_losses import HELP
 from dtype_engine.results.attribution import NonFiniteDiagnosis
@@ -234,7 +234,7 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
             continue
         rows.append(
             (
-                Identifier(printable(name, 200)) if name else "the whole model", class_name, parameters_text(after),
+                Identifier(printable(name, 200)) if name else "the whole model", class_name, after.parameters_text,
                 human_bytes(before.total_bytes), human_bytes(after.total_bytes), mix_text(after) if after.nbytes else "-",
             )
         )  # fmt: skip
@@ -341,7 +341,7 @@ def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
         rows.append(
             (
                 Identifier(printable(module.name, 300)), module.class_name or "", mix_text(before) if before.nbytes else "-",
-                mix_text(after) if after.nbytes else "-", parameters_text(after), human_bytes(after.total_bytes),
+                mix_text(after) if after.nbytes else "-", after.parameters_text, human_bytes(after.total_bytes),
                 *(figures if drift is not None else ()),
             )
         )  # fmt: skip

@@ -9,24 +9,16 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Totals
 from dtype_engine.core.units import human_bytes, percent
 from dtype_engine.recipe import Plan
-from dtype_engine.reports.blocks import Grade, Tile
-from dtype_engine.reports.text import mix_text, parameters_text, speed_cells
+from dtype_engine.reports.blocks import Tile
+from dtype_engine.reports.text import mix_text, speed_cells
 from dtype_engine.reports.text_drift import first_sentence, kl_text, sqnr_text
 from dtype_engine.reports.text_losses import headline
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.results.meaning import Word, meaning
+from dtype_engine.results.meaning import GRADES, meaning
 from dtype_engine.results.runs import SpeedReport
 
-_GRADES: dict[Word, Grade] = {
-    "exact": "green",
-    "under the floor": "green",
-    "invisible": "green",
-    "small": "yellow",
-    "visible": "orange",
-    "broken": "red",
-}
 _MOST_RULES = 3
 
 
@@ -64,7 +56,7 @@ def verdict_tile(drift: DriftReport | None, no_drift: str = "", nonfinite: NonFi
     details.append(said.why)
     if nonfinite is not None:  # a module may be, although the output is finite
         details.append(f"values stop being finite {first_sentence(nonfinite)}")
-    return Tile("drift", said.word, tuple(details), _GRADES[said.word])
+    return Tile("drift", said.word, tuple(details), GRADES[said.word])
 
 
 def top1_words(drift: DriftReport) -> str:
@@ -76,7 +68,7 @@ def third_tile(planned: Totals, speed: SpeedReport | None) -> Tile:
     """Return the tile with the candidate's speed or, if that was not measured, with the parameters and their planned dtypes."""
     row = next((row for row in speed.rows if row.what == "candidate"), None) if speed is not None else None
     if speed is None or row is None:
-        return Tile("parameters", parameters_text(planned), (mix_text(planned) if planned.nbytes else "no weights",))
+        return Tile("parameters", planned.parameters_text, (mix_text(planned) if planned.nbytes else "no weights",))
     time, *more = speed_cells(row, speed)
     value = next((cell for cell in more if " x " in cell), time)
     return Tile(

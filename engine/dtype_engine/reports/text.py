@@ -11,7 +11,6 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import (
     decibels,
     human_bytes,
-    human_count,
     percent,
     percent_with_error,
     plural,
@@ -29,15 +28,6 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport, ImplicitCastStats
     from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow
     from dtype_engine.results.weights import SkippedTensor, WeightError
-
-
-def parameters_text(totals: Totals) -> str:
-    """Return the number of parameters at or below a module as text. If some packed weights represent an unknown number, it is `>
-    1.2 M` or `unknown`. If all tensors are tied weights that are counted elsewhere, it is `-`.
-    """
-    if totals.unknown:
-        return f"> {human_count(totals.parameters)}" if totals.parameters else "unknown"
-    return "-" if totals.tied and not totals.nbytes else human_count(totals.parameters)
 
 
 def mix_text(totals: Totals) -> str:

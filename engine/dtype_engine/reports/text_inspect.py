@@ -13,7 +13,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, TensorInfo, Totals, Tree
 from dtype_engine.core.units import human_bytes, human_count, percent, plural
 from dtype_engine.recipe import Plan, tensor_bytes
-from dtype_engine.reports.text import mix_text, parameters_text
+from dtype_engine.reports.text import mix_text
 from dtype_engine.reports.text_table import table_lines
 
 _HEAD = ("module", "dtype, % of bytes", "parameters", "bytes")
@@ -84,7 +84,7 @@ class _Rows:
 
 def _module_row(label: str, totals: Totals) -> tuple[str, str, str, str]:
     size = "-" if totals.tied and not totals.nbytes else human_bytes(totals.total_bytes)
-    return label, mix_text(totals), parameters_text(totals), size
+    return label, mix_text(totals), totals.parameters_text, size
 
 
 def _sum(parts: Iterator[Totals]) -> Totals:
@@ -113,7 +113,7 @@ def largest_text(tree: Tree, plan: Plan, number: int) -> str:
     whole = sum(totals.total_bytes for totals in own.values())
     largest = nlargest(number, ((name, totals) for name, totals in own.items()), key=lambda row: row[1].total_bytes)
     rows = [
-        (printable(name) or "the model itself", mix_text(totals), parameters_text(totals), human_bytes(totals.total_bytes),
+        (printable(name) or "the model itself", mix_text(totals), totals.parameters_text, human_bytes(totals.total_bytes),
          f"{percent(totals.total_bytes / whole)} %")
         for name, totals in largest
         if totals.total_bytes
@@ -147,7 +147,7 @@ def kinds_text(tree: Tree, plan: Plan) -> str:
         (
             kind,
             mix_text(totals),
-            parameters_text(totals),
+            totals.parameters_text,
             human_bytes(totals.total_bytes),
             f"{percent(totals.total_bytes / whole if whole else 0.0)} %",
         )

@@ -8,7 +8,7 @@ itself to a dtype, which no computation in that dtype can avoid.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import ModuleDrift, OutputDrift
 
 Word = Literal["exact", "under the floor", "invisible", "small", "visible", "broken"]
+Grade = Literal["green", "yellow", "orange", "red"]
+GRADES: Mapping[Word, Grade] = {
+    "exact": "green", "under the floor": "green", "invisible": "green", "small": "yellow", "visible": "orange", "broken": "red",
+}  # fmt: skip
+"""The colour of each word, on the screen and in reports."""
 
 
 def rounding_sqnr_db(mantissa: int) -> float:
@@ -64,6 +69,20 @@ _SQNR: tuple[tuple[float, Word, str], ...] = (
     (SQNR_SIGNS, "visible", "no worse than rounding to 1 bit"),
 )
 """(minimum SQNR in dB, word, comparison): an output whose SQNR is at least the minimum is described by this word and comparison."""
+
+
+def sqnr_limits(output: OutputDrift | None) -> tuple[tuple[float, Word], ...]:
+    """Return (minimum SQNR in dB, word) from the best to the worst word, by which to rate a module's SQNR: so that the SQNR of the
+    output gets the word of the output.
+
+    The KL of a small error is proportional to its square, so 10 dB less of SQNR are ten times the KL. If an output is judged by its
+    KL, the limits are the SQNRs at which it would have the KLs that divide the words. output: the drift of the main output, or None
+    if it is unknown.
+    """
+    if output is None or not output.kl_mean or not output.kl_mean > 0 or not math.isfinite(output.sqnr_db):
+        return tuple((least, word) for least, word, _ in _SQNR)
+    return tuple((output.sqnr_db + 10 * math.log10(output.kl_mean / most), word) for most, word, _ in _KL)
+
 
 HELP = (
     "One word says what a drift means. Exact: no value of the output differs. Under the floor: no more than the drift of the "

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import dtype_engine.results.attribution
     import dtype_engine.results.drift
     import dtype_engine.results.losses
+    import dtype_engine.results.runs
 
 
 class ExportRequest(Message, frozen=True):
@@ -43,6 +44,8 @@ class ReportRequest(Message, frozen=True):
     """A measurement of the recipe. If None, the recipe is measured for the report."""
     nonfinite: dtype_engine.results.attribution.NonFiniteDiagnosis | None = None
     """Where values stop being finite in this measurement, if they do and the app knows it already."""
+    speed: dtype_engine.results.runs.SpeedReport | None = None
+    """The times of forward passes under the recipe, or None if they were not measured. They are not measured for the report."""
 
 
 class ConvertRequest(Message, frozen=True):

@@ -189,7 +189,8 @@ def test_a_large_tree_is_an_outline_and_a_table_with_an_end(tmp_path: Path) -> N
 def test_a_report_from_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, file = make_llama(), tmp_path / "r.html"
     casts = [part for cast in CASTS for part in ("--cast", cast)]
-    assert run(cli, "dtype-engine", ["report", str(source), *casts, "-o", str(file)]) == 0
+    assert run(cli, "dtype-engine", ["report", str(source), *casts, "--speed", "-o", str(file)]) == 0
+    assert "speed against the reference" in file.read_text()
     assert run(cli, "dtype-engine", ["drift", str(source), *casts, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out.partition("\n")[2])["output"]
     rows = {row[0]: row[1:] for row in Page(file.read_text()).rows if row}

@@ -14,7 +14,7 @@ from dtype_engine.reports.notebook import drift_repr
 from dtype_engine.reports.text_drift import floor_lines
 from dtype_engine.results.attribution import NoiseFloor
 from dtype_engine.results.drift import OutputDrift
-from dtype_engine.results.meaning import HELP, SQNR_SIGNS, cosine_at, meaning, rounding_sqnr_db
+from dtype_engine.results.meaning import HELP, SQNR_SIGNS, cosine_at, meaning, rounding_sqnr_db, sqnr_limits
 
 
 def drift(kl_mean: float | None = None, sqnr_db: float = 40.0, max_abs: float = 1.0, nonfinite: int = 0) -> OutputDrift:
@@ -40,6 +40,16 @@ def drift(kl_mean: float | None = None, sqnr_db: float = 40.0, max_abs: float = 
 )
 def test_a_distribution_is_judged_by_its_mean_kl_against_published_figures(kl: float, word: str) -> None:
     assert meaning(drift(kl, sqnr_db=200.0)).word == word
+
+
+@pytest.mark.parametrize("sqnr_db", [5.0, 28.0, 43.0, 60.0])
+@pytest.mark.parametrize("kl", [None, 0.0, -1e-9, math.nan, 1e-6, 2.5e-5, 2.77e-4, 1.355e-3, 0.01, 0.4451, 0.6])
+def test_the_sqnr_of_the_output_gets_the_word_of_the_output(kl: float | None, sqnr_db: float) -> None:
+    output = drift(kl, sqnr_db)
+    limits = sqnr_limits(output)
+    assert [least for least, _ in limits] == sorted((least for least, _ in limits), reverse=True)
+    word = next((word for least, word in limits if sqnr_db >= least), "broken")
+    assert word == meaning(output if kl and kl > 0 else drift(None, sqnr_db)).word
 
 
 def sqnr(exact: torch.Tensor, held: torch.Tensor) -> float:

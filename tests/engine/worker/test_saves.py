@@ -12,6 +12,7 @@ from tests.helpers.recorded_worker import RecordedEngine, Way
 from dtype_engine import Options, Recipe, Rule, RunSettings
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.recipe.file import read_recipe_file
+from dtype_engine.results.runs import SpeedReport, SpeedRow
 from dtype_engine.runtime.verify.verify import compare
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import Cancel, Measure, SetRecipe, SetSettings
@@ -24,6 +25,13 @@ from dtype_engine.worker.save_requests import (
 )
 
 RECIPE = Recipe((Rule("*", "bfloat16"), Rule("*.mlp", "float8_e4m3fn")))
+SPEED = SpeedReport(
+    "llama", "cpu", 1, tuple(map(str, RECIPE.rules)), "inputs",
+    tuple(
+        SpeedRow(what, "bf16", seconds, seconds, seconds, 3, None, False)
+        for what, seconds in (("reference", 0.2), ("candidate", 0.1))
+    ),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["runs", "headers only"])
@@ -114,7 +122,7 @@ def test_every_save_request_writes_its_file(recorded: RecordedEngine, folder: Pa
 
     for request in (
         RecipeRequest(tmp_path / "r.yaml"),
-        ReportRequest(tmp_path / "r.html"),
+        ReportRequest(tmp_path / "r.html", speed=SPEED),
         ConvertRequest(tmp_path / "c.json", "comfyui"),
         ExportRequest(tmp_path / "out", replace=True),
     ):
@@ -122,6 +130,8 @@ def test_every_save_request_writes_its_file(recorded: RecordedEngine, folder: Pa
         assert saved.done, saved
     assert read_recipe_file(tmp_path / "r.yaml").recipe == RECIPE
     text = (tmp_path / "r.html").read_text()
+    assert "speed against the reference" in text
+    assert "2.00 x as fast" in text
     assert "SQNR" in text if recorded.of(events.ModelReady) else "Not measured" in text
     assert "name a report .html or .md" in save(recorded, ReportRequest(tmp_path / "r.pdf")).sentence
 

@@ -10,12 +10,11 @@ from rich.color import Color
 from rich.terminal_theme import TerminalTheme
 
 from dtype_engine.core import dtypes
-from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8, SQNR_SIGNS
-from dtype_tui.rendering.palette import ACCENT, DARK, LIGHT, TRACK, colour, pill, ramp, verdict_pill
+from dtype_engine.results.meaning import GRADES, SQNR_BF16, SQNR_FP8, SQNR_SIGNS, Word, sqnr_limits
+from dtype_tui.rendering.palette import ACCENT, DARK, LIGHT, TRACK, colour, pill, ramp, sqnr_colour, verdict_pill
 
-WORDS = ("exact", "under the floor", "invisible", "small", "visible", "broken")
 HUES = {colour(name) for name in dtypes.BY_NAME}
-RAMP = {ramp(word) for word in WORDS}
+RAMP = {ramp(word) for word in GRADES}
 THEMES = pytest.mark.parametrize("theme", [DARK, LIGHT], ids=["dark", "light"])
 
 
@@ -60,8 +59,8 @@ def test_families_that_stand_side_by_side_differ() -> None:
         (SQNR_FP8 - 0.1, "visible"), (SQNR_SIGNS - 0.1, "broken"), (-math.inf, "broken"), (math.nan, "broken"),
     ],
 )  # fmt: skip
-def test_an_sqnr_has_the_colour_of_its_word(badness: float, word: str) -> None:
-    assert ramp(badness) == ramp(word)
+def test_an_sqnr_has_the_colour_of_its_word(badness: float, word: Word) -> None:
+    assert sqnr_colour(badness, sqnr_limits(None)) == ramp(word)
 
 
 def test_pills_name_what_they_colour() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.helpers.recording_engine import app_of, demo_tree, engine, make_app, report
+from tests.helpers.recording_engine import app_of, demo_tree, engine, make_app, report, say
 from tests.helpers.scenes import ready
 from tests.helpers.screen_text import lines, notices, screen
 from textual.binding import Binding
@@ -15,6 +15,7 @@ from textual.widgets import Input
 from dtype_engine.core.errors import UserError
 from dtype_engine.recipe import Recipe, Rule, generalisations
 from dtype_engine.recipe.presets import PRESETS
+from dtype_engine.results.runs import SpeedReport
 from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest, ReportRequest
 from dtype_tui.app import DtypeApp
@@ -169,12 +170,17 @@ async def test_what_to_leave_with_is_written_with_the_figures_on_the_screen(tmp_
         app.controller.experiment.results = Results(report=measured)
         await enter(app, pilot, f"recipe {tmp_path}/c.yaml")
         await enter(app, pilot, f"report {tmp_path}/r.html")
+        timed = SpeedReport("m", "cpu", 1, (), "inputs", ())
+        await say(app, pilot, events.SpeedMeasured(app.controller.experiment.recipe, timed))
+        await pilot.press("escape")
+        await enter(app, pilot, f"report {tmp_path}/s.html")
         (tmp_path / "empty").mkdir()
         await enter(app, pilot, f"export {tmp_path}/empty")
         assert engine(app).saves == [
             RecipeRequest(tmp_path / "a b.yaml"),
             RecipeRequest(tmp_path / "c.yaml", drift=measured),
             ReportRequest(tmp_path / "r.html", drift=measured),
+            ReportRequest(tmp_path / "s.html", drift=measured, speed=timed),
             ExportRequest(tmp_path / "empty"),
         ]
 

@@ -83,3 +83,14 @@ async def test_what_is_not_finite_is_marked_and_a_model_that_can_not_run_has_no_
         assert any("✗" in line for line in drawn(app))
         await say(app, pilot, events.OpenFailed("no architecture"))
         assert "Drift over depth" not in screen(app)
+
+
+async def test_the_line_has_the_colour_of_each_layer() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await mixed(app, pilot)
+        pane = app.main.depth
+        strips = [pane.render_line(y) for y in range(pane.size.height)]
+        dotted = [segment for strip in strips for segment in strip if any("⠀" < each < "⣿" for each in segment.text)]
+        colours = {segment.style.color.name for segment in dotted if segment.style and segment.style.color}
+        assert {"green", "yellow", "bright_red"} <= colours

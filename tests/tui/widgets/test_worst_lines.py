@@ -9,6 +9,7 @@ from tests.helpers.screen_text import lines, screen
 
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.results.meaning import sqnr_limits
 from dtype_engine.worker import events
 from dtype_tui.rendering.worst_lines import shortened_uniquely, worst_lines
 
@@ -29,17 +30,19 @@ def test_a_cut_name_is_no_other_modules() -> None:
 
 def test_a_name_that_fits_no_line_stands_below_its_figure_in_full() -> None:
     both = ["encoder.layers.1.fc1", "decoder.layers.1.fc1"]
-    drawn = [text.plain for text in worst_lines([ModuleDrift(both[0], 30.0, 1.0, 0)], 22, both, SCALE)]
+    drawn = [
+        text.plain for text in worst_lines([ModuleDrift(both[0], 30.0, 1.0, 0)], 22, both, SCALE, sqnr_limits(None))
+    ]
     assert drawn == ["worst 30.00 \n  encoder.layers.1.fc1"]
 
 
 def test_a_track_is_longer_for_more_drift_and_gives_way_to_a_name() -> None:
     worst = [ModuleDrift(NAMES[-1], 20.0, 1.0, 0), ModuleDrift(NAMES[0], 60.0, 1.0, 0)]
-    assert [text.plain for text in worst_lines(worst, 40, NAMES, SCALE)] == [
+    assert [text.plain for text in worst_lines(worst, 40, NAMES, SCALE, sqnr_limits(None))] == [
         "worst 20.00 ▄▄▄▁ …11.mlp.down_proj",
         "dB    60.00 ▄▁▁▁ …0.self_attn.o_proj",
     ]
-    assert [text.plain for text in worst_lines(worst, 34, NAMES, SCALE)] == [
+    assert [text.plain for text in worst_lines(worst, 34, NAMES, SCALE, sqnr_limits(None))] == [
         "worst 20.00 …11.mlp.down_proj",
         "dB    60.00 …0.self_attn.o_proj",
     ]

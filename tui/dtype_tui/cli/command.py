@@ -24,7 +24,6 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import check_files
 from dtype_engine.recipe import rules_in_doubt
 from dtype_engine.worker.events import Event
-from dtype_engine.worker.opening import refuse_unmatched
 from dtype_tui.state.addresses import is_address
 
 if TYPE_CHECKING:
@@ -179,6 +178,8 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
     connection = None
     if tree is not None and rules_in_doubt(tree, request.recipe):
         if in_process:
+            from dtype_engine.worker.opening import refuse_unmatched
+
             refuse_unmatched(source, options, request.recipe)
         else:
             connection = _opened_by_engine(request)

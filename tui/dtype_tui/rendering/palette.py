@@ -8,7 +8,8 @@ names as they are. A colour never carries information alone: it accompanies a wo
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.color import Color
 from rich.style import Style
@@ -16,7 +17,9 @@ from rich.terminal_theme import TerminalTheme
 from textual.theme import Theme
 
 from dtype_engine.core import dtypes
-from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8, SQNR_SIGNS
+
+if TYPE_CHECKING:
+    from dtype_engine.results.meaning import Word
 
 _TABLE = {
     # name: (dark theme, light theme)
@@ -48,10 +51,6 @@ _HUES = {"float64": "bright_white", "float32": "white", "bfloat16": "cyan", "flo
 _HUES_BY_BITS = {
     ("float", 8): "bright_yellow", ("float", 6): "magenta", ("float", 4): "magenta",
     ("int", 8): "bright_magenta", ("int", 4): "bright_green",
-}  # fmt: skip
-_OF_WORDS = {
-    "exact": "green", "under the floor": "green", "invisible": "green", "small": "yellow", "visible": "bright_red",
-    "broken": "red",
 }  # fmt: skip
 
 
@@ -111,17 +110,19 @@ def pill(dtype: str) -> tuple[str, Style]:
     return f" {word} ", _filled(colour(dtype))
 
 
-def ramp(badness: float | str) -> str:
-    """Return the name of the ramp's colour for an SQNR in dB or for a word of `meaning`.
+def ramp(word: Word) -> str:
+    """Return the name of the ramp's colour for a word of `meaning`."""
+    from dtype_engine.results.meaning import GRADES  # the first paint does not need it
 
-    The limits of an SQNR are those of the words. NaN has the colour of the worst.
+    grade = GRADES[word]
+    return "bright_red" if grade == "orange" else grade
+
+
+def sqnr_colour(sqnr_db: float, limits: Iterable[tuple[float, Word]]) -> str:
+    """Return the name of the ramp's colour for a module's SQNR in dB. limits: the minimum SQNR of each word, the best first. NaN
+    has the colour of the worst.
     """
-    if isinstance(badness, str):
-        return _OF_WORDS[badness]
-    if math.isnan(badness):
-        return "red"
-    limits = ((SQNR_BF16, "green"), (SQNR_FP8, "yellow"), (SQNR_SIGNS, "bright_red"))
-    return next((name for least, name in limits if badness >= least), "red")
+    return ramp(next((word for least, word in limits if sqnr_db >= least), "broken"))
 
 
 def heat(share: float) -> str:
@@ -131,9 +132,9 @@ def heat(share: float) -> str:
     )
 
 
-def verdict_pill(word: str) -> tuple[str, Style]:
+def verdict_pill(word: Word) -> tuple[str, Style]:
     """Return the badge of a word of `meaning`, such as "small": the word between blanks, and the style."""
-    return f" {word} ", _filled(_OF_WORDS[word])
+    return f" {word} ", _filled(ramp(word))
 
 
 def _filled(name: str) -> Style:

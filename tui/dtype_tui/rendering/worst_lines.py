@@ -11,10 +11,11 @@ from rich.text import Text
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels
 from dtype_tui.rendering.cells import drift_share, meter, wrap_dotted
-from dtype_tui.rendering.palette import ramp
+from dtype_tui.rendering.palette import sqnr_colour
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import ModuleDrift
+    from dtype_engine.results.meaning import Word
 
 _LABELS = ("worst", "dB")
 _LABEL = 6
@@ -39,14 +40,18 @@ def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | 
 
 
 def worst_lines(
-    worst: Sequence[ModuleDrift], width: int, others: Collection[str], scale: tuple[float, float]
+    worst: Sequence[ModuleDrift],
+    width: int,
+    others: Collection[str],
+    scale: tuple[float, float],
+    limits: Sequence[tuple[float, Word]],
 ) -> list[Text]:
     """Return the lines about the modules that drift most: a label, the SQNR in dB, a track that is longer for more drift, and the
     end of the name.
 
     If names that are shortened so are ambiguous, the track is left out. If they still are, the full name follows on further lines.
     worst: the modules to list. width: the width of the lines in cells. others: the names of all modules. scale: the SQNRs at which
-    a track is full and empty.
+    a track is full and empty. limits: `Results.sqnr_limits`.
     """
     numbers = ["not finite" if drift.nonfinite else decibels(drift.sqnr_db).removesuffix(" dB") for drift in worst]
     widest = max(map(len, numbers), default=0)
@@ -60,9 +65,10 @@ def worst_lines(
     for index, (drift, number, name) in enumerate(zip(worst, numbers, names, strict=True)):
         label = _LABELS[index] if index < len(_LABELS) else ""
         degree = math.nan if drift.nonfinite or drift.sqnr_db is None else drift.sqnr_db
-        line = Text.assemble((f"{label:<{_LABEL}}", "dim"), (f"{number:>{widest}} ", f"bold {ramp(degree)}"))
+        colour = sqnr_colour(degree, limits)
+        line = Text.assemble((f"{label:<{_LABEL}}", "dim"), (f"{number:>{widest}} ", f"bold {colour}"))
         if track:
-            line = Text.assemble(line, *meter(drift_share(degree, scale), track, ramp(degree)), " ")
+            line = Text.assemble(line, *meter(drift_share(degree, scale), track, colour), " ")
         line.append(short[index] or "\n  " + wrap_dotted(name, width - 2).replace("\n", "\n  "))
         lines.append(line)
     return lines

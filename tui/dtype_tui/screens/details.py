@@ -11,7 +11,7 @@ from dtype_engine.core.tree import Totals
 from dtype_engine.core.units import decibels, human_bytes, percent
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import fused_with
-from dtype_engine.reports.text import mix_text, parameters_text
+from dtype_engine.reports.text import mix_text
 from dtype_engine.reports.text_drift import modules_extent_text
 from dtype_engine.reports.text_losses import loss_words
 from dtype_tui.rendering.plain_table import PlainTable
@@ -38,7 +38,7 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         if len(modules) > 1:
             grid.add_row("folded", f"{len(modules)} neighbours that are alike; all figures are those of all of them")
         grid.add_row("class", module.class_name or _no_class(experiment))
-        exact, short = f"{planned.parameters:,}", parameters_text(planned)
+        exact, short = f"{planned.parameters:,}", planned.parameters_text
         grid.add_row("parameters", short if planned.unknown or short == exact else f"{exact} ({short})")
         if planned.buffers:
             grid.add_row("buffers", f"{planned.buffers:,} elements, not counted as parameters")

@@ -258,6 +258,6 @@ def save_request(kind: str, path: Path, replace: bool, results: Results) -> Save
         case "recipe":
             return RecipeRequest(path, replace, results.report)
         case "report":
-            return ReportRequest(path, replace, results.report, results.nonfinite)
+            return ReportRequest(path, replace, results.report, results.nonfinite, results.speed)
         case target:
             return ConvertRequest(path, target, replace)

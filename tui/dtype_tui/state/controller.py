@@ -15,7 +15,6 @@ from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import History, Recipe, Rule, explain_no_match, make_plan
-from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import (
     Command,
@@ -103,8 +102,11 @@ class Controller:
                 self._handle_end(event)
             case _:
                 self.experiment.take(event)
-                if isinstance(event, events.CastDone) and (words := loss_notice(event.lost or ())):
-                    self.notify(words, "warning")
+                if isinstance(event, events.CastDone) and event.lost:
+                    from dtype_engine.reports.text_losses import loss_notice  # the first paint does not need it
+
+                    if words := loss_notice(event.lost):
+                        self.notify(words, "warning")
                 if isinstance(event, events.Measured):
                     self._notify_all([each for each in event.report.notices if each not in self._notified], "warning")
         return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import History, Plan, Recipe, Rule, explain_no_match, make_plan
@@ -298,9 +298,10 @@ class Experiment:
                 self.results = replace(results, partial_causes=event.found)
             case events.AttributionReady():
                 self.results = replace(results, causes=event.report, partial_causes=None)
-                key = self.recipe, self.settings
-                if key in self._known:
-                    self._known[key] = replace(self._known[key], causes=event.report)
+                self._remember(causes=event.report)
+            case events.SpeedMeasured():
+                self.results = replace(results, speed=event.report)
+                self._remember(speed=event.report)
             case events.Failed():
                 self.results = replace(
                     results, failure=with_keys(event.message[:_MOST_OF_A_FAILURE]), failed_module=event.module
@@ -312,9 +313,16 @@ class Experiment:
         key = self.recipe, self.settings
         self._known.pop(key, None)
         if report.sequences.whole:
-            self._known[key] = Results(report=report, modules=self.results.modules, causes=self.results.causes)
+            now = self.results
+            self._known[key] = Results(report=report, modules=now.modules, causes=now.causes, speed=now.speed)
         for old in list(self._known)[:-_MOST_KNOWN]:
             del self._known[old]
+
+    def _remember(self, **further: Any) -> None:
+        """Add results to those that an undo shows again. further: fields of `Results`."""
+        key = self.recipe, self.settings
+        if key in self._known:
+            self._known[key] = replace(self._known[key], **further)
 
     def _keep(self, plan: Plan, settings: RunSettings, report: DriftReport) -> None:
         """Add a measurement to the history, even if its recipe and inputs are not the current ones."""

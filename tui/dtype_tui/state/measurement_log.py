@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
-from dtype_engine.results.losses import severe
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift
@@ -95,6 +94,8 @@ class ModuleLog:
 
 def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned_bytes: int) -> MeasuredRecipe:
     """Return the entry of the history for a drift report. planned_bytes: the size of the model under the recipe."""
+    from dtype_engine.results.losses import severe  # the first paint does not need it
+
     lost = severe(report.lost)
     return MeasuredRecipe(
         recipe,

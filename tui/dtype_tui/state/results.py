@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8
-from dtype_tui.rendering.loss_text import loss_marks
-
+# What the first paint does not need is imported where it is used.
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import AttributionReport, LossRemedy, NonFiniteDiagnosis, PartialAttribution
     from dtype_engine.results.drift import DriftReport, ModuleDrift, PartialDrift
     from dtype_engine.results.losses import ValueLoss
+    from dtype_engine.results.meaning import Word
+    from dtype_engine.results.runs import SpeedReport
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,11 @@ class Losses:
         """Maps node names to marks in the tree, such as `⚠ 64 inf 12 zero`. Each tensor in which casts make values infinite or zero
         or clip them has a mark, and so has each module above such a tensor.
         """
-        return loss_marks(self.values or ())
+        if not self.values:
+            return {}
+        from dtype_tui.rendering.loss_text import loss_marks
+
+        return loss_marks(self.values)
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class Results:
     causes: AttributionReport | None = None
     partial_causes: PartialAttribution | None = None
     """The causes found so far by a measurement of causes that is running or was stopped. None once `causes` is known."""
+    speed: SpeedReport | None = None
+    """The times of forward passes, or None if they were not measured."""
     failure: str | None = None
     """Why the measurement failed, or None if it did not."""
     failed_module: str | None = None
@@ -63,9 +69,17 @@ class Results:
         """Return the modules that drift most, beginning with those whose output is not finite. count: maximum number of modules, or
         None for all.
         """
-        from dtype_engine.results.drift import worst_modules  # the first paint does not need it
+        from dtype_engine.results.drift import worst_modules
 
         return worst_modules(self.modules.values())[:count]
+
+    @cached_property
+    def sqnr_limits(self) -> Sequence[tuple[float, Word]]:
+        """The minimum SQNR in dB of each word that rates a drift, for this model. The colours of its modules' SQNRs have them."""
+        from dtype_engine.results.meaning import sqnr_limits
+
+        measured = self.report or self.partial_drift
+        return sqnr_limits(measured.output if measured is not None else None)
 
     @cached_property
     def sqnr_range(self) -> tuple[float, float]:
@@ -91,6 +105,8 @@ def sqnr_range(modules: Iterable[ModuleDrift]) -> tuple[float, float]:
     """Return the SQNRs in dB at which a module's bar is full and empty: those of the worst and the best of these modules, and at
     least the limits of a small drift. Bars thus differ within a model, and are short if nothing drifts much.
     """
+    from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8
+
     measured = [drift.sqnr_db for drift in modules if drift.sqnr_db is not None and not drift.nonfinite]
     finite = [value for value in measured if math.isfinite(value)]
     return min([SQNR_FP8, *finite]), max([SQNR_BF16, *finite])

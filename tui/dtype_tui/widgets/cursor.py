@@ -1,4 +1,5 @@
-"""The look of the line under the cursor, the same in the tree and in every list: a tint, and an edge in the accent at its left.
+"""The look of the line under the cursor, the same in the tree and in every list: a tint, and an edge in the accent at its left. In
+the tree, the tint ends before the bars.
 
 Lists of Textual get the tint from the variables `block-cursor-*` of the theme; see `palette.cursor_variables`.
 """
@@ -25,12 +26,16 @@ def cursor_style(widget: Widget) -> Style:
     return Style(bgcolor=widget.app.theme_variables["block-cursor-background"])
 
 
-def over_cursor(widget: Widget, segments: list[Segment]) -> Strip:
-    """Return a line's segments as they look under the cursor. The first one is the edge. Badges keep their colours."""
-    over, (edge, *rest) = cursor_style(widget), segments
-    if over.reverse:
-        return Strip([edge, *(_laid_over(segment, over) for segment in rest)])
-    return Strip([_laid_over(segment, over) for segment in (edge, *rest)])
+def over_cursor(widget: Widget, segments: list[Segment], until: int) -> Strip:
+    """Return a line's segments as they look under the cursor. The first one is the edge. Badges keep their colours, and so does
+    everything from column `until` on.
+    """
+    over, column, drawn = cursor_style(widget), 0, []
+    for segment in segments:
+        is_edge = over.reverse and not column
+        drawn.append(segment if is_edge or column >= until else _laid_over(segment, over))
+        column += segment.cell_length
+    return Strip(drawn)
 
 
 def _laid_over(segment: Segment, over: Style) -> Segment:

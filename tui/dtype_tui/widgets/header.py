@@ -10,8 +10,6 @@ from rich.text import Text
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels
-from dtype_engine.reports.text import parameters_text
-from dtype_engine.results.meaning import meaning
 from dtype_tui.rendering.cells import short_bytes, stacked, truncate
 from dtype_tui.rendering.palette import ramp, verdict_pill
 
@@ -61,7 +59,7 @@ def _about_model(experiment: Experiment, width: int) -> list[_Part]:
     parts = (
         (Text(truncate(printable(model.title, 40), max(12, width // 4)), style="bold"), 0),
         (Text(printable(model.class_name, 40), style="dim"), 8),
-        (Text(f"{parameters_text(totals)} params" if known else "", style="dim"), 7),
+        (Text(f"{totals.parameters_text} params" if known else "", style="dim"), 7),
         (Text(where, style="dim"), 5),
     )
     return [_Part(text, importance) for text, importance in parts if text]
@@ -89,6 +87,8 @@ def _about_drift(experiment: Experiment) -> list[_Part]:
     report = experiment.results.report
     if report is None:
         return [_Part(Text(*verdict_pill("broken")), 1)] if experiment.results.failure else []
+    from dtype_engine.results.meaning import meaning  # the first paint does not need it
+
     output = report.output
     found = meaning(output, experiment.floor, report.modules)
     parts = [_Part(Text(*verdict_pill(found.word)), 1)]

@@ -6,22 +6,23 @@ of children are created when their node opens. The tree is therefore as fast wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
-from textual.geometry import Offset, Region, Size
+from textual.geometry import Offset, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from dtype_engine.core.tree import ancestors
 from dtype_tui.config.key_names import with_ids
+from dtype_tui.rendering.changed_cells import changed_cells
 from dtype_tui.state.folds import Folds, Members, fold_members, fold_name
 from dtype_tui.state.node_rules import cast_nodes
 from dtype_tui.widgets.cursor import over_cursor
@@ -235,12 +236,16 @@ class ModuleTree(ScrollView, can_focus=True):
         return True
 
     def show_preview(self, preview: Preview | None) -> None:
-        """Highlight the nodes that a rule would match. If `preview` is None, remove the highlight."""
-        self.preview = preview
+        """Highlight the nodes that a rule would match. If `preview` is None or of an earlier tree, remove the highlight."""
+        is_of_this = preview is not None and len(preview.counts) == len(self.experiment.tree.order) + 1
+        self.preview = preview if is_of_this else None
         self._repaint_changed()
 
     def new_tree(self) -> None:
-        """Show the experiment's new tree, which is of the same model. Open nodes stay open."""
+        """Show the experiment's new tree, which is of the same model. Open nodes stay open. The preview of a rule, which is of the
+        tree before, is no longer shown.
+        """
+        self.preview = None
         opened = self._opened
         self._folds_made_for = None
         self._opened = {name for name in opened if name in self.experiment.tree.modules} | {""}
@@ -295,7 +300,7 @@ class ModuleTree(ScrollView, can_focus=True):
     def _paint(self, index: int) -> None:
         line = index - self.scroll_offset.y + 1
         if 0 < line < self.size.height:
-            self.refresh(Region(0, line, self.size.width, 1))
+            self._refresh_line(line)
 
     def _show_cursor(self) -> None:
         lines = max(1, self.size.height - 1)
@@ -444,11 +449,12 @@ class ModuleTree(ScrollView, can_focus=True):
     def _repaint_changed(self) -> None:
         """Repaint only those parts of the visible lines that have changed. A measurement changes only a few cells."""
         for y in range(self.size.height):
-            painted, line = self._painted.get(y), self._line(y)
-            if painted is not None and line != painted:
-                start, end = _same_cells(painted, line), _same_cells(reversed(list(painted)), reversed(list(line)))
-                width = max(painted.cell_length, line.cell_length)
-                self.refresh(Region(start, y, max(1, width - start - end), 1))
+            self._refresh_line(y)
+
+    def _refresh_line(self, y: int) -> None:
+        painted, line = self._painted.get(y), self._line(y)
+        if painted is not None and line != painted:
+            self.refresh(changed_cells(painted, line, y))
 
     def render_line(self, y: int) -> Strip:
         self._painted[y] = self._line(y)
@@ -458,7 +464,7 @@ class ModuleTree(ScrollView, can_focus=True):
         width = self.size.width
         scan, baseline = self.experiment.scan, self.experiment.baseline
         columns = columns_for(width, self._needed, self.hidden, scan.report is not None, baseline is not None)
-        base = self._base()
+        base = self._base
         if y == 0:
             return (
                 heading(columns, scan.heading, self.experiment.baseline_mark)
@@ -480,15 +486,21 @@ class ModuleTree(ScrollView, can_focus=True):
             else sum(map(self.preview.count_below, row.modules)),
         )
         segments = Segment.adjust_line_length(row_segments(self.experiment, row, columns, state), width, PLAIN)
-        strip = over_cursor(self, segments) if index == self.cursor else Strip(segments)
+        strip = over_cursor(self, segments, columns.before_bars) if index == self.cursor else Strip(segments)
         return strip.simplify().apply_style(base)
 
+    @cached_property
     def _base(self) -> Style:
-        """Return the tree's colours: the theme's or, in a theme of the terminal's own colours, none."""
+        """The tree's colours: the theme's or, in a theme of the terminal's own colours, none."""
         if self.app.native_ansi_color:
             return PLAIN
         colours = self.rich_style
         return Style(color=colours.color, bgcolor=colours.bgcolor)
+
+    def notify_style_update(self) -> None:
+        """Textual calls this when the theme has changed."""
+        self.__dict__.pop("_base", None)
+        super().notify_style_update()
 
     def _lit(self, row: Row) -> bool:
         if self.preview is None:
@@ -497,9 +509,3 @@ class ModuleTree(ScrollView, can_focus=True):
             return row.tensor.name in self.preview.tensors
         lit = self.preview.modules
         return lit.issuperset(row.nodes) or any(name in lit for name in ancestors(row.nodes[0]))
-
-
-def _same_cells(one: Iterable[Segment], other: Iterable[Segment]) -> int:
-    """Return the width in cells of the segments at the beginning that both lines have."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return sum(segment.cell_length for segment, _ in same)

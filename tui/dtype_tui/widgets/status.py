@@ -7,39 +7,26 @@ from typing import TYPE_CHECKING
 
 from rich.style import Style
 from rich.text import Text
-from textual import events
 from textual.binding import Binding
-from textual.widgets import Static
 
-from dtype_engine.reports.text_drift import extent_text, partial_text
 from dtype_tui.config.bindings import KEYS
 from dtype_tui.config.key_names import keys_of, on_keyboard
-from dtype_tui.rendering.loss_text import loss_status
 from dtype_tui.rendering.palette import ACCENT
 from dtype_tui.state.activity import Activity
 from dtype_tui.state.experiment import Experiment
+from dtype_tui.widgets.line import ACTION
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import PartialDrift
 
 _DTYPES = ("", "dtype")
 """The entry of the keys 1 to 8, which have eight actions."""
-_ACTION = "key_action"
-"""The name under which the style of a key's text holds the key's action. Textual would draw text with `@click` as a link."""
 _ALWAYS = (("help", "help"), ("quit", "quit"))
 _CAST = (_DTYPES, ("cast", "cast"), ("undo", "undo"))
 _USUAL = (
     ("worst", "worst"), ("scan", "scan"), ("optimise", "optimise"), ("flow", "flow"), ("leave-with", "save"),
     ("filter", "find"), ("command", "command"), ("details", "details"),
 )  # fmt: skip
-
-
-class KeyLine(Static):
-    """A line with keys. A click on a key or its meaning runs the key's action."""
-
-    async def on_click(self, event: events.Click) -> None:
-        if action := event.style.meta.get(_ACTION):
-            await self.app.run_action(action, self.screen)
 
 
 def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: bool) -> list[tuple[str, str]]:
@@ -71,7 +58,7 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
 
 
 def key_line(pairs: list[tuple[str, str]], width: int, chosen: Mapping[str, str]) -> Text:
-    """Return the text of a `KeyLine` with as many of the keys as fit into `width` cells, and those for help and quitting. pairs:
+    """Return the text of a line with as many of the keys as fit into `width` cells, and those for help and quitting. pairs:
     what `next_keys` returns. chosen: the keys that the user has configured, by binding id.
     """
     end = _entries(_ALWAYS, chosen)
@@ -96,7 +83,7 @@ def _entries(pairs: list[tuple[str, str]] | tuple[tuple[str, str], ...], chosen:
         key = on_keyboard(keys_of(binding, chosen).partition(",")[0])
         action = binding.action if "." in binding.action else f"screen.{binding.action}"
         entry = Text.assemble((key, f"bold {ACCENT}"), f" {meaning}")
-        entry.stylize(Style(meta={_ACTION: action}))
+        entry.stylize(Style(meta={ACTION: action}))
         entries.append(entry)
     return entries
 
@@ -130,8 +117,11 @@ def status_line(
         line.append(f"  {stops}", style="dim")
     else:
         line.append(idle)
-    if lost := loss_status(experiment.results.losses.values or ()):
-        line.append(f"  {lost}", style="bold red")
+    if losses := experiment.results.losses.values:
+        from dtype_tui.rendering.loss_text import loss_status  # the first paint does not need it
+
+        if lost := loss_status(losses):
+            line.append(f"  {lost}", style="bold red")
     count = f" {len(experiment.measured)}" if experiment.measured else ""
     more = _entries((("jobs", "jobs"), ("messages", "messages"), ("history", f"history{count}")), chosen)
     while more and line.cell_len + sum(each.cell_len + 2 for each in more) + 2 > width:
@@ -146,6 +136,8 @@ def _so_far(partial: PartialDrift, width: int) -> str:
 
     Returns only the number of sequences, or "", if the whole text does not fit into `width` cells.
     """
+    from dtype_engine.reports.text_drift import extent_text, partial_text  # the first paint does not need it
+
     whole = partial_text(partial)
     extent = extent_text(partial.extent).split(",")[0] if not partial.output.nonfinite else whole
     return next((words for words in (whole, extent) if len(words) < width), "")

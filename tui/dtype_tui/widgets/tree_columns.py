@@ -41,6 +41,13 @@ class Columns:
     heat: int = 0
 
     @property
+    def before_bars(self) -> int:
+        """The total width of the columns that have the tint of the cursor. The bars and figures after them have not, so that a move
+        of the cursor does not write them again.
+        """
+        return self.name + self.dtype + self.parameters + self.size
+
+    @property
     def numbers(self) -> int:
         """The total width of all columns but the name."""
         return (

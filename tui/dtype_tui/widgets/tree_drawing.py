@@ -17,9 +17,8 @@ from dtype_engine.core.dtypes import padded
 from dtype_engine.core.units import human_count, percent, signed
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import scale_shared_with
-from dtype_engine.reports.text import parameters_text
 from dtype_tui.rendering.cells import drift_share, drift_text, meter, name_cell, short_bytes, stacked, truncate
-from dtype_tui.rendering.palette import ACCENT, heat, pill, ramp
+from dtype_tui.rendering.palette import ACCENT, heat, pill, sqnr_colour
 from dtype_tui.widgets import cursor
 from dtype_tui.widgets.tree_columns import EDGE, Columns
 from dtype_tui.widgets.tree_rows import Row, worst_drift
@@ -231,7 +230,7 @@ def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -
     whole = 0
     if row.tensor is None:
         totals = experiment.totals.of(row.modules)
-        parameters = parameters_text(totals) if totals.parameters or totals.unknown else ""
+        parameters = totals.parameters_text if totals.parameters or totals.unknown else ""
         size = totals.total_bytes
         whole = experiment.totals[row.module.name.rpartition(".")[0]].total_bytes if row.name else size
     else:
@@ -278,7 +277,7 @@ def _add_drift(line: _Line, experiment: Experiment, row: Row, columns: Columns) 
     if drift is None or value is None:
         line.add(f"{number:>{columns.drift}}" + " " * columns.track)
         return
-    name = ramp(value)
+    name = sqnr_colour(value, experiment.results.sqnr_limits)
     line.add(f"{number:>{columns.drift}}" + " " * min(1, columns.track), _style(name))
     if columns.track and value == math.inf:
         line.fill(line.width + columns.track - 1)

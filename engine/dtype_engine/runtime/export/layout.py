@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtype_engine.checkpoint import PICKLES, Checkpoint, read_json, resolve_inside
-from dtype_engine.checkpoint.components import PIPELINE_INDEX, Component, component_names
+from dtype_engine.checkpoint.components import Component, component_names
 from dtype_engine.checkpoint.folder import ADAPTER_CONFIG
-from dtype_engine.checkpoint.weight_files import variant_of
+from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, variant_of
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import reading
 from dtype_engine.core.text import printable

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.console import RenderableType
@@ -11,11 +10,11 @@ from rich.style import Style
 from rich.text import Text
 from textual import events
 from textual.binding import Binding, BindingType
-from textual.geometry import Region
 from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
+from dtype_tui.rendering.changed_cells import changed_cells
 from dtype_tui.rendering.palette import ACCENT, TRACK
 
 if TYPE_CHECKING:
@@ -130,8 +129,7 @@ class Pane(Widget, can_focus=True):
             return
         for y, (old, new) in enumerate(zip(before, self._painted, strict=True)):
             if old != new:
-                left, right = _difference(old, new)
-                self.refresh(Region(left, y, right - left, 1))
+                self.refresh(changed_cells(old, new, y))
 
     def render_line(self, y: int) -> Strip:
         base = self.rich_style
@@ -187,16 +185,3 @@ class Pane(Widget, can_focus=True):
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         event.stop()
         self.action_step(-1)
-
-
-def _difference(old: Strip, new: Strip) -> tuple[int, int]:
-    """Return the columns (from, to) outside which two lines of one width are the same."""
-    one, other = _cells(old), _cells(new)
-    if len(one) != old.cell_length or len(other) != new.cell_length or len(one) != len(other):
-        return 0, max(old.cell_length, new.cell_length)  # characters of more than one cell
-    differing = [column for column, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
-    return (differing[0], differing[-1] + 1) if differing else (0, 0)
-
-
-def _cells(strip: Strip) -> Sequence[tuple[str, Style | None]]:
-    return [(character, segment.style) for segment in strip for character in segment.text]

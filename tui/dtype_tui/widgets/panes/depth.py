@@ -11,7 +11,7 @@ from rich.text import Text
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree, ancestors
 from dtype_engine.core.units import decibels
-from dtype_tui.rendering.palette import ramp
+from dtype_tui.rendering.palette import ramp, sqnr_colour
 from dtype_tui.state.depth import depth_label, depth_modules
 from dtype_tui.widgets.panes.base import Pane
 
@@ -62,9 +62,10 @@ class DepthPane(Pane):
         from dtype_tui.rendering.canvas import Series, plot
 
         axes = _axes([*whole, *dim], len(names))
+        limits = self.experiment.results.sqnr_limits
         series = [
             Series(dim, style="dim"),
-            Series(whole, styles=[ramp(y) if math.isfinite(y) else "" for _, y in whole]),
+            Series(whole, styles=[sqnr_colour(y, limits) if math.isfinite(y) else "" for _, y in whole]),
         ]
         broken = [(x, axes.low) for (x, _), drift in zip(whole, drifts, strict=True) if drift and drift.nonfinite]
         series.append(Series(broken, "✗", ramp("broken")))

@@ -19,7 +19,7 @@ from dtype_engine.recipe import Rule
 from dtype_engine.reports.text_drift import extent_text, first_sentence, floor_text, value_sentence
 from dtype_engine.reports.text_losses import HELP as HELP_LOSSES
 from dtype_engine.results.meaning import HELP as HELP_MEANING
-from dtype_engine.results.meaning import meaning
+from dtype_engine.results.meaning import Word, meaning, sqnr_limits
 from dtype_engine.results.thresholds import verdicts
 from dtype_tui.rendering.figures import change, scientific
 from dtype_tui.rendering.loss_text import loss_rows
@@ -101,9 +101,11 @@ class DriftPane(Pane):
 
             before = experiment.before
             figures = self._figures(before.output, before.sequences, before.modules, compares=False)
+            limits = sqnr_limits(before.output)
             worst = self._worst()
             if not worst:
-                worst = self._worst_lines(worst_modules(before.modules)[:_MOST_WORST], sqnr_range(before.modules))
+                scale = sqnr_range(before.modules)
+                worst = self._worst_lines(worst_modules(before.modules)[:_MOST_WORST], scale, limits)
             return self._arranged([[_dimmed(line) for line in block] for block in figures], [list(map(_dimmed, worst))])
         return self._arranged([self._waiting(activity)], [self._worst()])
 
@@ -143,10 +145,14 @@ class DriftPane(Pane):
     def _worst(self) -> list[Text]:
         results = self.experiment.results
         most = 2 * _MOST_WORST if self.is_zoomed else _MOST_WORST
-        return self._worst_lines(results.worst_modules(most), results.sqnr_range) if results.modules else []
+        if not results.modules:
+            return []
+        return self._worst_lines(results.worst_modules(most), results.sqnr_range, results.sqnr_limits)
 
-    def _worst_lines(self, worst: Sequence[ModuleDrift], scale: tuple[float, float]) -> list[Text]:
-        return worst_lines(worst, self._width, self.experiment.tree.modules, scale)
+    def _worst_lines(
+        self, worst: Sequence[ModuleDrift], scale: tuple[float, float], limits: Sequence[tuple[float, Word]]
+    ) -> list[Text]:
+        return worst_lines(worst, self._width, self.experiment.tree.modules, scale, limits)
 
     def _alerts(self) -> Iterator[Text]:
         """Yield lines about what the user has to see first: lost weight values, values that are not finite, and missed limits.

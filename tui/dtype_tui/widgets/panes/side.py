@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.geometry import Offset
+from textual.widget import AwaitMount
 from textual.widgets import Static
 
 from dtype_tui.rendering.palette import ACCENT
 from dtype_tui.state.controller import Controller
 from dtype_tui.widgets.message_line import MessageLine
-from dtype_tui.widgets.panes.base import Pane
-from dtype_tui.widgets.panes.drift import DriftPane
-from dtype_tui.widgets.panes.memory import MemoryPane
-from dtype_tui.widgets.panes.recipe import RecipePane
+
+if TYPE_CHECKING:
+    from dtype_tui.widgets.panes.base import Pane
+    from dtype_tui.widgets.panes.recipe import RecipePane
 
 _MEMORY_LINES = 7
 _MOST_DRIFT_LINES = 15
@@ -41,25 +43,33 @@ class SidePanes(Vertical):
 
     def __init__(self, controller: Controller) -> None:
         super().__init__(id="side")
-        self.recipe = RecipePane(controller, "recipe")
-        self.panes: list[Pane] = [
-            DriftPane(controller.experiment, "Drift", "drift"),
-            MemoryPane(controller.experiment, "Memory", "memory"),
-            self.recipe,
-        ]
-        self.active: Pane = self.panes[0]
+        self._controller = controller
+        self.panes: list[Pane] = []
+        """The panes, from top to bottom. Empty until `mount_panes` is called."""
+        self.recipe: RecipePane
+        self.active: Pane
         """The pane that is shown if there is room for only one, and that is zoomed next."""
 
     def compose(self) -> ComposeResult:
-        yield Static(id="tabs", markup=False)
-        yield from self.panes
         yield MessageLine(in_place=True)
 
-    def on_mount(self) -> None:
-        self.activate(self.active)
+    def mount_panes(self) -> AwaitMount:
+        """Mount the panes. The first paint needs neither them nor their modules."""
+        from dtype_tui.widgets.panes.drift import DriftPane
+        from dtype_tui.widgets.panes.memory import MemoryPane
+        from dtype_tui.widgets.panes.recipe import RecipePane
+
+        experiment = self._controller.experiment
+        self.recipe = RecipePane(self._controller, "recipe")
+        self.panes = [DriftPane(experiment, "Drift", "drift"), MemoryPane(experiment, "Memory", "memory"), self.recipe]
+        self.place()
+        self._tabs = Static(id="tabs", markup=False)
+        self.activate(self.panes[0])
+        return self.mount(self._tabs, *self.panes, before=0)
 
     def on_resize(self) -> None:
-        self.call_after_refresh(self.place)
+        if self.panes:
+            self.call_after_refresh(self.place)
 
     @property
     def is_narrow(self) -> bool:
@@ -90,7 +100,7 @@ class SidePanes(Vertical):
             tabs.append(title, style=f"bold {ACCENT}" if other is pane else "dim")
             tabs.append(" ")
         tabs.append("  tab: next  +: alone", style="dim")
-        self.query_one("#tabs", Static).update(tabs)
+        self._tabs.update(tabs)
 
     def places(self) -> Iterator[tuple[Pane, Offset]]:
         """Yield each pane, with the place on the screen where it or its tab begins."""

@@ -1,0 +1,150 @@
+"""What people open the app for, by the keys that they press: each job in a few keys from the first paint, with what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tests.helpers.recorded_worker import make_engine
+from tests.helpers.screen_text import lines, screen, until
+from textual.pilot import Pilot
+
+from dtype_engine import Options
+from dtype_engine.checkpoint.source import DEMO, locate
+from dtype_tui.app import DtypeApp
+from dtype_tui.screens.optimise import OptimiseScreen
+from dtype_tui.state.launch import Launch
+
+pytestmark = pytest.mark.slow
+MOST_KEYS = 12
+WEIGHTS = DEMO / "model.safetensors"
+
+
+class Keys:
+    """Presses keys, and counts them. A typed character is a key."""
+
+    def __init__(self, app: DtypeApp, pilot: Pilot[None]) -> None:
+        self.app, self._pilot = app, pilot
+        self.pressed = 0
+
+    async def press(self, *keys: str) -> None:
+        self.pressed += len(keys)
+        await self._pilot.press(*keys)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        await until(self._pilot, condition, 60)
+
+    async def measured(self) -> float:
+        """Wait until the recipe is measured and nothing runs. The mean KL."""
+        controller = self.app.controller
+        await self.until(lambda: controller.experiment.results.report is not None and not controller.activity.busy)
+        report = controller.experiment.results.report
+        assert report is not None
+        assert report.output.kl_mean is not None
+        return report.output.kl_mean
+
+
+@asynccontextmanager
+async def job() -> AsyncIterator[Keys]:
+    """The app on the demo, one short text, from its first paint; at the end, no more keys than a job may take."""
+    options = Options(prompts=("The keeper of the lighthouse counted the ships.",), device="cpu")
+    tree, _ = locate("demo").peek()
+    app = DtypeApp(Launch("demo", tree), lambda emit, _: make_engine("thread", "demo", options, emit))
+    async with app.run_test(size=(120, 36)) as pilot:
+        keys = Keys(app, pilot)
+        yield keys
+        assert 0 < keys.pressed <= MOST_KEYS
+        # Two engines in one process must not import transformers at the same time.
+        await keys.until(lambda: app.controller.experiment.model.live or app.return_code is not None)
+
+
+def bytes_below(name: str) -> int:
+    """Bytes of the tensors below a module, from the file alone."""
+    with safe_open(WEIGHTS, "pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return sum(tensor.nbytes for key, tensor in tensors.items() if key.startswith(f"{name}."))
+
+
+async def test_what_takes_memory() -> None:
+    async with job() as keys:
+        await keys.press("z", "down", "down")
+        tree = keys.app.main.tree_view
+        siblings = [row.name for row in tree.rows if row.depth == tree.current.depth]
+        assert tree.current.name == "model.layers"
+        assert bytes_below("model.layers") == max(map(bytes_below, siblings))
+        line = next(line for line in lines(keys.app) if line.startswith("▌"))
+        assert f"{bytes_below('model.layers') / 2**20:.1f} MiB" in line
+
+
+async def test_cast_the_mlps_to_fp8_and_read_the_cost() -> None:
+    async with job() as keys:
+        await keys.press("c", *"*.mlp=fp8", "enter")
+        cost = await keys.measured()
+        experiment = keys.app.controller.experiment
+        assert [str(rule) for rule in experiment.recipe.rules] == ["*.mlp=float8_e4m3fn"]
+        assert cost > 0
+        with safe_open(WEIGHTS, "pt") as file:
+            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+        planned = sum(
+            math.prod(shape) + 4 * shape[0] if ".mlp." in key else 4 * math.prod(shape) for key, shape in shapes.items()
+        )
+        assert experiment.plan.planned_bytes == planned
+        assert f"KL {cost:.2e}" in lines(keys.app)[0]
+        assert (
+            f"{planned / 2**20:.1f} of {sum(4 * math.prod(shape) for shape in shapes.values()) / 2**20:.1f} MiB"
+            in screen(keys.app)
+        )
+
+
+async def test_find_what_hurts_most_and_put_it_back() -> None:
+    async with job() as keys:
+        await keys.press("5")
+        before = await keys.measured()
+        await keys.press("d")
+        experiment = keys.app.controller.experiment
+        await keys.until(lambda: experiment.results.causes is not None)
+        causes = experiment.results.causes
+        assert causes is not None
+        worst = max(causes.causes, key=lambda cause: cause.drift)
+        await keys.press("x", "escape", "escape")
+        assert [str(rule) for rule in experiment.recipe.rules] == ["*=float8_e4m3fn", f"{worst.name}=float32"]
+        assert await keys.measured() < before
+        assert keys.app.screen is keys.app.main
+
+
+async def test_the_best_recipe_under_half_of_the_bytes() -> None:
+    async with job() as keys:
+        await keys.until(lambda: keys.app.controller.experiment.model.live)
+        await keys.press("s", "enter")
+        experiment = keys.app.controller.experiment
+        await keys.until(lambda: experiment.scan.finished)
+        await keys.press("o")
+        await keys.until(lambda: isinstance(keys.app.screen, OptimiseScreen) and keys.app.screen.recipe is not None)
+        await keys.press("enter", "escape")
+        await keys.measured()
+        half = experiment.plan.stored_bytes / 2
+        assert experiment.plan.planned_bytes <= half
+        chosen = experiment.scan.prediction(experiment.tree, experiment.plan)
+        assert chosen is not None
+        front = experiment.scan.front(experiment.tree)
+        assert chosen.value == pytest.approx(min(point.predicted for point in front.points if point.bytes <= half))
+        assert keys.app.screen is keys.app.main
+
+
+async def test_leave_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with job() as keys:
+        await keys.press("2", "e", "enter")
+        await keys.until(lambda: any(tmp_path.glob("*/model.safetensors")))
+        await keys.until(lambda: not keys.app.controller.activity.busy)
+        await keys.press("q")
+    (written,) = tmp_path.glob("*/model.safetensors")
+    tensors, stored = load_file(written), load_file(WEIGHTS)
+    assert tensors.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name].bfloat16()) for name, tensor in tensors.items())

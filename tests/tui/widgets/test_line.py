@@ -1,0 +1,67 @@
+"""A line at the edge of the screen: what it repaints, and what a click on it does."""
+
+from __future__ import annotations
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.geometry import Region
+
+from dtype_tui.widgets.line import ACTION, Line
+
+
+class Recorded(Line):
+    """Keeps the regions that it repaints."""
+
+    def __init__(self) -> None:
+        super().__init__("line")
+        self.repainted: list[Region] = []
+
+    def refresh(
+        self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
+    ) -> Recorded:
+        if hasattr(self, "repainted"):
+            self.repainted += regions
+        super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
+        return self
+
+
+class Lines(App[None]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.clicked = 0
+
+    def compose(self) -> ComposeResult:
+        yield Recorded()
+
+    def action_count(self) -> None:
+        self.clicked += 1
+
+
+async def test_only_the_cells_that_changed_are_painted() -> None:
+    app = Lines()
+    async with app.run_test(size=(40, 3)) as pilot:
+        line = app.query_one(Recorded)
+        line.show(Text("measuring 10 %  Esc stops"))
+        await pilot.pause()
+        line.repainted.clear()
+        line.show(Text("measuring 12 %  Esc stops"))
+        assert line.repainted == [Region(11, 0, 1, 1)]
+        line.show(Text("measuring 12 %  Esc stops"))
+        assert len(line.repainted) == 1
+        await pilot.resize_terminal(12, 3)
+        assert line.render_line(0).text == "measuring 12"
+        line.show(Text("日本"))
+        assert line.render_line(0).text == "日本" + 8 * " "
+
+
+async def test_a_click_on_a_key_runs_its_action() -> None:
+    app = Lines()
+    async with app.run_test(size=(40, 3)) as pilot:
+        key = Text("c cast")
+        key.apply_meta({ACTION: "app.count"})
+        app.query_one(Recorded).show(Text.assemble("  ", key))
+        await pilot.pause()
+        await pilot.click("#line", offset=(3, 0))
+        assert app.clicked == 1
+        await pilot.click("#line", offset=(20, 0))
+        assert app.clicked == 1

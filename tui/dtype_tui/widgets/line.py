@@ -1,0 +1,47 @@
+"""A single line of text at the edge of the screen."""
+
+from __future__ import annotations
+
+from rich.style import Style
+from rich.text import Text
+from textual import events
+from textual.strip import Strip
+from textual.widget import Widget
+
+from dtype_tui.rendering.changed_cells import changed_cells
+
+ACTION = "key_action"
+"""The name under which the style of a key's text holds the key's action. Textual would draw text with `@click` as a link."""
+
+
+class Line(Widget):
+    """A line of text. Only the cells that have changed are painted again. A click on a key or its meaning runs the key's action."""
+
+    DEFAULT_CSS = "Line { height: 1; }"
+
+    def __init__(self, id: str) -> None:
+        super().__init__(id=id)
+        self.text = Text()
+        self._painted = Strip([])
+
+    def show(self, text: Text) -> None:
+        """Set the text. It should be as wide as the widget; the rest of the line is blank."""
+        if text == self.text:
+            return
+        self.text = text
+        before, self._painted = self._painted, self._drawn()
+        if self._painted != before:
+            self.refresh(changed_cells(before, self._painted))
+
+    def _drawn(self) -> Strip:
+        return Strip(self.text.render(self.app.console)).adjust_cell_length(self.size.width, Style()).simplify()
+
+    def render_line(self, y: int) -> Strip:
+        if self._painted.cell_length != self.size.width:
+            self._painted = self._drawn()
+        base = self.rich_style
+        return self._painted.apply_style(Style(color=base.color, bgcolor=base.bgcolor))
+
+    async def on_click(self, event: events.Click) -> None:
+        if action := event.style.meta.get(ACTION):
+            await self.app.run_action(action, self.screen)
