@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dtype_engine.checkpoint.completeness import IndexReport
 from dtype_engine.checkpoint.components import Component
@@ -19,6 +19,9 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import EncodedWeight, read_encoded
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
+
+if TYPE_CHECKING:
+    from dtype_engine.checkpoint.provenance import Provenance
 
 Form = Literal["safetensors", "pickle", "gguf", "diffusers", "adapter"]
 
@@ -39,7 +42,7 @@ class Checkpoint:
     config: dict[str, Any] | None = None
     """The contents of `config.json`, or None if there is no such file."""
     metadata: dict[str, str] = field(default_factory=dict)
-    """The merged metadata of all safetensors headers."""
+    """The merged metadata of all safetensors headers, or the descriptive fields of a GGUF file's header."""
     form: Form = "safetensors"
     """The kind of checkpoint, such as "safetensors", "pickle", "gguf" or "adapter", which decides how its files are read."""
     values: Mapping[str, Any] | None = None
@@ -75,6 +78,14 @@ class Checkpoint:
         Raises UserError if a tensor that describes a weight can't be read.
         """
         return read_encoded(self.foreign, self.config, self.metadata) if self.form == "safetensors" else {}
+
+    @cached_property
+    def provenance(self) -> Provenance:
+        """What the files say about how the weights were quantised."""
+        from dtype_engine.checkpoint.provenance import provenance  # the first paint needs no reader of YAML
+
+        folder = self.path if self.path.is_dir() else self.path.parent
+        return provenance(folder, self.config, self.metadata)
 
     @cached_property
     def weights(self) -> dict[str, CheckpointTensor]:

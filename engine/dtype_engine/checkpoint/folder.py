@@ -92,7 +92,8 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
     if kind == "gguf":
         from dtype_engine.checkpoint.gguf import read_gguf
 
-        return Checkpoint(path, (path,), read_gguf(path), form="gguf", identities=identities)
+        tensors, metadata = read_gguf(path)
+        return Checkpoint(path, (path,), tensors, metadata=metadata, form="gguf", identities=identities)
     tensors, metadata = read_header(path)
     beside = path.parent / "config.json"
     config = read_json(beside) if path.name == SINGLE and beside.exists() else None

@@ -17,8 +17,9 @@ _PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
           "I32": "int32", "I64": "int64"}  # fmt: skip
 
 
-def read_gguf(path: Path) -> dict[str, CheckpointTensor]:
-    """Return the tensors of a GGUF file by name. Raises UserError, which names the file and the problem.
+def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
+    """Return the tensors of a GGUF file by name, and the fields that describe the file, with the name of its file type in place of
+    the number. Raises UserError, which names the file and the problem.
 
     Types that only GGUF has (block types such as Q4_K or IQ2_XS) keep their own names, in lower case. If the gguf package can
     dequantize such a type, its tensors have float32 values, which may be cast. If not, only the number of bytes is known.
@@ -34,7 +35,17 @@ def read_gguf(path: Path) -> dict[str, CheckpointTensor]:
             raise UserError(f"{path}: the header names {printable(tensor.name)!r} twice")
         tensors[tensor.name] = _specification(path, header, tensor, size, dequantized)
     _check_layout(path, tensors, header.data_start)
-    return tensors
+    return tensors, header.fields | _file_type(header.fields.get("general.file_type", ""))
+
+
+def _file_type(number: str) -> dict[str, str]:
+    """Return the field with the name of a file type, such as Q4_K_M for 15, or {} for an unknown number."""
+    from gguf.constants import LlamaFileType
+
+    try:
+        return {"general.file_type": LlamaFileType(int(number)).name.removeprefix("MOSTLY_")}
+    except ValueError:
+        return {}
 
 
 def _specification(

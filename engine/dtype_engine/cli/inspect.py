@@ -65,11 +65,13 @@ def inspect(
         for tensor in tree.tensors.values()
     ]  # fmt: skip
     model = totals[""]
+    provenance = planned.checkpoint.provenance if planned.checkpoint is not None else None
     result = {
         "model": source.title,
         "found": coverage.found if coverage is not None else None,
         "expected": coverage.expected if coverage is not None else None,
         "incomplete": list(incomplete),
+        "provenance": as_json(provenance or None),
         "parameters": model.parameters if not model.unknown else None,
         "buffers": model.buffers,
         "stored_bytes": plan.stored_bytes,
@@ -100,6 +102,8 @@ def inspect(
 
     if coverage is not None or incomplete:
         answer("; ".join((*([str(coverage)] if coverage is not None else []), *incomplete)))
+    if provenance:
+        answer("\n".join(provenance.lines()))
     if by is not None:
         answer(kinds_text(tree, plan))
     elif top is not None:

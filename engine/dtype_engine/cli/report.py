@@ -60,7 +60,11 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
         reason = str(error)
         lost = _losses(known)
     say("")
-    made = build_report(tree, plan, title, settings, measured, versions(), reason, lost, nonfinite)
+    checkpoint = source.open()
+    provenance = checkpoint.provenance.lines() if checkpoint is not None else ()
+    made = build_report(
+        tree, plan, title, settings, measured, versions(), reason, lost, nonfinite, provenance=provenance
+    )
     written = write_text_atomic(file, render(made, file), replace=force)
     if as_object:
         sizes = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}

@@ -49,6 +49,7 @@ def build_report(
     lost: Sequence[ValueLoss] | None = None,
     nonfinite: NonFiniteDiagnosis | None = None,
     speed: SpeedReport | None = None,
+    provenance: Sequence[str] = (),
 ) -> Report:
     """Return the report of a plan: first the answer in tiles and one sentence, then what it is made of, the most important first.
 
@@ -56,6 +57,7 @@ def build_report(
     lists the weights with values that their cast makes infinite or zero. Without a measurement, drift is None, no_drift says why,
     and lost lists these weights, or is None if they are unknown. nonfinite: where values stop being finite in the measurement, or
     None if all are finite. speed: the times of forward passes under this plan, or None if they were not measured.
+    provenance: lines about how the checkpoint was quantised, as far as its files say.
     """
     losses = drift.lost if drift is not None else lost
     sections = [
@@ -68,7 +70,7 @@ def build_report(
         drift_section(drift, no_drift),
         tree_section(tree, plan),
         _modules(tree, plan, drift),
-        _made_with(settings, drift, versions),
+        _made_with(settings, drift, versions, provenance),
     ]
     tiles = (
         size_tile(plan.stored_bytes, plan.planned_bytes),
@@ -352,8 +354,11 @@ def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
     return Section("Every module with weights", (Table(head, tuple(rows), 4), *more))
 
 
-def _made_with(settings: RunSettings, drift: DriftReport | None, versions: Mapping[str, str]) -> Section:
+def _made_with(
+    settings: RunSettings, drift: DriftReport | None, versions: Mapping[str, str], provenance: Sequence[str]
+) -> Section:
     rows = [("when", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")]
+    rows += [("checkpoint", printable(line, 1000)) for line in provenance]
     if drift is not None:
         rows += [
             ("inputs", printable(drift.inputs_run, 500)),

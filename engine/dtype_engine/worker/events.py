@@ -52,6 +52,8 @@ class HeadersRead(Event, frozen=True):
 
     tree: Tree
     notices: tuple[str, ...] = ()
+    provenance: tuple[str, ...] = ()
+    """Lines about how the checkpoint was quantised, as far as its files say."""
 
 
 class ModelReady(Event, frozen=True):
@@ -66,6 +68,8 @@ class ModelReady(Event, frozen=True):
     notices: tuple[str, ...]
     no_forward: str | None = None
     """Why the model can't be run, or None if it can."""
+    provenance: tuple[str, ...] = ()
+    """Lines about how the checkpoint was quantised, as far as its files say."""
 
 
 class InputsReady(Event, frozen=True):

@@ -199,7 +199,18 @@ def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tup
     )
     tree = context.model.tree()
     plan, losses = context.plan(tree), _losses(context)
-    report = build_report(tree, plan, context.title, context.settings, drift, versions(), reason, losses, nonfinite)
+    report = build_report(
+        tree,
+        plan,
+        context.title,
+        context.settings,
+        drift,
+        versions(),
+        reason,
+        losses,
+        nonfinite,
+        provenance=context.model.provenance,
+    )
     return render(report, request.file), (f"without drift: {reason}",) if reason else ()
 
 

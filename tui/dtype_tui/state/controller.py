@@ -110,6 +110,7 @@ class Controller:
         match event:
             case events.HeadersRead():
                 experiment.replace_tree(event.tree)
+                experiment.model = replace(experiment.model, provenance=event.provenance)
                 self._notify_all(event.notices, "information")
                 self._warn_unmatched()
                 if self.open_error is not None:

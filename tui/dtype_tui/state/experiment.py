@@ -59,6 +59,8 @@ class ModelFacts:
     """The path of the model on this machine, or None if this machine has no file of the model."""
     partial: bool = False
     """Whether only some headers of a large checkpoint have been read, so that sums do not cover the whole model yet."""
+    provenance: tuple[str, ...] = ()
+    """Lines about how the checkpoint was quantised, as far as its files say."""
 
 
 @dataclass
@@ -124,6 +126,7 @@ class Experiment:
             device=device,
             no_forward=with_keys(ready.no_forward) if ready.no_forward else None,
             live=True,
+            provenance=ready.provenance,
         )
         self._known.clear()  # the model's code or files may have changed
         self.replace_tree(ready.tree)
