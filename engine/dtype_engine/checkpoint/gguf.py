@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from dtype_engine.core.text import printable
 
 _PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "I16": "int16",
           "I32": "int32", "I64": "int64"}  # fmt: skip
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
@@ -46,6 +49,23 @@ def _file_type(number: str) -> dict[str, str]:
         return {"general.file_type": LlamaFileType(int(number)).name.removeprefix("MOSTLY_")}
     except ValueError:
         return {}
+
+
+def names_in_gguf(names: Iterable[str], architecture: str, blocks: int) -> dict[str, str]:
+    """Return the names that llama.cpp gives to tensors of transformers, by their names in transformers. Unknown names are omitted.
+
+    architecture: the field `general.architecture` of the file, such as "qwen3moe". blocks: the number of the model's layers. The
+    name of one expert's weight is mapped to the tensor that holds the weights of all experts.
+    """
+    from gguf.constants import MODEL_ARCH_NAMES
+    from gguf.tensor_mapping import get_tensor_name_map
+
+    known = next((kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
+    if known is None:
+        return {}
+    mapping = get_tensor_name_map(known, blocks)
+    found = ((name, mapping.get_name(_EXPERT.sub(".experts.", name), (".weight", ".bias"))) for name in names)
+    return {name: new for name, new in found if new is not None}
 
 
 def _specification(

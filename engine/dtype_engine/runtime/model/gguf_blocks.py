@@ -15,8 +15,11 @@ _VALUES_AT_ONCE = 1 << 20
 """Number of values that are dequantized at once. The gguf package allocates several float32 arrays of this size."""
 
 
-def dequantize(stored: CheckpointTensor) -> npt.NDArray[np.float32]:
-    """Return the float32 values that `gguf.quants.dequantize` computes for a tensor in a block format, in the tensor's shape.
+def dequantize(
+    stored: CheckpointTensor, first_row: int = 0, last_row: int | None = None
+) -> npt.NDArray[np.float32]:
+    """Return the float32 values that `gguf.quants.dequantize` computes for a tensor in a block format, in the tensor's shape; or,
+    if `last_row` is given, only the rows from `first_row` up to it: [rows, columns]. All dimensions but the last count as rows.
 
     Raises UserError if the file can't be read.
     """
@@ -25,16 +28,19 @@ def dequantize(stored: CheckpointTensor) -> npt.NDArray[np.float32]:
 
     tensor_type = GGMLQuantizationType[stored.dtype.upper()]
     block, width = GGML_QUANT_SIZES[tensor_type]
-    values = np.empty(stored.nbytes // width * block, dtype=np.float32)
+    whole = last_row is None
+    in_row = stored.shape[-1] // block if stored.shape else 1
+    start, end = (0, stored.nbytes // width) if last_row is None else (first_row * in_row, last_row * in_row)
+    values = np.empty((end - start) * block, dtype=np.float32)
     step = max(1, _VALUES_AT_ONCE // block)
     with reading(stored.file), open(stored.file, "rb") as file, np.errstate(all="ignore"):
-        file.seek(stored.start or 0)
-        for first in range(0, stored.nbytes // width, step):
-            count = min(step, stored.nbytes // width - first)
+        file.seek((stored.start or 0) + start * width)
+        for first in range(start, end, step):
+            count = min(step, end - first)
             blocks = np.frombuffer(file.read(count * width), dtype=np.uint8)
             if len(blocks) != count * width:
                 raise UserError(f"{stored.file} was cut short while {printable(stored.name)} was read")
             with failures_as(UserError, f"{stored.file}: the gguf package can't dequantize {printable(stored.name)}"):
                 part = to_values(blocks.reshape(count, width), tensor_type)
-            values[first * block : (first + count) * block] = part.reshape(-1)
-    return values.reshape(stored.shape)
+            values[(first - start) * block : (first - start + count) * block] = part.reshape(-1)
+    return values.reshape(stored.shape if whole else (-1, in_row * block))

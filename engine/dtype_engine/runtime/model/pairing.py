@@ -1,0 +1,136 @@
+"""Which weight of one checkpoint is which weight of another checkpoint of the same architecture.
+
+Equal names are a pair. Other names are compared under the names that the live model of transformers has, so prefixes and renamed
+tensors make no difference, and one expert's weight finds its rows in a weight that holds all experts. The names in GGUF files are
+those of llama.cpp, which the gguf package maps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.core.errors import NoForward
+from dtype_engine.core.options import Options
+from dtype_engine.runtime.model.load import build_on_meta
+from dtype_engine.runtime.model.module_tree import collect_tensors
+from dtype_engine.runtime.model.name_mapping import Placement
+
+_LAYER = re.compile(r"\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A weight that both checkpoints have."""
+
+    reference: str
+    """The weight's key in the `weights` of the reference."""
+    candidate: str
+    """The weight's key in the `weights` of the candidate."""
+    reference_part: tuple[int | None, int] | None = None
+    """Which rows of the reference's weight are the candidate's whole weight: (index of the matrix, or None if there is only one;
+    number of the part among those stacked in the rows of this matrix). None if the whole weights are compared.
+    """
+    candidate_part: tuple[int | None, int] | None = None
+    """The same with the roles exchanged: the reference's whole weight is these rows of the candidate's weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """The weights that two checkpoints have in common, and those that only one has, in the order of the files."""
+
+    pairs: tuple[Pair, ...]
+    only_reference: tuple[str, ...]
+    only_candidate: tuple[str, ...]
+
+
+def pair_weights(reference: Checkpoint, candidate: Checkpoint, options: Options) -> Pairing:
+    """Find the weights that two checkpoints have in common. transformers is imported only if names differ.
+
+    Raises UserError if `options` name an architecture that transformers lacks.
+    """
+    left, right = names_of_weights(reference), names_of_weights(candidate)
+    same = set(left) & set(right)
+    pairs = [Pair(name, name) for name in left if name in same]
+    if len(same) < len(left) and len(same) < len(right):
+        if "gguf" in (reference.form, candidate.form):
+            more = _with_gguf(reference, candidate, left, right)
+        else:
+            more = _by_place(_places(reference, left, options), _places(candidate, right, options))
+        # A weight that holds the weights of all experts is in several pairs.
+        pairs += [pair for pair in more if pair.reference not in same and pair.candidate not in same]
+    order = {name: number for number, name in enumerate(left)}
+    in_left, in_right = {pair.reference for pair in pairs}, {pair.candidate for pair in pairs}
+    return Pairing(
+        tuple(sorted(pairs, key=lambda pair: order[pair.reference])),
+        tuple(name for name in left if name not in in_left),
+        tuple(name for name in right if name not in in_right),
+    )
+
+
+def names_of_weights(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of a checkpoint's weights. A weight that is stored as several tensors is one weight."""
+    parts = {tensor.name for weight in checkpoint.encoded.values() for tensor in weight.tensors}
+    names = [name for name in checkpoint.weights if name not in parts or name in checkpoint.encoded]
+    return [*names, *(name for name in checkpoint.encoded if name not in checkpoint.weights)]
+
+
+_Place = tuple[str, tuple[int | None, int] | None]
+"""Where the live model has a weight: the name of the live tensor; and the position inside it, or None if it is the whole tensor."""
+
+
+def _by_place(left: Mapping[str, _Place], right: Mapping[str, _Place]) -> list[Pair]:
+    """Return the pairs of weights that have the same place in the live model, or one of which is a part of the other."""
+    in_left = {place: name for name, place in reversed(left.items())}
+    in_right = {place: name for name, place in reversed(right.items())}
+    pairs = []
+    for name, place in left.items():
+        if place in in_right:
+            pairs.append(Pair(name, in_right[place]))
+        elif (packed := in_right.get((place[0], None))) is not None:
+            pairs.append(Pair(name, packed, candidate_part=place[1]))
+    for name, place in right.items():
+        if place[1] is not None and (packed := in_left.get((place[0], None))) is not None:
+            pairs.append(Pair(packed, name, reference_part=place[1]))
+    return pairs
+
+
+def _places(checkpoint: Checkpoint, names: list[str], options: Options) -> Mapping[str, _Place]:
+    """Return where the live model has each weight. All names of a tied weight have one place. Without a known architecture, every
+    weight is where its name says. A weight that loading turns or mixes with others has no place.
+    """
+    try:
+        made = build_on_meta(checkpoint, options)
+    except NoForward:  # its tensors are not those of the architecture
+        made = None
+    if made is None:
+        return {name: (name, None) for name in names}
+    module, placements = made
+    canonical = {name: info.name for info in collect_tensors(module)[0] for name in info.names}
+    places = {}
+    for name in names:
+        placement = placements.get(name, Placement(name, False))
+        if not placement.part or placement.place is not None:
+            places[name] = canonical.get(placement.name, placement.name), placement.place
+    return places
+
+
+def _with_gguf(reference: Checkpoint, candidate: Checkpoint, left: list[str], right: list[str]) -> list[Pair]:
+    """Return the pairs of weights of two checkpoints, at least one of which is a GGUF file."""
+    from dtype_engine.checkpoint.gguf import names_in_gguf
+
+    architecture = (candidate if candidate.form == "gguf" else reference).metadata.get("general.architecture", "")
+    layers = [int(found[1]) for name in (*left, *right) if (found := _LAYER.search(name))]
+    known = names_in_gguf([*left, *right], architecture, max(layers, default=0) + 1)
+
+    def places(names: list[str]) -> dict[str, _Place]:
+        experts = {name: _EXPERT.search(name) for name in names}
+        return {
+            name: (known.get(name, name), (int(expert[1]), 0) if (expert := experts[name]) is not None else None)
+            for name in names
+        }
+
+    return _by_place(places(left), places(right))
