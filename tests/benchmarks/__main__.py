@@ -72,7 +72,7 @@ def casting(folder: Path) -> list[Row]:
 
     session = de.open(str(folder))
     recipe = Recipe((Rule("*", "float16"),))
-    originals = [weight.original for weight in session.model.weights.values() if weight.info.castable]
+    originals = [weight.stored.read() for weight in session.model.weights.values() if weight.info.castable]
 
     def by_hand() -> None:
         # As a cast does it: every new tensor is kept until all are there.
@@ -185,7 +185,7 @@ def reference(folder: Path) -> list[Row]:
     session = de.open(str(folder))
     assert session.inputs is not None
     batch = session.inputs.batches[0]
-    largest = max(weight.original.numel() * 4 for weight in session.model.weights.values())
+    largest = max(weight.stored.read().numel() * 4 for weight in session.model.weights.values())
 
     def run() -> None:
         with ForwardRunner(session.model, RunSettings(), never) as passes:

@@ -258,7 +258,7 @@ def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:
 
 
 def _live_values(weight: Weight, dtype: str) -> torch.Tensor:
-    return weight.tensor.data if weight.dtype == dtype and dtype not in dtypes.BLOCK_FORMATS else weight.original
+    return weight.tensor.data if weight.dtype == dtype and dtype not in dtypes.BLOCK_FORMATS else weight.stored.read()
 
 
 def _live_quantized(weight: Weight, dtype: str) -> Callable[[], Quantized] | None:

@@ -105,7 +105,7 @@ class _OpObserver(TorchFunctionMode):
             self.reached[name] = max(self.reached.get(name, 0.0), before, *map(_largest, outputs))
         if bad_weights:
             largest = max(
-                _largest(weight.original) for weight in self.weights.values() if weight.info.name in bad_weights
+                _largest(weight.reference.read()) for weight in self.weights.values() if weight.info.name in bad_weights
             )
             self.events.append(_NonFiniteOp(module, operation, dtype_name(_dtype(given)), largest, bad_weights))
         elif sound and not _constant(args, kwargs):
@@ -187,7 +187,7 @@ def diagnose_nonfinite(
     if reference_bad:
         stored = tuple(
             name for name, weight in meter.model.weights.items()
-            if weight.original.is_floating_point() and not _finite(weight.original)
+            if weight.reference.dtype.is_floating_point and not _finite(weight.reference.read())
         )  # fmt: skip
         why = (
             f"{stored[0]} is stored with values that are not finite"

@@ -141,7 +141,7 @@ def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
         for name, weight in model.weights.items()
         if casts[name] != weight.info.dtype
     )
-    held = sum(weight.nbytes for weight in model.weights.values() if weight.changed)
+    held = sum(weight.nbytes for weight in model.weights.values() if weight.cast)
     free = free_bytes(model.device) or psutil.virtual_memory().available
     return max(0, needed - held - int(0.9 * free))
 

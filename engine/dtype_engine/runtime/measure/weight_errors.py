@@ -59,7 +59,7 @@ def round_trips_of_live(
     changed = [weight for name, weight in model.weights.items() if planned[name] != weight.info.dtype]
     for done, weight in enumerate(changed):
         on_progress(done, len(changed))
-        yield round_trip(weight.info.name, weight.original, planned[weight.info.name])
+        yield round_trip(weight.info.name, weight.stored.read(), planned[weight.info.name])
 
 
 def skipped(tree: Tree) -> list[SkippedTensor]:
@@ -98,7 +98,7 @@ def inspect_live_weight(
     weight = model.weights.get(name)
     if weight is None:
         raise UserError(f"the model has no tensor {printable(name)}")
-    return _reading(name, weight.original, weight.info.dtype, targets, cancelled)
+    return _reading(name, weight.stored.read(), weight.info.dtype, targets, cancelled)
 
 
 def _reading(

@@ -29,6 +29,7 @@ from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.stored_tree import unused, with_files, without_quantised
+from dtype_engine.runtime.model.stored_values import PlainValues, QuantizedValues, StoredValues
 from dtype_engine.runtime.model.torch_private import is_compiled
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize
@@ -41,8 +42,8 @@ class Weight:
     info: TensorInfo
     tensor: torch.Tensor
     """The tensor object in the module."""
-    original: torch.Tensor
-    """The stored data, which is never written to."""
+    stored: StoredValues
+    """The stored values, from which every cast starts. They are never written to."""
     dtype: str
     """The name of the current dtype."""
     scale: torch.Tensor | None = None
@@ -55,8 +56,8 @@ class Weight:
     """While a reference pass runs with the original data in the module: the cast data, which is put back afterwards. Otherwise
     None.
     """
-    stored_scale: torch.Tensor | None = None
-    """The scales stored with this weight, or None for a stored dtype without scales. A weight with stored scales is never cast."""
+    other_reference: StoredValues | None = None
+    """The values of the weight in the reference, if they are others than `stored`; otherwise None."""
     shares: tuple[str, ...] = ()
     """The names of the weights, including this one, that have a common tensor scale now. In NVFP4, these are the weights that
     runtimes fuse.
@@ -64,9 +65,24 @@ class Weight:
     _amax: float | None = None
 
     @property
-    def changed(self) -> bool:
+    def reference(self) -> StoredValues:
+        """The values that the reference uses: the stored ones, unless there are others to compare with."""
+        return self.stored if self.other_reference is None else self.other_reference
+
+    @property
+    def cast(self) -> bool:
         """Whether the current dtype differs from the stored dtype."""
         return self.dtype != self.info.dtype
+
+    @property
+    def differs(self) -> bool:
+        """Whether the module holds other data for this weight than it does for the reference."""
+        return self.cast or self.other_reference is not None
+
+    @property
+    def decoded(self) -> bool:
+        """Whether each operation decodes the values, because the module can't hold them as they are stored."""
+        return self.scale is None and not self.cast and self.stored.decoded
 
     @property
     def form(self) -> str:
@@ -77,7 +93,7 @@ class Weight:
     def amax(self) -> float:
         """The largest finite |value| of the stored data, computed once."""
         if self._amax is None:
-            self._amax = finite_amax(self.original)
+            self._amax = finite_amax(self.stored.read())
         return self._amax
 
     def cast_to(self, dtype: str, sharing: Sequence[Weight] = ()) -> None:
@@ -88,10 +104,10 @@ class Weight:
             self.losses.pop(dtype, None)
         self.shares = shares
         if dtype == self.info.dtype:
-            self.tensor.data = self.original.to(self.tensor.device)
-            self.scale = self.stored_scale
+            self.tensor.data = self.stored.held(self.tensor.device)
+            self.scale = self.stored.scale
         else:
-            data, scale = cast_or_quantize(self.original.to(self.tensor.device), dtype, amax)
+            data, scale = cast_or_quantize(self.stored.read(self.tensor.device), dtype, amax)
             self.tensor.data, self.scale = data, scale
         self.dtype = dtype
 
@@ -106,12 +122,15 @@ class Weight:
             return None
         if dtype not in self.losses:
             held = self.tensor.data if self.stashed is None else self.stashed
-            self.losses[dtype] = count_losses(self.info.name, self.original, dtype, held if cast else None, cancelled)
+            stored = self.stored.read()
+            self.losses[dtype] = count_losses(self.info.name, stored, dtype, held if cast else None, cancelled)
         return self.losses[dtype]
 
     @property
     def nbytes(self) -> int:
         """The number of bytes of the current data and scales."""
+        if self.decoded:
+            return self.stored.nbytes
         held = self.tensor if self.stashed is None else self.stashed
         return held.nbytes + (self.scale.nbytes if self.scale is not None else 0)
 
@@ -217,14 +236,15 @@ class LiveModel:
             infos = with_files(infos, checkpoint, placements, headers, own_dtypes=True)
             described = without_quantised(infos, headers)
             unused_infos = unused(placements, headers, described, type(module).__name__)
-        held = {
-            info.name: Weight(
-                info, tensors[info.name], originals.get(id(tensors[info.name]), tensors[info.name].data), info.dtype
-            )
-            for info in infos
-        }
-        for name, (_, scale) in quantized.items():
-            held[name].scale = held[name].stored_scale = scale.to(device)
+        held = {}
+        for info in infos:
+            tensor = tensors[info.name]
+            original = originals.get(id(tensor), tensor.data)
+            stored: StoredValues = PlainValues(original)
+            if info.name in quantized:
+                dtype, scale = quantized[info.name]
+                stored = QuantizedValues(original, scale.to(device), dtype)
+            held[info.name] = Weight(info, tensor, stored, info.dtype, stored.scale)
         weights = {info.name: held[info.name] for info in described}
         tree = tree_of(module, [*described, *unused_infos])
         return cls(

@@ -21,6 +21,7 @@ from dtype_engine.runtime.model.mmap_reader import read_stored
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
 from dtype_engine.runtime.model.packed_parts import in_rows
 from dtype_engine.runtime.model.silence_libraries import quiet
+from dtype_engine.runtime.model.stored_values import PlainValues
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name
 
 _SHORT_FLOATS = (torch.bfloat16, torch.float16)
@@ -72,7 +73,7 @@ def unpack(live: LiveModel) -> None:
 def _add(live: LiveModel, name: str, tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Add a weight to the model whose stored values are `values`, and whose current values in `tensor` may be these rounded."""
     info = TensorInfo(name, tuple(values.shape), dtype_name(values.dtype))
-    live.by_id[id(tensor)] = Weight(info, tensor, values, dtype_name(tensor.dtype))
+    live.by_id[id(tensor)] = Weight(info, tensor, PlainValues(values), dtype_name(tensor.dtype))
 
 
 def _nvfp4(layer: torch.nn.Module) -> torch.Tensor:

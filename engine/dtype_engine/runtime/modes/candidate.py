@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 import torch
+from torch.nn import functional
 
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.model.stored_values import dequantized_rows
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.quantize import dequantize
@@ -18,7 +19,8 @@ class CandidateMode(WeightMode):
     """Runs the model with its weights as they are cast.
 
     A weight in a format with scales, such as float8, is dequantized to the dtype of the activation in the same operation. If there
-    is no activation, as in an embedding look-up, it is dequantized to `compute`.
+    is no activation, as in an embedding look-up, it is dequantized to `compute`. A weight that another program quantised and that no
+    rule casts is decoded in each operation, and rounded to the dtype that it would have in a model that is not quantised.
     """
 
     def __init__(
@@ -28,39 +30,42 @@ class CandidateMode(WeightMode):
         device: torch.device,
         rounding: ActivationRounding | None = None,
     ) -> None:
-        stored = (key for key, weight in weights.items() if weight.scale is not None)
-        super().__init__(weights, device, stored, compute, rounding)
+        replaced = (key for key, weight in weights.items() if weight.scale is not None or weight.decoded)
+        super().__init__(weights, device, replaced, compute, rounding)
+
+    def dtype_of(self, weight: Weight) -> torch.dtype:
+        return candidate_dtype(weight, self.compute)
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
-        return dequantized(weight, dtype or self.compute)
+        return candidate_value(weight, dtype or self.compute)
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
-        assert weight.scale is not None
-        return dequantized_rows(weight.tensor.data, weight.scale, weight.dtype, ids, self.compute)
+        return candidate_rows(weight, ids, self.compute)
 
     def is_quantized(self, weight: Weight) -> bool:
         return weight.scale is not None
 
 
-def dequantized(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a weight that is currently in a format with scales, such as float8, in `dtype`."""
-    assert weight.scale is not None
-    return dequantize(weight.tensor.data, weight.scale, dtype, dtypes.BY_NAME[weight.dtype].blocks)
+def candidate_dtype(weight: Weight, compute: torch.dtype) -> torch.dtype:
+    """Return the dtype that the model's code reads of a weight. compute: the dtype of weights in a format with scales."""
+    return compute if weight.scale is not None else weight.tensor.dtype
 
 
-def dequantized_rows(
-    table: torch.Tensor, scale: torch.Tensor, storage: str, ids: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return some rows of an embedding table [rows, width] that is stored in the format `storage`, dequantized to `dtype`:
-    [*ids.shape, width].
-
-    ids: the indexes of the rows. scale: the scales of the whole table.
+def candidate_value(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of a weight as it is currently cast. dtype: the dtype of the values if the weight is in a format with
+    scales, such as float8.
     """
-    index = ids.reshape(-1)
-    rows = table.view(torch.uint8).index_select(0, index).view(table.dtype)
-    blocks = dtypes.BY_NAME[storage].blocks
-    if blocks is not None:
-        rows = dequantize(rows, scale[index // blocks.rows], dtype, dataclasses.replace(blocks, rows=1))
-    else:
-        rows = dequantize(rows, scale[index] if len(scale) == len(table) else scale, dtype)
-    return rows.view(*ids.shape, table.shape[1])
+    if weight.scale is not None:
+        return dequantize(weight.tensor.data, weight.scale, dtype, dtypes.BY_NAME[weight.dtype].blocks)
+    held = weight.tensor
+    return weight.stored.read(held.device).to(held.dtype) if weight.decoded else held.data
+
+
+def candidate_rows(weight: Weight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return some rows of an embedding table [rows, width] as it is currently cast: [*ids.shape, width]. ids: the indexes of the
+    rows. dtype: the dtype of the rows if the table is in a format with scales.
+    """
+    held = weight.tensor
+    if weight.scale is not None:
+        return dequantized_rows(held.data, weight.scale, weight.dtype, ids, dtype)
+    return weight.stored.rows(ids).to(held.dtype) if weight.decoded else functional.embedding(ids, held.data)

@@ -10,7 +10,7 @@ import torch
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.model.torch_private import base_of
 from dtype_engine.runtime.modes.activations import ActivationRounding
-from dtype_engine.runtime.modes.candidate import dequantized, dequantized_rows
+from dtype_engine.runtime.modes.candidate import candidate_dtype, candidate_rows, candidate_value
 from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
 from dtype_engine.runtime.modes.reference import holds_reference, reference_dtype, reference_rows, reference_value
 from dtype_engine.runtime.modes.weight_mode import WeightMode
@@ -32,7 +32,11 @@ class PartialCastMode(WeightMode):
         inside: Callable[[str], bool],
         rounding: ActivationRounding | None = None,
     ) -> None:
-        replaced = (key for key, weight in weights.items() if weight.scale is not None or not holds_reference(weight))
+        replaced = (
+            key
+            for key, weight in weights.items()
+            if weight.scale is not None or weight.decoded or not holds_reference(weight)
+        )
         super().__init__(weights, device, replaced, compute, rounding)
         self.drifting = drifting
         self.inside = inside
@@ -44,19 +48,17 @@ class PartialCastMode(WeightMode):
     def dtype_of(self, weight: Weight) -> torch.dtype:
         if not self.inside(self.module):
             return reference_dtype(weight)
-        return self.compute if weight.scale is not None else weight.tensor.dtype
+        return candidate_dtype(weight, self.compute)
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
         if not self.inside(self.module):
             return reference_value(weight, self.device)
-        return weight.tensor.data if weight.scale is None else dequantized(weight, dtype or self.compute)
+        return candidate_value(weight, dtype or self.compute)
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
         if not self.inside(self.module):
             return reference_rows(weight, ids, self.device)
-        if weight.scale is None:
-            return torch.nn.functional.embedding(ids, weight.tensor.data)
-        return dequantized_rows(weight.tensor.data, weight.scale, weight.dtype, ids, self.compute)
+        return candidate_rows(weight, ids, self.compute)
 
     def is_quantized(self, weight: Weight) -> bool:
         return weight.scale is not None and self.inside(self.module)

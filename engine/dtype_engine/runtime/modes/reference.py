@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.nn import functional
 
-from dtype_engine.core import dtypes
 from dtype_engine.runtime.model.live import LiveModel, Weight
-from dtype_engine.runtime.modes.candidate import dequantized_rows
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
-from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name
+from dtype_engine.runtime.numerics.quantize import dtype_name
 
 _KEEPS_NO_ARGUMENT = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
 """Operations whose result never shares memory with an argument, so that the memory of a widened weight can be reused at once."""
@@ -51,36 +48,31 @@ class ReferenceMode(WeightMode):
 
 def holds_reference(weight: Weight) -> bool:
     """Return whether the module already holds a weight with the reference's values and dtype, so that it need not be replaced."""
-    if not weight.info.castable and weight.stored_scale is None:
+    values = weight.reference
+    if not weight.info.castable and values.plain:
         return True
-    held = not weight.changed or weight.stashed is not None
-    return held and weight.stored_scale is None and weight.original.dtype == reference_dtype(weight)
+    held = not weight.differs or weight.stashed is not None
+    return held and values.plain and values.dtype == reference_dtype(weight)
 
 
 def reference_dtype(weight: Weight) -> torch.dtype:
     """Return the dtype of a weight in the reference: float64 if it is stored in float64, else float32."""
-    return torch.float64 if weight.original.dtype == torch.float64 else torch.float32
+    return torch.float64 if weight.reference.dtype == torch.float64 else torch.float32
 
 
 def reference_value(weight: Weight, device: torch.device) -> torch.Tensor:
-    """Return a weight's stored values in its `reference_dtype`, on `device`, in the stored shape."""
-    stored, dtype = weight.original, reference_dtype(weight)
-    if weight.stored_scale is not None:
-        return dequantize(stored.to(device), weight.stored_scale, dtype, dtypes.BY_NAME[weight.info.dtype].blocks)
-    return stored.to(device, dtype)
+    """Return a weight's values in the reference, in its `reference_dtype` and on `device`."""
+    return weight.reference.read(device).to(reference_dtype(weight))
 
 
 def reference_rows(weight: Weight, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return some rows of an embedding table [rows, width], with the reference's values: [*ids.shape, width]. ids: the indexes of
     the rows.
     """
-    stored, dtype = weight.original.to(device), reference_dtype(weight)
-    if weight.stored_scale is not None:
-        return dequantized_rows(stored, weight.stored_scale, weight.info.dtype, ids, dtype)
-    return functional.embedding(ids, stored).to(dtype)
+    return weight.reference.rows(ids.to(device)).to(reference_dtype(weight))
 
 
 def reference_name(model: LiveModel) -> str:
     """Return the name of the dtype in which the reference computes, for reports."""
-    stored = {weight.original.dtype for weight in model.weights.values() if weight.info.castable}
+    stored = {weight.reference.dtype for weight in model.weights.values() if weight.info.castable}
     return dtype_name(torch.float64 if torch.float64 in stored else torch.float32)

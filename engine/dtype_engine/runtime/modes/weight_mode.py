@@ -466,7 +466,7 @@ class WeightMode(TorchFunctionMode):
         owner = destination if base is None else base
         given = self.standing_for.get(owner, self.standing_for.get(destination))
         if given is not None:
-            original = self.weights[given].original
+            original = self.weights[given].reference.held(torch.device("cpu"))
             if original.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr():
                 self._held.setdefault(given, (original, original.clone()))
             self.written.setdefault(given, owner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from itertools import accumulate
 
@@ -44,19 +45,19 @@ class WidenedWeights:
                 values.append(value_of(weight))
             else:
                 memory = self._memory[start : start + self._nbytes(weight)].view(self._dtype_of(weight))
-                values.append(memory.view(weight.original.shape).copy_(weight.original))
+                values.append(memory.view(weight.reference.shape).copy_(weight.reference.read()))
         return values
 
     def _nbytes(self, weight: Weight) -> int:
-        return weight.original.numel() * self._dtype_of(weight).itemsize
+        return math.prod(weight.reference.shape) * self._dtype_of(weight).itemsize
 
     def _is_worth_sharing(self, weight: Weight) -> bool:
         """Return whether a weight is large and can be widened by a plain copy into the reused memory."""
-        stored = weight.original
+        values = weight.reference
         return (
-            weight.stored_scale is None
-            and stored.dtype != self._dtype_of(weight)
-            and stored.device.type == "cpu"
-            and stored.is_contiguous()
+            values.plain
+            and values.dtype != self._dtype_of(weight)
+            and values.tensors[0].device.type == "cpu"
+            and values.tensors[0].is_contiguous()
             and self._nbytes(weight) >= _WORTH_SHARING
         )

@@ -38,12 +38,12 @@ _WITH_TENSORS = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def stored_values(model: LiveModel) -> Iterator[None]:
-    """Let the module hold the stored data instead of the cast data while the block runs. On the CPU, only pointers change."""
-    changed = [weight for weight in model.weights.values() if weight.changed]
+    """Let the module hold the reference's data instead of the cast data while the block runs. On the CPU, only pointers change."""
+    changed = [weight for weight in model.weights.values() if weight.differs]
     try:
         for weight in changed:
             weight.stashed = weight.tensor.data
-            weight.tensor.data = weight.original.to(model.device)
+            weight.tensor.data = weight.reference.held(model.device)
         yield
     finally:
         for weight in changed:

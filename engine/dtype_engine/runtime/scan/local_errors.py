@@ -18,6 +18,7 @@ import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.model.live import Weight, sharing
+from dtype_engine.runtime.model.stored_values import PlainValues
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.op_tables import is_in_place, replace_tensors, tensors_in
 from dtype_engine.runtime.modes.promotion import call_mixed
@@ -98,7 +99,7 @@ class LocalErrors:
             return self._cast[key]
         weight = self.weights[name]
         amax = max((each.amax for each in sharing(self.weights, name, dtype)), default=None)
-        values = values_in(weight.original.to(self.device), dtype, reference_dtype(weight), amax)
+        values = values_in(weight.stored.read(self.device), dtype, reference_dtype(weight), amax)
         self._cast[key] = values
         self._held += values.nbytes
         while self._held > self.budget and len(self._cast) > 1:
@@ -139,7 +140,7 @@ class _Rerun:
         made = self.new[key] = source.remake(value)
         same_memory = made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
         if source.itself or source.written or same_memory:
-            self.known[id(made)] = Weight(self.errors.weights[source.weight].info, made, made, dtype)
+            self.known[id(made)] = Weight(self.errors.weights[source.weight].info, made, PlainValues(made), dtype)
         return id(made)
 
     def outputs(self, dtype: str) -> list[torch.Tensor]:

@@ -53,8 +53,10 @@ class Fingerprint:
         weights, calls = hashlib.sha256(), hashlib.sha256()
         for name, weight in model.weights.items():
             weights.update(f"{name} {weight.info.shape} {weight.info.dtype}\n".encode())
-            flat = weight.original.reshape(-1)
-            _digest(flat[:: max(1, flat.numel() // _SAMPLED)], weights)
+            others = () if weight.other_reference is None else weight.other_reference.tensors
+            for tensor in (*weight.stored.tensors, *others):
+                flat = tensor.reshape(-1)
+                _digest(flat[:: max(1, flat.numel() // _SAMPLED)], weights)
         for batch in inputs.batches:
             _digest((batch.args, batch.kwargs), calls)
         return cls(weights.hexdigest(), calls.hexdigest(), tuple(dtypes), str(settings))

@@ -287,7 +287,7 @@ class WeightOpRecorder(ReferenceMode):
         if known is not None:
             return known[1]
         weight = self.weights.get(key)
-        if weight is None or key in self._opaque or not (weight.info.castable or weight.stored_scale is not None):
+        if weight is None or key in self._opaque or not (weight.info.castable or not weight.reference.plain):
             return None
         return WeightOrigin(weight.info.name, _same, True)
 

@@ -401,7 +401,7 @@ def drift_of_export(
     for name, weight in back.weights.items():  # treat each as a cast of the source's weight
         original = model.weights[name]
         weight.dtype = weight.info.dtype
-        weight.info, weight.original, weight.stored_scale = original.info, original.original, original.stored_scale
+        weight.info, weight.other_reference = original.info, original.reference
     back.tree = model.tree
     if inputs is None:
         raise UserError(session.why_no_forward or "the model can't be run")

@@ -144,7 +144,7 @@ def test_a_scan_scores_a_weight_with_the_scale_of_its_group(llama: Path) -> None
         values[name] = dequantize(weight.tensor, weight.scale, torch.float32, dtypes.BY_NAME["nvfp4"].blocks)
     for name, weight in session.model.weights.items():
         if weight.info.kind == "parameter":
-            reference.get_parameter(name).data = weight.original.float()
+            reference.get_parameter(name).data = weight.stored.read().float()
     batch = session.need_inputs().batches[0]
     with torch.no_grad():
         log_p = reference(**batch.kwargs).logits.double().log_softmax(-1)

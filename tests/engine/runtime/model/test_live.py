@@ -81,12 +81,12 @@ def test_casts_start_from_the_stored_values_however_often_they_change() -> None:
 
 def test_originals_are_never_written_to() -> None:
     opened = session()
-    copies = {name: weight.original.clone() for name, weight in opened.model.weights.items()}
+    copies = {name: weight.stored.read().clone() for name, weight in opened.model.weights.items()}
     for dtype in ("bfloat16", "int8", "float64"):
         opened.cast("*", dtype)
         opened.drift()
     for name, weight in opened.model.weights.items():
-        assert torch.equal(weight.original, copies[name])
+        assert torch.equal(weight.stored.read(), copies[name])
 
 
 def test_resident_bytes_are_the_sum_over_distinct_tensors() -> None:
