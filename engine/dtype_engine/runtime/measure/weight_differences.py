@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dtype_engine.checkpoint import Checkpoint, Watch, refuse_changed
+from dtype_engine.checkpoint import Checkpoint, CheckpointTensor, Watch, refuse_changed
 from dtype_engine.core.options import Options
 from dtype_engine.results.weights import DifferentShape, WeightDifference
 from dtype_engine.runtime.model.mmap_reader import torch_shape
@@ -24,7 +23,7 @@ _VALUES_AT_ONCE = 1 << 22
 """The approximate number of values of each weight that are in memory at once."""
 _BYTES_AT_ONCE = 1 << 24
 _UNLIKE_DB = 3.0
-"""An SQNR in dB below which two weights have nothing in common, as after their rows were permuted. 4-bit weights have over 15 dB."""
+"""An SQNR in dB below which two weights have nothing in common, as after their rows were permuted. 4-bit weights have over 15."""
 _LIKE_DB = 10.0
 """An SQNR in dB above which two weights are the same one, rounded to a few bits."""
 
@@ -56,21 +55,24 @@ class TwoCheckpoints:
         self._watch = Watch((*reference.identities, *candidate.identities))
 
     def differences(
-        self, known: Mapping[str, WeightDifference], on_progress: Callable[[int, int], None] = lambda done, total: None
+        self,
+        known: Mapping[tuple[str, str], WeightDifference],
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Iterator[WeightDifference | DifferentShape]:
         """Yield the difference between the two values of each weight, in the reference's order. Memory use does not grow with the
         weights.
 
-        known: differences of earlier runs, by the key of their pair, which are not computed again. `on_progress(done, total)` is
-        called with the numbers of finished and of all bytes. Raises UserError if a file can't be read or has changed since it was
-        opened.
+        known: differences of earlier runs, by the weight's names in the reference and in the candidate. They are not computed
+        again. `on_progress(done, total)` is called with the numbers of finished and of all bytes. Raises UserError if a file can't
+        be read or has changed since it was opened.
         """
         sizes = [_nbytes(self.candidate, pair.candidate) for pair in self.pairing.pairs]
         done, total = 0, sum(sizes)
         for pair, size in zip(self.pairing.pairs, sizes, strict=True):
             on_progress(done, total)
             self._watch.look()
-            yield known[key(pair)] if key(pair) in known else self._difference(pair)
+            earlier = known.get((pair.reference, pair.candidate))
+            yield self._difference(pair) if earlier is None else earlier
             done += size
         refuse_changed((*self.reference.identities, *self.candidate.identities))
 
@@ -112,20 +114,17 @@ class TwoCheckpoints:
         return sums, ""
 
     def _same_bytes(self, pair: Pair) -> bool:
-        """Return whether the files have the same bytes of the same dtype for both weights, so that no value needs to be compared."""
-        if {pair.reference, pair.candidate} & {*self.reference.quantized, *self.reference.encoded}:
+        """Return whether the files have the same bytes of one dtype for both weights, so that no value need be compared."""
+        left, right = _plain(self.reference, pair.reference), _plain(self.candidate, pair.candidate)
+        if left is None or right is None or (left.dtype, left.nbytes) != (right.dtype, right.nbytes):
             return False
-        left, right = self.reference.weights[pair.reference], self.candidate.weights.get(pair.candidate)
-        if right is None or (left.dtype, left.nbytes) != (right.dtype, right.nbytes):
+        if left.bytes is None or right.bytes is None:
             return False
-        ranges = left.bytes, right.bytes
-        if pair.candidate in self.candidate.quantized or pair.candidate in self.candidate.encoded or None in ranges:
-            return False
-        first, second = (each for each in ranges if each is not None)
-        with FileValues(first, torch.uint8, (first.nbytes,)) as one, FileValues(second, torch.uint8, (first.nbytes,)) as two:
-            for start in range(0, first.nbytes, _BYTES_AT_ONCE):
-                count = min(_BYTES_AT_ONCE, first.nbytes - start)
-                if not torch.equal(one.elements(start, count), two.elements(start, count)):
+        shape = (left.nbytes,)
+        with FileValues(left.bytes, torch.uint8, shape) as one, FileValues(right.bytes, torch.uint8, shape) as other:
+            for start in range(0, left.nbytes, _BYTES_AT_ONCE):
+                count = min(_BYTES_AT_ONCE, left.nbytes - start)
+                if not torch.equal(one.elements(start, count), other.elements(start, count)):
                     return False
         return True
 
@@ -137,7 +136,7 @@ class TwoCheckpoints:
             reference=dtype_in_files(self.reference, pair.reference),
             candidate=dtype_in_files(self.candidate, pair.candidate),
             shape=tuple(shape),
-            equal=sums.max_abs == 0.0 and not order == "permuted",
+            equal=sums.max_abs == 0.0 and order != "permuted",
             sqnr_db=_sqnr(sums),
             max_abs=sums.max_abs,
             mean_abs=sums.sum_abs / elements,
@@ -147,14 +146,10 @@ class TwoCheckpoints:
         )
 
 
-def key(pair: Pair) -> str:
-    """Return a text that identifies a pair of weights in a saved comparison."""
-    return f"{pair.reference}\n{pair.candidate}"
-
-
-def key_of(difference: WeightDifference) -> str:
-    """Return the text that identifies the pair whose difference this is."""
-    return f"{difference.reference_name}\n{difference.name}"
+def _plain(checkpoint: Checkpoint, name: str) -> CheckpointTensor | None:
+    """Return the stored tensor that holds the values of a weight, or None if codes and scales hold them."""
+    coded = name in checkpoint.quantized or name in checkpoint.encoded
+    return None if coded else checkpoint.weights[name]
 
 
 def dtype_in_files(checkpoint: Checkpoint, name: str) -> str:
@@ -230,8 +225,3 @@ def _hashes(rows: _Rows) -> torch.Tensor:
 def sorted_worst_first(found: Sequence[WeightDifference]) -> tuple[WeightDifference, ...]:
     """Return differences in the order of a report: those with the lowest SQNR first, and equal weights last."""
     return tuple(sorted(found, key=lambda each: (each.equal, each.sqnr_db)))
-
-
-def without_values(difference: WeightDifference) -> dict[str, Any]:
-    """Return a difference as a dictionary for a saved comparison."""
-    return dataclasses.asdict(difference)

@@ -15,9 +15,7 @@ _VALUES_AT_ONCE = 1 << 20
 """Number of values that are dequantized at once. The gguf package allocates several float32 arrays of this size."""
 
 
-def dequantize(
-    stored: CheckpointTensor, first_row: int = 0, last_row: int | None = None
-) -> npt.NDArray[np.float32]:
+def dequantize(stored: CheckpointTensor, first_row: int = 0, last_row: int | None = None) -> npt.NDArray[np.float32]:
     """Return the float32 values that `gguf.quants.dequantize` computes for a tensor in a block format, in the tensor's shape; or,
     if `last_row` is given, only the rows from `first_row` up to it: [rows, columns]. All dimensions but the last count as rows.
 

@@ -110,11 +110,12 @@ def _places(checkpoint: Checkpoint, names: list[str], options: Options) -> Mappi
         return {name: (name, None) for name in names}
     module, placements = made
     canonical = {name: info.name for info in collect_tensors(module)[0] for name in info.names}
+    prefix = f"{getattr(module, 'base_model_prefix', '') or ''}."  # only a model with a head has it
     places = {}
     for name in names:
         placement = placements.get(name, Placement(name, False))
         if not placement.part or placement.place is not None:
-            places[name] = canonical.get(placement.name, placement.name), placement.place
+            places[name] = canonical.get(placement.name, placement.name).removeprefix(prefix), placement.place
     return places
 
 
