@@ -16,7 +16,7 @@ from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.parameter_counts import parameters_meant
 from dtype_engine.checkpoint.prequantized import QuantizedWeight, read_quantized
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes import EncodedWeight, read_encoded
+from dtype_engine.checkpoint.schemes import CODES, EncodedWeight, read_encoded
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
 
@@ -77,7 +77,10 @@ class Checkpoint:
 
         Raises UserError if a tensor that describes a weight can't be read.
         """
-        return read_encoded(self.foreign, self.config, self.metadata) if self.form == "safetensors" else {}
+        if self.form != "safetensors":
+            return {}
+        found = read_encoded(self.foreign, self.config, self.metadata)
+        return found | {alias: found[first] for alias, first in self.aliases.items() if first in found}
 
     @cached_property
     def provenance(self) -> Provenance:
@@ -89,12 +92,20 @@ class Checkpoint:
 
     @cached_property
     def weights(self) -> dict[str, CheckpointTensor]:
-        """The tensors under the names that the model gives them. A tied weight appears under each of its names. The scales of this
-        program's exports are left out, because the weights that they belong to are listed.
+        """The tensors under the names that the model gives them. A tied weight appears under each of its names. A weight that is
+        stored as codes appears once, with its own shape; its scales and other tensors are left out.
         """
         own = {tensor.data.name: name for name, tensor in self.quantized.items() if name not in self.aliases}
         besides = self._own_tensor_names - own.keys()
-        found = {own.get(name, name): tensor for name, tensor in self.tensors.items() if name not in besides}
+        of_codes: dict[str, list[CheckpointTensor]] = {}
+        for tensor, weight in self._headers_of_encoded().values():
+            of_codes.setdefault(weight.parts[CODES].name, []).append(tensor)
+            besides |= {part.name for part in weight.tensors}
+        found = {}
+        for name, tensor in self.tensors.items():
+            if name not in besides:
+                found[own.get(name, name)] = tensor
+            found |= {weight.name: weight for weight in of_codes.get(name, ())}
         for name in own.values():
             if found[name].shape != self.quantized[name].shape:  # its codes are packed
                 found[name] = dataclasses.replace(found[name], shape=self.quantized[name].shape)
@@ -107,6 +118,23 @@ class Checkpoint:
         weight = self.quantized.get(name)
         return weight.dtype if weight is not None else self.weights[name].dtype
 
+    def _headers_of_encoded(self) -> dict[str, tuple[CheckpointTensor, EncodedWeight]]:
+        """Return each weight that another program quantised, with a header as if it were one tensor in its format. A tensor that
+        several weights share is counted in the bytes of the first of them.
+        """
+        found, seen = {}, set[str]()
+        for name, weight in self.encoded.items():
+            if name in self.aliases:
+                continue
+            nbytes = sum(tensor.nbytes for tensor in weight.tensors if tensor.name not in seen)
+            seen |= {tensor.name for tensor in weight.tensors}
+            codes = weight.parts[CODES]
+            found[name] = (
+                CheckpointTensor(name, weight.shape, weight.format, codes.file, None, nbytes, packed=True),
+                weight,
+            )
+        return found
+
     def names_of(self, tensor: TensorInfo) -> tuple[str, ...]:
         """Return the keys in `weights` of the stored tensors from which `tensor` gets its values. tensor: a tensor of the module
         tree. There are several keys if the model packs several stored tensors into this one. Returns () if the files lack the
@@ -118,11 +146,11 @@ class Checkpoint:
         """Return the module tree, built from the tensor names. Module classes are unknown, and ties are known only from
         `aliases`.
         """
-        parts = quantized_parts(self.foreign, self.config)
+        parts = quantized_parts(self.unread, self.config)
         further: dict[str, tuple[str, ...]] = {}
         for alias, first in self.aliases.items():
             further[first] = (*further.get(first, ()), alias)
-        meant = parameters_meant(self.foreign, parts, self.config)
+        meant = parameters_meant(self.unread, parts, self.config)
         with gc_paused():
             return from_tensors(
                 TensorInfo(
@@ -145,6 +173,14 @@ class Checkpoint:
         """All tensors in the files by name, except the codes and scales that this program's own exports write."""
         own = self._own_tensor_names
         return {name: tensor for name, tensor in self.tensors.items() if name not in own} if own else self.tensors
+
+    @property
+    def unread(self) -> dict[str, CheckpointTensor]:
+        """The tensors in `foreign` that belong to none of the weights in `encoded`: plain tensors, and parts of weights that are
+        incomplete or whose scheme is unknown.
+        """
+        read = {part.name for weight in self.encoded.values() for part in weight.tensors}
+        return {name: tensor for name, tensor in self.foreign.items() if name not in read}
 
     @property
     def _own_tensor_names(self) -> set[str]:

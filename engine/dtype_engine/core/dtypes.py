@@ -178,9 +178,11 @@ _SCALES = {"tensor": PER_TENSOR, "t": PER_TENSOR, "channel": "", "c": ""}
 
 
 def short_name(name: str) -> str:
-    """Return the short name of a dtype, such as `bf16` for `bfloat16`. A name that is not in the table is returned unchanged."""
+    """Return the short name of a dtype, such as `bf16` for `bfloat16`. Of a format of another program, such as `gptq:int4@g128`, it
+    is the part after the colon. Any other name that is not in the table is returned unchanged.
+    """
     row = BY_NAME.get(name)
-    return row.short_name if row else name
+    return row.short_name if row else name.partition(":")[2] or name
 
 
 def parse_target(text: str) -> str:

@@ -8,10 +8,10 @@ values, and undoing a cast restores the stored data without a copy.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ from dtype_engine.runtime.model.stored_values import PlainValues, QuantizedValue
 from dtype_engine.runtime.model.torch_private import is_compiled
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -135,6 +137,10 @@ class Weight:
         return held.nbytes + (self.scale.nbytes if self.scale is not None else 0)
 
 
+def _by_canonical_name(infos: Iterable[TensorInfo], by_any_name: Mapping[str, T]) -> dict[str, T]:
+    return {info.name: by_any_name[name] for info in infos for name in info.names if name in by_any_name}
+
+
 def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight]:
     """Return the weights, including the weight `name`, that would share one scale if all of them were in `dtype`. The list is empty
     if no other weight would share a scale with the weight `name`. weights: all weights, keyed by name.
@@ -184,6 +190,7 @@ class LiveModel:
         title: str,
         device: torch.device,
         quantized: Mapping[str, tuple[str, torch.Tensor]] | None = None,
+        encoded: Mapping[str, StoredValues] | None = None,
         placements: Mapping[str, Placement] | None = None,
         **rest: Any,
     ) -> LiveModel:
@@ -191,9 +198,10 @@ class LiveModel:
         originals.
 
         title: the name of the model. quantized: the dtype and scales of each weight that is stored with scales, keyed by any of the
-        weight's names. placements: for each tensor of the checkpoint's files, the tensor of the module into which it is loaded.
-        rest: values for the other fields. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the
-        module does not fit on the device.
+        weight's names. encoded: the values of each weight for which the module has a placeholder, keyed in the same way. placements:
+        for each tensor of the checkpoint's files, the tensor of the module into which it is loaded. rest: values for the other
+        fields. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the
+        device.
         """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
@@ -214,20 +222,28 @@ class LiveModel:
             wide = next((name for name, tensor in module.state_dict().items() if tensor.dtype == torch.float64), None)
             if wide is not None:
                 raise UserError(f"{title}: {wide} is in float64, which {device} does not have; use --device cpu")
+        encoded = encoded or {}
         originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
         if device.type != "cpu":
+            for tensor in map(module.state_dict(keep_vars=True).__getitem__, encoded):
+                tensor.data = tensor.new_empty(0)  # a placeholder would take the memory of the whole weight there
             try:
                 module.to(device)  # a tensor object that can't be moved is replaced by a new one
             except torch.OutOfMemoryError as error:
                 reason = str(error).split(". ")[0]
                 raise UserError(f"the model does not fit on {device}: {reason}; try --device cpu") from None
+        for name, tensor in module.state_dict(keep_vars=True).items() if encoded else ():
+            if name in encoded:
+                tensor.data = encoded[name].held(device)
         infos, tensors = collect_tensors(module)
-        quantized = quantized or {}
-        quantized = {info.name: quantized[name] for info in infos for name in info.names if name in quantized}
-        infos = [
-            dataclasses.replace(info, dtype=quantized[info.name][0], quantized=True) if info.name in quantized else info
-            for info in infos
-        ]
+        quantized = _by_canonical_name(infos, quantized or {})
+        encoded = _by_canonical_name(infos, encoded)
+        for number, info in enumerate(infos):
+            if info.name in quantized:
+                infos[number] = dataclasses.replace(info, dtype=quantized[info.name][0], quantized=True)
+            elif info.name in encoded:
+                values = encoded[info.name]
+                infos[number] = dataclasses.replace(info, dtype=values.format, packed_bytes=values.nbytes)
         described, unused_infos = infos, list[TensorInfo]()
         checkpoint = rest.get("checkpoint")
         if checkpoint is not None:
@@ -240,7 +256,7 @@ class LiveModel:
         for info in infos:
             tensor = tensors[info.name]
             original = originals.get(id(tensor), tensor.data)
-            stored: StoredValues = PlainValues(original)
+            stored = encoded.get(info.name) or PlainValues(original)
             if info.name in quantized:
                 dtype, scale = quantized[info.name]
                 stored = QuantizedValues(original, scale.to(device), dtype)

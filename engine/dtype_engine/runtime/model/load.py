@@ -35,6 +35,7 @@ from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.device import pick_device
 from dtype_engine.runtime.model.architecture import Misfit, architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.constructed_buffers import construct_buffers
+from dtype_engine.runtime.model.encoded_loading import encoded_values, state_to_load
 from dtype_engine.runtime.model.hf_private import loading_names, with_dtypes
 from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel
@@ -45,7 +46,7 @@ from dtype_engine.runtime.model.packed_parts import pack
 from dtype_engine.runtime.model.python_source import load_python
 from dtype_engine.runtime.model.quantized_loading import refuse_unread
 from dtype_engine.runtime.model.silence_libraries import quiet, silence_transformers
-from dtype_engine.runtime.model.unpacking import unpack
+from dtype_engine.runtime.model.stored_values import EncodedValues, StoredValues
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name, torch_dtype
 
 OnStep = Callable[[str], None]
@@ -86,11 +87,12 @@ def _from_checkpoint(
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     loaded = load_module(checkpoint, source.title, options, on_step)
     on_step("listing the weights")
-    live = LiveModel.wrap(
+    return LiveModel.wrap(
         loaded.module,
         source.title,
         device,
         quantized=loaded.quantized,
+        encoded=loaded.encoded,
         files=checkpoint.files,
         folder=folder,
         notices=loaded.notices,
@@ -100,8 +102,6 @@ def _from_checkpoint(
         trust_remote_code=options.trust_remote_code,
         identities=checkpoint.identities,
     )
-    unpack(live)
-    return live
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,8 @@ class Loaded:
     module: nn.Module
     quantized: dict[str, tuple[str, torch.Tensor]]
     """The dtype and scales of each weight that is stored with scales, keyed by the weight's name in the module."""
+    encoded: Mapping[str, StoredValues] = field(default_factory=dict)
+    """The values of each weight that another program quantised, keyed by the weight's name in the module."""
     notices: tuple[str, ...] = ()
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Maps each tensor of the files to the tensor of the module into which it is loaded."""
@@ -146,18 +148,23 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
         on_step("reading the configuration")
         chosen = architecture(transformers, checkpoint, options)
         # On the meta device: what can't be loaded is refused before memory is taken for it.
-        refuse_unread(title, checkpoint, *make(chosen, checkpoint))
-        model_class = chosen.model_class
+        made, places = make(chosen, checkpoint)
+        refuse_unread(title, checkpoint, made, places)
+        encoded = encoded_values(title, checkpoint, made, places)
+        model_class = type(made) if encoded else chosen.model_class
         on_step(f"loading {model_class.__name__}")
         more: dict[str, Any] = {"config": chosen.config}
-        if checkpoint.quantized:
+        if checkpoint.quantized or encoded:
             # This program dequantizes weights with scales itself, so transformers must not use another package for it.
             more["config"] = without_quantization(chosen.config)
+        if checkpoint.quantized:
             more["key_mapping"] = {rf"^(.+){OWN_SUFFIX}$": r"\1"}
+        if encoded:
+            more["state_dict"] = state_to_load(checkpoint, places, encoded)
         placements: dict[str, Placement] = {}
         with failures_as(NoForward, f"{title}: transformers can't load {model_class.__name__}", reason):
-            module, loading_info = as_stored(model_class, checkpoint, placements).from_pretrained(
-                folder,
+            module, loading_info = as_stored(model_class, checkpoint, placements, encoded).from_pretrained(
+                None if encoded else folder,
                 dtype=torch_dtype(loading_dtype(checkpoint)),
                 output_loading_info=True,
                 local_files_only=True,
@@ -166,12 +173,20 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
                 trust_remote_code=options.trust_remote_code,
                 **more,
             )
+            if encoded:  # transformers reads what else is in the folder only if it reads the weights, too
+                module.config.name_or_path = str(folder)
+                if module.can_generate() and (folder / "generation_config.json").is_file():
+                    module.generation_config = transformers.GenerationConfig.from_pretrained(folder)
         if isinstance(model_class, type) and type(module).__mro__[1:2] == (model_class,):
             module.__class__ = model_class
         of_buffers = construct_buffers(module, torch_dtype(loading_dtype(checkpoint)))
     module.requires_grad_(False)
     placements = placements or map_names(module, checkpoint.weights)
-    _restore_stored(module, checkpoint, restorable(checkpoint, placements))
+    held = module.state_dict(keep_vars=True)
+    for name, values in encoded.items():
+        held[name].data = values.held(torch.device("cpu"))
+    others = {name: place for name, place in restorable(checkpoint, placements).items() if place.name not in encoded}
+    _restore_stored(module, checkpoint, others)
     quantized, packed = _restore_quantized(module, checkpoint, placements)
     notices = [*checkpoint.notices, *chosen.notices, *of_buffers]
     persistent = sum(info.persistent for info in collect_tensors(module)[0])
@@ -193,7 +208,7 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
         notices.append(
             f"{len(unused)} tensors of the checkpoint are not used by {type(module).__name__}, first {unused[0]}"
         )
-    return Loaded(module, quantized, tuple(notices), placements, coverage)
+    return Loaded(module, quantized, encoded, tuple(notices), placements, coverage)
 
 
 def load_pretrained(folder: Path, module: nn.Module | None = None, options: Options | None = None) -> nn.Module:
@@ -215,6 +230,8 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
     compute = torch_dtype(loading_dtype(checkpoint))
     for name, (dtype, scale) in loaded.quantized.items():
         state[name].data = dequantize(state[name].data, scale, compute, dtypes.BY_NAME[dtype].blocks)
+    for name, values in loaded.encoded.items():
+        state[name].data = values.read().to(state[name].dtype)
     trim_heap()
     for parameter in module.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
@@ -230,7 +247,7 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
     module.requires_grad_(False)
     infos, tensors = collect_tensors(module)
     by_any_name = {name: info for info in infos for name in info.names if info.persistent}
-    quantized = {}
+    quantized, encoded = {}, {}
     filled = set()
     for name, stored in checkpoint.weights.items():
         info = by_any_name.get(name)
@@ -238,14 +255,17 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
             problem = "is not in this model" if info is None else f"has the shape {list(info.shape)} in this model"
             raise UserError(f"{checkpoint.path}: tensor {printable(name)} {problem}")
         filled.add(info.name)
-        if (weight := checkpoint.quantized.get(name)) is None:
+        if name in checkpoint.encoded:
+            values = encoded[info.name] = EncodedValues(checkpoint.encoded[name], tensors[info.name].dtype)
+            tensors[info.name].data = values.held(torch.device("cpu"))
+        elif (weight := checkpoint.quantized.get(name)) is None:
             tensors[info.name].data = read_stored(checkpoint, stored)
         else:
             tensors[info.name].data, scale = read_quantized(weight)
             quantized[info.name] = (weight.dtype, scale)
     if missing := [info.name for info in infos if info.persistent and info.name not in filled]:
         raise UserError(f"{checkpoint.path} lacks {len(missing)} tensors of this model, first {missing[0]}")
-    return Loaded(module, quantized)
+    return Loaded(module, quantized, encoded)
 
 
 def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
@@ -274,19 +294,23 @@ def loading_dtype(checkpoint: Checkpoint) -> str:
     return dtypes.widest(checkpoint.dtype(name) for name in checkpoint.weights)
 
 
-def as_stored(model_class: Any, checkpoint: Checkpoint, placements: dict[str, Placement]) -> Any:
+def as_stored(
+    model_class: Any, checkpoint: Checkpoint, placements: dict[str, Placement], encoded: Mapping[str, StoredValues]
+) -> Any:
     """Return a subclass of the model class that loads every tensor in its stored dtype, if the installed transformers supports
     this.
 
     If it does not, all tensors are loaded in one dtype, and `_restore_stored` has to read those stored in other dtypes again.
-    placements: an empty dictionary, which loading fills with the placement of each tensor of the files.
+    placements: an empty dictionary, which loading fills with the placement of each tensor of the files. encoded: the weights for
+    which the module gets placeholders.
     """
 
     def stored(module: nn.Module) -> dict[str, torch.dtype]:
         placements.update(map_names(module, checkpoint.weights))
         wanted = stored_dtypes(checkpoint, restorable(checkpoint, placements))
         # Packed codes are not the weight's values. transformers finds no such weight and initialises it as a missing one.
-        return {name: torch_dtype(dtype) for name, dtype in wanted.items() if not _is_packed(dtype)}
+        found = {name: torch_dtype(dtype) for name, dtype in wanted.items() if not _is_packed(dtype)}
+        return found | {name: values.held(torch.device("cpu")).dtype for name, values in encoded.items()}
 
     return with_dtypes(model_class, stored)
 

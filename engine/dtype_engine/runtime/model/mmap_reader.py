@@ -80,7 +80,7 @@ def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tenso
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """Return the values of a weight from a checkpoint in any file format: in the stored dtype, or in float32 for a weight that is
-    stored with scales or in a GGUF block format.
+    stored with scales, in a GGUF block format or in another program's format.
 
     name: the weight's name without suffixes for codes and scales. Raises UserError if the file can't be read or the tensor has no
     plain values.
@@ -88,6 +88,8 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     weight = checkpoint.quantized.get(name)
     if weight is not None:
         return dequantize(*read_quantized(weight), torch.float32, dtypes.BY_NAME[weight.dtype].blocks)
+    if name in checkpoint.encoded:
+        return read_encoded(checkpoint.encoded[name])
     return read_stored(checkpoint, checkpoint.weights[name])
 
 

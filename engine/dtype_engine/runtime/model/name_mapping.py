@@ -70,12 +70,16 @@ def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> d
 
 def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, str]:
     """Return the stored dtype of each live tensor, keyed by its live name. For a live tensor packed from several tensors of the
-    files, this is the widest dtype among them. placements: for each tensor of the files, the live tensor into which it is loaded.
+    files, this is the widest dtype among them or, if another program quantised any of them, the format of the first of those.
+    placements: for each tensor of the files, the live tensor into which it is loaded.
     """
     by_live_name: dict[str, str] = {}
+    formats = {weight.format for weight in checkpoint.encoded.values()}
     for name, placement in placements.items():
         stored = checkpoint.dtype(name)
         before = by_live_name.get(placement.name)
+        if before in formats:
+            continue
         if before is None or before == stored or not {before, stored} <= set(dtypes.COMPUTE_DTYPES):
             by_live_name[placement.name] = stored
         else:

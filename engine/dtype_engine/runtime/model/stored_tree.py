@@ -63,11 +63,13 @@ def with_files(
             continue
         files = [headers[name] for name in sources[held] if name in headers]
         dtype = info.dtype if own_dtypes else stored[held]
+        is_encoded = any(name in checkpoint.encoded for name in sources[held])
         uncastable_reason = next(
             (header.uncastable_reason for header in files if header.uncastable_reason), info.uncastable_reason
         )
         if (
             uncastable_reason is None
+            and not is_encoded
             and dtype in dtypes.COMPUTE_DTYPES
             and any(header.dtype not in dtypes.COMPUTE_DTYPES for header in files)
         ):
@@ -84,7 +86,9 @@ def with_files(
             stored_as=() if set(sources[held]) <= set(info.names) else tuple(sources[held]),
         )
         if files and not changed.quantized and (size := sum(header.nbytes for header in files)) != changed.nbytes:
-            if dtype not in dtypes.COMPUTE_DTYPES:  # codes in place of values: only blocks that can be decoded are cast
+            if (
+                dtype not in dtypes.COMPUTE_DTYPES and not is_encoded
+            ):  # codes in place of values: only blocks that can be decoded are cast
                 uncastable_reason = uncastable_reason or f"stored as {dtype} in another shape, so as packed codes"
             # The parts have several dtypes, or a byte holds several values.
             changed = dataclasses.replace(changed, packed_bytes=size, uncastable_reason=uncastable_reason)

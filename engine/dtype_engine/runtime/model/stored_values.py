@@ -35,6 +35,8 @@ class StoredValues(ABC):
     """The tensors from which the values are computed, on the CPU: as the files store them."""
     scale: torch.Tensor | None = None
     """For codes that the module holds, their scales on its device; otherwise None."""
+    format: str = ""
+    """The name of the format in which the files store the weight, if its values are decoded or have scales."""
     decoded: bool = False
     """Whether the module can't hold the weight as it is stored, so that each operation has to decode its values."""
 
@@ -102,15 +104,17 @@ class QuantizedValues(StoredValues):
 class EncodedValues(StoredValues):
     """A weight that another program quantised. The module holds a placeholder in its place, which takes the memory of one element.
 
-    holds: the dtype of the placeholder: that of the weight in a model that is not quantised.
+    holds: the dtype of the placeholder: that of the weight in a model that is not quantised. turned: whether the last two dimensions
+    of the weight are exchanged in the module.
     """
 
     dtype = torch.float32
     decoded = True
 
-    def __init__(self, weight: EncodedWeight, holds: torch.dtype) -> None:
-        self.weight, self.holds = weight, holds
-        self.shape = weight.shape
+    def __init__(self, weight: EncodedWeight, holds: torch.dtype, turned: bool = False) -> None:
+        self.weight, self.holds, self.turned = weight, holds, turned
+        self.shape = (*weight.shape[:-2], *weight.shape[:-3:-1]) if turned else weight.shape
+        self.format = weight.format
 
     @cached_property
     def _parts(self) -> dict[str, torch.Tensor]:
@@ -120,11 +124,16 @@ class EncodedValues(StoredValues):
     def tensors(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         return tuple(self._parts.values())
 
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
     def held(self, device: torch.device) -> torch.Tensor:
         return placeholder(self.shape, self.holds, device)
 
     def read(self, device: torch.device = _CPU) -> torch.Tensor:
-        return schemes.decode(self.weight, self._parts).to(device)
+        values = schemes.decode(self.weight, self._parts).to(device)
+        return values.transpose(-1, -2).contiguous() if self.turned else values
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         wanted, places = torch.unique(ids.reshape(-1), return_inverse=True)
@@ -150,10 +159,15 @@ class StackedValues(StoredValues):
 
     def __init__(self, parts: Sequence[StoredValues], shape: tuple[int, ...], holds: torch.dtype) -> None:
         self.parts, self.shape, self.holds = tuple(parts), shape, holds
+        self.format = next(part.format for part in parts if part.decoded)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         return tuple(tensor for part in self.parts for tensor in part.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
     def held(self, device: torch.device) -> torch.Tensor:
         return placeholder(self.shape, self.holds, device)

@@ -1,0 +1,95 @@
+"""Loading weights that other programs quantised. The module holds a placeholder for each, and each use decodes its values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import NoForward
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.model.hf_private import turned_names
+from dtype_engine.runtime.model.mmap_reader import read_stored
+from dtype_engine.runtime.model.name_mapping import Placement
+from dtype_engine.runtime.model.packed_parts import in_rows
+from dtype_engine.runtime.model.stored_values import EncodedValues, PlainValues, StackedValues, StoredValues
+from dtype_engine.runtime.numerics.quantize import torch_dtype
+
+
+def decoded_dtype(checkpoint: Checkpoint) -> str:
+    """Return the dtype that decoded weights have in a model that is not quantised: the one in config.json, or else the widest
+    compute dtype of the other tensors.
+    """
+    config = checkpoint.config or {}
+    named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return named if named in dtypes.COMPUTE_DTYPES else dtypes.widest(map(checkpoint.dtype, checkpoint.weights))
+
+
+def encoded_values(
+    title: str, checkpoint: Checkpoint, module: nn.Module, placements: Mapping[str, Placement]
+) -> dict[str, StoredValues]:
+    """Return the values of the module's weights that other programs quantised, or that are packed from such weights, by their names
+    in the module.
+
+    title: the name of the model, for errors. module: the model, which may be on the meta device. placements: for each tensor of the
+    files, the tensor of the module into which it is loaded. Raises NoForward for a weight that has another shape in the module, or
+    that is packed from parts in another way than in rows.
+    """
+    live = {placements[name].name for name in checkpoint.encoded if name in placements}
+    if not live:
+        return {}
+    places: dict[str, dict[str, Placement]] = {}
+    for name, place in placements.items():
+        if place.name in live:
+            places.setdefault(place.name, {})[name] = place
+    state, holds = module.state_dict(), torch_dtype(decoded_dtype(checkpoint))
+    turned = turned_names(module, [name for name in checkpoint.encoded if len(checkpoint.encoded[name].shape) == 3])
+    found: dict[str, StoredValues] = {}
+    for name, parts in places.items():
+        shape = tuple(state[name].shape)
+        if any(part.part for part in parts.values()):
+            rows = in_rows(parts, {part: checkpoint.weights[part].shape for part in parts}, shape)
+            if rows is None:
+                raise NoForward(f"{title}: no forward pass: {name} is not its parts in the files, one below the other")
+            among = [_values(checkpoint, part, holds, False) for names in rows for part in names]
+            found[name] = StackedValues(among, shape, holds)
+            continue
+        (stored,) = parts
+        own = checkpoint.weights[stored].shape
+        across = (*own[:-2], *own[:-3:-1])
+        by_rows = stored in turned or _multiplies_from_the_left(module, name)
+        if own != shape and across != shape:
+            raise NoForward(
+                f"{title}: no forward pass: config.json makes {printable(stored)} {list(shape)}, and the files have {list(own)}"
+            )
+        found[name] = _values(checkpoint, stored, holds, across == shape and (own != shape or by_rows))
+    return found
+
+
+def _multiplies_from_the_left(module: nn.Module, name: str) -> bool:
+    """Return whether experts compute x @ weight, so that each expert's weight is [in, out] in the module."""
+    experts = module.get_submodule(name.rpartition(".")[0])
+    return bool(getattr(experts, "is_transposed", False))
+
+
+def _values(checkpoint: Checkpoint, name: str, holds: torch.dtype, turned: bool) -> StoredValues:
+    if name in checkpoint.encoded:
+        return EncodedValues(checkpoint.encoded[name], holds, turned)
+    return PlainValues(read_stored(checkpoint, checkpoint.weights[name]))
+
+
+def state_to_load(
+    checkpoint: Checkpoint, placements: Mapping[str, Placement], values: Mapping[str, StoredValues]
+) -> dict[str, torch.Tensor]:
+    """Return what transformers has to load: the other tensors of the files under their names there, and a placeholder for each
+    weight in `values` under its name in the module.
+    """
+    others = {
+        name: read_stored(checkpoint, tensor)
+        for name, tensor in checkpoint.weights.items()
+        if name not in checkpoint.encoded and (name not in placements or placements[name].name not in values)
+    }
+    return others | {name: each.held(torch.device("cpu")) for name, each in values.items()}
