@@ -12,7 +12,6 @@ import torch
 from dtype_engine.checkpoint import Checkpoint, CheckpointTensor, Watch, refuse_changed
 from dtype_engine.core.options import Options
 from dtype_engine.results.weights import DifferentShape, WeightDifference
-from dtype_engine.runtime.model.mmap_reader import torch_shape
 from dtype_engine.runtime.model.pairing import Pair, Pairing, pair_weights
 from dtype_engine.runtime.model.pread_reader import FileValues
 from dtype_engine.runtime.model.row_reader import RowReader
@@ -66,7 +65,7 @@ class TwoCheckpoints:
         again. `on_progress(done, total)` is called with the numbers of finished and of all bytes. Raises UserError if a file can't
         be read or has changed since it was opened.
         """
-        sizes = [_nbytes(self.candidate, pair.candidate) for pair in self.pairing.pairs]
+        sizes = [self.candidate.weights[pair.candidate].nbytes for pair in self.pairing.pairs]
         done, total = 0, sum(sizes)
         for pair, size in zip(self.pairing.pairs, sizes, strict=True):
             on_progress(done, total)
@@ -78,7 +77,7 @@ class TwoCheckpoints:
 
     def _difference(self, pair: Pair) -> WeightDifference | DifferentShape:
         """Compare the values of one weight."""
-        shapes = _shape(self.reference, pair.reference), _shape(self.candidate, pair.candidate)
+        shapes = self.reference.weights[pair.reference].shape, self.candidate.weights[pair.candidate].shape
         if shapes[0] == shapes[1] and self._same_bytes(pair):
             return self._report(pair, shapes[0], ElementSums())
         readers = RowReader(self.reference, pair.reference), RowReader(self.candidate, pair.candidate)
@@ -133,8 +132,8 @@ class TwoCheckpoints:
         return WeightDifference(
             name=pair.candidate,
             reference_name=pair.reference,
-            reference=dtype_in_files(self.reference, pair.reference),
-            candidate=dtype_in_files(self.candidate, pair.candidate),
+            reference=self.reference.dtype(pair.reference),
+            candidate=self.candidate.dtype(pair.candidate),
             shape=tuple(shape),
             equal=sums.max_abs == 0.0 and order != "permuted",
             sqnr_db=_sqnr(sums),
@@ -150,22 +149,6 @@ def _plain(checkpoint: Checkpoint, name: str) -> CheckpointTensor | None:
     """Return the stored tensor that holds the values of a weight, or None if codes and scales hold them."""
     coded = name in checkpoint.quantized or name in checkpoint.encoded
     return None if coded else checkpoint.weights[name]
-
-
-def dtype_in_files(checkpoint: Checkpoint, name: str) -> str:
-    """Return the dtype, or the format of the codes, in which a checkpoint stores a weight."""
-    encoded = checkpoint.encoded.get(name)
-    return encoded.format if encoded is not None else checkpoint.dtype(name)
-
-
-def _shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
-    encoded = checkpoint.encoded.get(name)
-    return encoded.shape if encoded is not None else torch_shape(checkpoint.weights[name])
-
-
-def _nbytes(checkpoint: Checkpoint, name: str) -> int:
-    encoded = checkpoint.encoded.get(name)
-    return encoded.nbytes if encoded is not None else checkpoint.weights[name].nbytes
 
 
 def _heads(configs: Sequence[Mapping[str, Any] | None]) -> list[int]:

@@ -52,7 +52,7 @@ def pair_weights(reference: Checkpoint, candidate: Checkpoint, options: Options)
 
     Raises UserError if `options` name an architecture that transformers lacks.
     """
-    left, right = names_of_weights(reference), names_of_weights(candidate)
+    left, right = list(reference.weights), list(candidate.weights)
     same = set(left) & set(right)
     pairs = [Pair(name, name) for name in left if name in same]
     if len(same) < len(left) and len(same) < len(right):
@@ -69,13 +69,6 @@ def pair_weights(reference: Checkpoint, candidate: Checkpoint, options: Options)
         tuple(name for name in left if name not in in_left),
         tuple(name for name in right if name not in in_right),
     )
-
-
-def names_of_weights(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of a checkpoint's weights. A weight that is stored as several tensors is one weight."""
-    parts = {tensor.name for weight in checkpoint.encoded.values() for tensor in weight.tensors}
-    names = [name for name in checkpoint.weights if name not in parts or name in checkpoint.encoded]
-    return [*names, *(name for name in checkpoint.encoded if name not in checkpoint.weights)]
 
 
 _Place = tuple[str, tuple[int | None, int] | None]
