@@ -98,8 +98,8 @@ _REFERENCE = (
     click.Option(
         ["--against"],
         metavar="OTHER",
-        help="Compare OTHER, a checkpoint of the same architecture, with MODEL: OTHER is cast and run, and the reference has MODEL's "
-        "weights in float32.",
+        help="Compare OTHER, a checkpoint of the same architecture, with MODEL: OTHER is cast and run, and the reference has the "
+        "weights of MODEL in float32.",
     ),
     click.Option(
         ["--reference"],

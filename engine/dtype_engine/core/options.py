@@ -140,3 +140,8 @@ class Options:
     address such as `tcp://HOST:8786`: on the cluster at this address. None: in the app's single engine. A `Session` always works in
     its own process.
     """
+
+    @property
+    def reference_model(self) -> str | None:
+        """The text that names the checkpoint whose weights are the reference, or None if they are the model's own."""
+        return None if self.reference in (FLOAT32, STORED) else self.reference

@@ -22,7 +22,13 @@ from dtype_engine.recipe import Plan
 from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
 from dtype_engine.reports.overview import plain_sentence, size_tile, third_tile, top1_words, verdict_tile
 from dtype_engine.reports.text import WEIGHTS_ONLY, mix_text, parameters_text
-from dtype_engine.reports.text_drift import first_sentence, modules_extent_text, remedy_result, value_sentence
+from dtype_engine.reports.text_drift import (
+    first_sentence,
+    modules_extent_text,
+    reference_words,
+    remedy_result,
+    value_sentence,
+)
 from dtype_engine.reports.text_losses import HELP
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ModuleDrift, worst_modules
@@ -207,7 +213,8 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
         rows.append(("Δp, mean", f"{100 * output.dp_mean:.4f} %", "change of the right token's probability"))
         rows.append(("Δp, RMS", f"{100 * output.dp_rms:.4f} %", ""))
     name = f"{printable(drift.output_name)} ({output.elements:,} elements)"
-    words = f"Of {name}, against {drift.reference} arithmetic on the weights as stored."
+    plain = f"{drift.reference} arithmetic on the weights as stored"
+    words = f"Of {name}, against {plain if drift.reference in dtypes.BY_NAME else reference_words(drift.reference)}."
     return Section("Drift", (words, Table(("figure", "value", "what it is"), tuple(rows)), MEANING_HELP))
 
 

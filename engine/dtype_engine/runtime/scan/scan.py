@@ -32,7 +32,7 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.dtypes import quantizes_activations
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.memory_share import memory_budget
-from dtype_engine.core.options import RunSettings
+from dtype_engine.core.options import STORED, RunSettings
 from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.results.scan import ScanReport, WeightScore
@@ -118,6 +118,11 @@ class Scan:
     _seen: FileIdentity | None = None
 
     def __post_init__(self) -> None:
+        if self.model.reference == STORED:
+            raise UserError(
+                "a scan estimates drift from float32 arithmetic, and can't see what 16-bit arithmetic adds: measure each cast with "
+                "--exact, or leave out --reference stored"
+            )
         self.backward_passes = self.draws or default_draws(len(self.inputs.batches))
         self.fingerprint = Fingerprint.of(self.model, self.inputs, self.dtypes, self.settings)
         self.wanted = {

@@ -13,7 +13,7 @@ from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import parse_inputs_line
 from dtype_engine.core.opening_progress import READING_INPUTS
-from dtype_engine.core.options import FLOAT32, STORED, Options
+from dtype_engine.core.options import STORED, Options
 from dtype_engine.runtime.inputs import from_values
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.load import OnStep, load
@@ -96,5 +96,5 @@ def _set_reference(live: LiveModel, options: Options, on_step: OnStep) -> None:
         live.reference = STORED
         for weight in live.by_id.values():
             weight.as_stored = True
-    elif options.reference != FLOAT32:
-        use_reference(live, locate(options.reference, options.trust_pickle, options.download), options, on_step)
+    elif options.reference_model is not None:
+        use_reference(live, locate(options.reference_model, options.trust_pickle, options.download), options, on_step)
