@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dtype_engine.core.text import Name
+from dtype_engine.results.drift import ModuleDrift
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,10 @@ class WeightStats:
 
     exponents: ExponentHistogram
     errors: tuple[WeightError, ...]
+    reference: ModuleDrift | None = None
+    """How far the tensor, as it is currently cast, is from the reference's, if drift is measured from another checkpoint's
+    weights. Otherwise None.
+    """
 
 
 @dataclass(frozen=True, slots=True)

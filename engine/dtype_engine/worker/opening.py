@@ -109,6 +109,8 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
     started = time.perf_counter()
     with OpeningProgress(lambda *progress: emit(events.LoadingProgress(*progress)), model.source.kind) as on_step:
         session = _opened(model, emit, read_headers, on_step)
+    from dtype_engine.runtime.modes.reference import reference_name
+
     emit(
         events.ModelReady(
             tree=session.tree,
@@ -119,6 +121,7 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
             notices=session.model.notices,
             no_forward=session.why_no_forward,
             provenance=model.provenance,
+            reference=reference_name(session.model),
         )
     )
     emit_inputs(session, emit)

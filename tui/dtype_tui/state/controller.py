@@ -277,7 +277,7 @@ class Controller:
         costs.
         """
         experiment, name = self.experiment, node or "the model"
-        rule, before = reference_rule(experiment.tree, node), experiment.plan
+        rule, before = reference_rule(experiment.tree, node, experiment.model.reference), experiment.plan
         rules = experiment.rules.then(rule)
         if make_plan(experiment.tree, rules.recipe).dtypes == before.dtypes:
             self.notify(f"{name} already has the reference's dtype", "information")

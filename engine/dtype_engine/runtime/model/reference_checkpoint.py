@@ -18,6 +18,7 @@ from dtype_engine.core.options import FLOAT32, Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.load import OnStep, load
+from dtype_engine.runtime.model.module_tree import tree_of
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -50,9 +51,13 @@ def use_reference(live: LiveModel, source: Source, options: Options, on_step: On
     _refuse_other_structure(other, live, sides)
     _refuse_other_configuration(other, live, sides)
     by_any_name = {name: weight for weight in other.weights.values() for name in weight.info.names}
-    for weight in live.weights.values():
+    infos = dict(live.tree.tensors)
+    for name, weight in live.weights.items():
         if weight.info.persistent and _has_numbers(weight):
-            weight.other_reference = by_any_name[weight.info.name].stored
+            theirs = by_any_name[name]
+            weight.other_reference = theirs.stored
+            weight.info = infos[name] = dataclasses.replace(infos[name], reference_dtype=theirs.info.dtype)
+    live.tree = tree_of(live.module, infos.values())
     live.reference = options.reference
     live.files += other.files
     live.identities += other.identities
