@@ -8,7 +8,7 @@ from .commands import COMMANDS, LIVE, NO_NAME
 from .screens import SCREENS
 
 WAYS = (*COMMANDS, *SCREENS)
-_RUNNING = ("drift", "flow", "scan", "app: Drift")
+_RUNNING = ("drift", "drift --against", "flow", "scan", "app: Drift")
 
 
 def _no_pass(words: str) -> dict[str, str]:
@@ -18,7 +18,7 @@ def _no_pass(words: str) -> dict[str, str]:
 
 _NO_CONFIG = _no_pass("no config.json")
 _GGUF = _no_pass("GGUF")
-_CODE = dict.fromkeys(("check", "app: :check"), "is code")
+_CODE = dict.fromkeys(("check", "weights --against", "app: :check"), "is code")
 
 REFUSED: dict[str, dict[str, str]] = {
     "safetensors file": _NO_CONFIG,
@@ -53,7 +53,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "file.py:Class": _CODE,
     "file.py:function": _CODE,
     "file.py, compiled": _CODE,
-    "file.py --weights": _CODE,
+    "file.py --weights": _CODE | {"drift --against": "--weights goes with one model"},
     "file.py, no inputs": _no_pass("example_inputs()") | _CODE,
     "package.module:Name": _CODE,
     "live module": dict.fromkeys((way for way in WAYS if way not in LIVE), NO_NAME),

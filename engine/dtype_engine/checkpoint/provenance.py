@@ -151,7 +151,7 @@ def _codes(group: Mapping[str, Any]) -> str:
     size, block = group.get("group_size"), group.get("weight_block_size") or group.get("block_structure")
     if isinstance(block, list) and len(block) == 2:
         words.append(f"blocks of {block[0]} x {block[1]}")
-    elif _number(size):
+    elif size is not None and _number(size):
         words.append(f"groups of {size}" if size > 0 else "a scale for each channel")
     elif strategy := _text(group.get("strategy")) or _text(group.get("qscheme")):
         words.append(f"a scale for each {strategy.removeprefix('per_')}")

@@ -77,7 +77,8 @@ def reference_there(model: str | None, options: Options) -> str:
     """
     if options.reference_model is None:
         return options.reference
-    there, candidate = (address_of(text) if is_address(text) else None for text in (options.reference_model, model))
+    sides = options.reference_model, model
+    there, candidate = (address_of(text) if text is not None and is_address(text) else None for text in sides)
     if there is None or candidate is None or (there.destination, there.port) != (candidate.destination, candidate.port):
         raise UserError(
             "--against: MODEL and OTHER must be on one machine: write both as ssh://HOST/PATH of the same HOST"

@@ -77,8 +77,8 @@ _Place = tuple[str, tuple[int | None, int] | None]
 
 def _by_place(left: Mapping[str, _Place], right: Mapping[str, _Place]) -> list[Pair]:
     """Return the pairs of weights that have the same place in the live model, or one of which is a part of the other."""
-    in_left = {place: name for name, place in reversed(left.items())}
-    in_right = {place: name for name, place in reversed(right.items())}
+    in_left = {place: name for name, place in reversed([*left.items()])}
+    in_right = {place: name for name, place in reversed([*right.items()])}
     pairs = []
     for name, place in left.items():
         if place in in_right:
