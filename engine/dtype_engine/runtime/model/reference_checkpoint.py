@@ -23,7 +23,7 @@ from dtype_engine.runtime.model.module_tree import tree_of
 _WITHOUT_EFFECT = frozenset(
     {
         "_name_or_path", "name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "auto_map",
-        "quantization_config", "quantization", "compression_config", "use_cache", "tie_word_embeddings", "max_position_embeddings",
+        "quantization_config", "quantization", "compression_config", "use_cache", "tie_word_embeddings",
         "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "finetuning_task", "task_specific_params",
         "output_attentions", "output_hidden_states", "return_dict", "initializer_range", "initializer_factor",
         "pretraining_tp", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "hidden_dropout_prob",
@@ -102,7 +102,13 @@ def _shapes(model: LiveModel) -> dict[str, tuple[int, ...]]:
 def _refuse_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[str, str]) -> None:
     """Raise UserError if the reference's weights would run with another configuration than their own. sides: the titles of both."""
     theirs, ours = (dict(_entries(_configuration(model))) for model in (other, live))
-    differing = [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]
+    scaled = any(name.endswith("rope_type") and kind not in ("default", None) for name, kind in ours.items())
+    differing = [
+        name
+        for name in sorted(theirs.keys() | ours.keys())
+        # The longest text has a part in rotary frequencies only if they are scaled; learned positions are weights.
+        if theirs.get(name) != ours.get(name) and (scaled or not name.endswith("max_position_embeddings"))
+    ]
     if not differing:
         differing = [f"the buffer {name}" for name in _different_buffers(other, live)]
         if differing:
