@@ -94,6 +94,7 @@ _OPENING = (
     click.Option(["--trust-remote-code"], is_flag=True, help="Run the Python code that comes with the checkpoint."),
     click.Option(["--architecture"], metavar="NAME", help="The checkpoint's model class, if no config.json names it."),
 )
+_OF_CONFIGURATION = click.core.ParameterSource.DEFAULT_MAP
 _REFERENCE = (
     click.Option(
         ["--against"],
@@ -305,5 +306,7 @@ class ModelCommand(click.Command):
         default = click.core.ParameterSource.DEFAULT
         explicit = frozenset(name for name in ctx.params if ctx.get_parameter_source(name) is not default)
         values = {name: ctx.params.pop(name) for name in tuple(ctx.params) if name in self._shared}
+        if values.get("against") is not None and ctx.get_parameter_source("reference") is _OF_CONFIGURATION:
+            values["reference"] = FLOAT32  # the default of the user's own configuration, which --against overrides
         ctx.params["request"] = RunRequest.of(values, explicit, self._runs, self._checks_inputs)
         return super().invoke(ctx)

@@ -14,6 +14,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.weights import SkippedTensor, WeightError, WeightStats
+from dtype_engine.runtime.device import has_float64
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.modes.candidate import candidate_value
@@ -125,9 +126,9 @@ def reference_differences(model: LiveModel, cancelled: IsCancelled = never) -> I
 def _from_reference(weight: Weight) -> ModuleDrift | None:
     if weight.other_reference is None:
         return None
-    held = weight.tensor.device
     values = candidate_value(weight, torch.float32)
-    sums = element_sums(weight.other_reference.read(held).to(values.device), values, parallel=True)
+    values = values if has_float64(values.device) else values.cpu()
+    sums = element_sums(weight.other_reference.read(values.device), values, parallel=True)
     return ModuleDrift(weight.info.name, sqnr_db(sums.energy, sums.noise), sums.max_abs, sums.nonfinite)
 
 
