@@ -17,7 +17,7 @@ from dtype_engine.results.weights import WeightDifference
 
 _KIND = "dtype-engine weights"
 _LARGEST = 1 << 30
-_EVERY = 50
+_EVERY = 300
 """The file is written at most once in this many tenths of a second, since it is written whole."""
 
 
