@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 
-from dtype_engine.checkpoint import Checkpoint, CheckpointTensor, Watch, refuse_changed
+from dtype_engine.checkpoint import ByteRange, Checkpoint, Watch, refuse_changed
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options
+from dtype_engine.core.regular_files import reading
 from dtype_engine.results.weights import DifferentShape, WeightDifference
+from dtype_engine.runtime.formats.row_blocks import parallel_map
 from dtype_engine.runtime.model.pairing import Pair, Pairing, pair_weights
-from dtype_engine.runtime.model.pread_reader import FileValues
 from dtype_engine.runtime.model.row_reader import RowReader
 from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, element_sums
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
 
-_VALUES_AT_ONCE = 1 << 22
-"""The approximate number of values of each weight that are in memory at once."""
-_BYTES_AT_ONCE = 1 << 24
+_VALUES_AT_ONCE = 1 << 20
+"""The approximate number of values of each weight that a thread has in memory at once."""
+_BYTES_AT_ONCE = 1 << 22
 _UNLIKE_DB = 3.0
 """An SQNR in dB below which two weights have nothing in common, as after their rows were permuted. 4-bit weights have over 15."""
 _LIKE_DB = 10.0
@@ -113,19 +115,11 @@ class TwoCheckpoints:
         return sums, ""
 
     def _same_bytes(self, pair: Pair) -> bool:
-        """Return whether the files have the same bytes of one dtype for both weights, so that no value need be compared."""
-        left, right = _plain(self.reference, pair.reference), _plain(self.candidate, pair.candidate)
-        if left is None or right is None or (left.dtype, left.nbytes) != (right.dtype, right.nbytes):
+        """Return whether the files have the same bytes in the same form for both weights, so that no value need be compared."""
+        left, right = _stored(self.reference, pair.reference), _stored(self.candidate, pair.candidate)
+        if left is None or right is None or left[0] != right[0] or len(left[1]) != len(right[1]):
             return False
-        if left.bytes is None or right.bytes is None:
-            return False
-        shape = (left.nbytes,)
-        with FileValues(left.bytes, torch.uint8, shape) as one, FileValues(right.bytes, torch.uint8, shape) as other:
-            for start in range(0, left.nbytes, _BYTES_AT_ONCE):
-                count = min(_BYTES_AT_ONCE, left.nbytes - start)
-                if not torch.equal(one.elements(start, count), other.elements(start, count)):
-                    return False
-        return True
+        return all(map(_equal_ranges, left[1], right[1]))
 
     def _report(self, pair: Pair, shape: Sequence[int], sums: ElementSums, order: str = "") -> WeightDifference:
         elements = max(1, math.prod(shape))
@@ -145,10 +139,37 @@ class TwoCheckpoints:
         )
 
 
-def _plain(checkpoint: Checkpoint, name: str) -> CheckpointTensor | None:
-    """Return the stored tensor that holds the values of a weight, or None if codes and scales hold them."""
-    coded = name in checkpoint.quantized or name in checkpoint.encoded
-    return None if coded else checkpoint.weights[name]
+def _stored(checkpoint: Checkpoint, name: str) -> tuple[object, list[ByteRange]] | None:
+    """Return the form in which a checkpoint stores a weight, and the bytes of all tensors that hold its values. Two weights of one
+    form with the same bytes have the same values. Returns None if the bytes are not contiguous in a file.
+    """
+    own, encoded = checkpoint.quantized.get(name), checkpoint.encoded.get(name)
+    if own is not None:
+        form: object = own.dtype, own.shape
+        tensors = own.tensors
+    elif encoded is not None:
+        form = encoded.format, encoded.shape, sorted(encoded.parts), dict(encoded.settings)
+        tensors = tuple(encoded.parts[role] for role in sorted(encoded.parts))
+    else:
+        form, tensors = "values", (checkpoint.weights[name],)
+    ranges = [tensor.bytes for tensor in tensors]
+    known = [each for each in ranges if each is not None]
+    return ((form, [tensor.dtype for tensor in tensors]), known) if len(known) == len(ranges) else None
+
+
+def _equal_ranges(one: ByteRange, other: ByteRange) -> bool:
+    if one.nbytes != other.nbytes:
+        return False
+    with reading(one.file), open(one.file, "rb") as left, reading(other.file), open(other.file, "rb") as right:
+        left.seek(one.start)
+        right.seek(other.start)
+        for start in range(0, one.nbytes, _BYTES_AT_ONCE):
+            count = min(_BYTES_AT_ONCE, one.nbytes - start)
+            if (piece := left.read(count)) != right.read(count):
+                return False
+            if len(piece) < count:
+                raise UserError(f"{one.file} was cut short while it was read")
+    return True
 
 
 def _heads(configs: Sequence[Mapping[str, Any] | None]) -> list[int]:
@@ -170,14 +191,25 @@ def _sums(left: _Rows, right: _Rows, heads: int | None = None) -> ElementSums:
     """
     unit = max(left.reader.unit, right.reader.unit, left.count // heads if heads else 1)
     step = max(1, _VALUES_AT_ONCE // max(1, left.reader.columns) // unit) * unit
+    pieces = [(first, min(first + step, left.count)) for first in range(0, left.count, step)]
+    found = [ElementSums()] * len(pieces)
+
+    def work(numbers: range) -> None:
+        for number in numbers:
+            first, last = pieces[number]
+            values = right.read(first, last)
+            if heads:
+                size = left.count // heads
+                values = values.view(-1, size // 2, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
+            found[number] = element_sums(_numbers(left.read(first, last)), _numbers(values))
+
+    if left.reader.uses_threads or right.reader.uses_threads:
+        work(range(len(pieces)))
+    else:
+        parallel_map(work, len(pieces))
     total = ElementSums()
-    for first in range(0, left.count, step):
-        last = min(first + step, left.count)
-        values = right.read(first, last)
-        if heads:
-            size = left.count // heads
-            values = values.view(-1, size // 2, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
-        total.add(element_sums(_numbers(left.read(first, last)), _numbers(values), parallel=True))
+    for sums in found:
+        total.add(sums)
     return total
 
 

@@ -20,7 +20,7 @@ class RowReader:
     """The values of a weight as a matrix [rows, columns]: the last dimension gives the columns, all others together the rows. A
     vector is one row.
 
-    Rows are read in the stored dtype, or in float32 for a weight that is stored as codes.
+    Rows are read in the stored dtype, or in float32 for a weight that is stored as codes. Several threads may read at once.
 
     checkpoint, name: the checkpoint, and the weight's key in `checkpoint.weights`. Raises UserError if the values can't be read.
     """
@@ -40,6 +40,8 @@ class RowReader:
         self.rows = math.prod(shape[:-1])
         self.unit = self.rows // shape[0] if self._encoded is not None and len(shape) > 2 and shape[0] else 1
         """The number of rows that are decoded together. Reading pieces of whole units decodes nothing twice."""
+        self.uses_threads = self._own is not None
+        """Whether reading uses the threads of `parallel_map`, which must then not read themselves."""
         self._codes = read_quantized(self._own) if self._own is not None else None
 
     def read(self, first: int, last: int) -> torch.Tensor:
