@@ -104,7 +104,7 @@ def inspect(job: Job) -> str:
     assert sum(kind["bytes"] for kind in found["kinds"]) == made.planned_bytes(BF16)
     rows = [row for row in found["tensors"] if row["kind"] != "non-persistent buffer"]
     listed = {name for row in rows for name in (row["name"], *row["tied"])}
-    if made.module is None or made.wide:
+    if made.module is None:
         assert listed == set(made.tensors)
         for row in rows:
             assert list(made.tensors[row["name"]].shape) == row["shape"], row
@@ -194,8 +194,9 @@ def check(job: Job) -> str:
 
 def known_findings(made: Made) -> list[tuple[str, str]]:
     """The MLPs of which one projection is quantised and its sibling is not."""
-    siblings = sorted(name for name in made.castable if name.endswith("gate_proj.weight"))
-    mixed = (name for name in siblings if name.replace("gate_proj", "up_proj") not in made.castable)
+    plain = made.castable.keys() - made.stored.keys()
+    siblings = sorted(name for name in plain if name.endswith("gate_proj.weight"))
+    mixed = (name for name in siblings if name.replace("gate_proj", "up_proj") not in plain)
     return [("mixed-siblings", name.removesuffix(".gate_proj.weight")) for name in mixed]
 
 
@@ -341,8 +342,6 @@ def load_back(job: Job) -> str:
         assert (target / "adapter_config.json").read_bytes() == (Path(made.model) / "adapter_config.json").read_bytes()
         assert set(load_file(target / "adapter_model.safetensors")) == set(made.tensors)
         return "safetensors.torch.load_file"
-    if made.wide:
-        return export_again(job)
     if (target / "config.json").exists() and made.module is not None:
         import transformers
 
@@ -426,7 +425,7 @@ def recipe_convert(job: Job) -> str:
     found = answer("recipe", "convert", str(_recipe_file(job)), "--to", "transformers", "--model", *job.model)
     patterns = [(row["pattern"], row["dtype"]) for row in found["patterns"]]
     left_out = {name for entry in found["left_out"] for name in entry["tensors"]}
-    names = dict(made.module.named_parameters()) if made.module is not None and not made.wide else made.castable
+    names = dict(made.module.named_parameters()) if made.module is not None else made.castable
     for name in names:
         first = next((dtype for pattern, dtype in patterns if re.fullmatch(pattern, name)), None)
         assert first == "bfloat16" or name in left_out or name in made.fixed, (name, patterns)

@@ -50,8 +50,6 @@ class Made:
     """Tensors of the files that belong to others of them."""
     packed: Tensors = field(default_factory=dict)
     """The tensors by the names of the module, where loading packs several of the files into one."""
-    wide: frozenset[str] = frozenset()
-    """Parameters of the module that no cast takes, since their files have them in another form."""
     folder: Path | None = None
     """Folder that has to be the current one."""
     live: bool = False
@@ -396,45 +394,65 @@ _OUT = _IN = 128
 _WORDS = "model.layers.0.mlp.up_proj"
 
 
-def _gptq() -> tuple[Tensors, dict[str, Any]]:
+Scheme = Callable[[], tuple[Tensors, dict[str, Any], torch.Tensor]]
+"""Makes a weight as another program stores it. Returns its tensors, the settings in config.json, and its values [out, in]."""
+
+
+def _nibbles(words: torch.Tensor) -> torch.Tensor:
+    """The eight codes of each word, the lowest bits first, in a dimension of their own at the end."""
+    return (words[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
+
+
+def _gptq() -> tuple[Tensors, dict[str, Any], torch.Tensor]:
+    """Codes lie along the inputs, and the file has a zero point less one."""
+    words, scales = torch.randint(-(2**31), 2**31 - 1, (_IN // 8, _OUT), dtype=torch.int32), torch.rand(1, _OUT).half()
     parts = {
-        "qweight": torch.randint(-(2**31), 2**31 - 1, (_IN // 8, _OUT), dtype=torch.int32),
+        "qweight": words,
         "qzeros": torch.full((1, _OUT // 8), 0x77777777, dtype=torch.int32),
-        "scales": torch.rand(1, _OUT).half(),
+        "scales": scales,
         "g_idx": torch.zeros(_IN, dtype=torch.int32),
     }
-    return parts, {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+    codes = _nibbles(words).transpose(1, 2).reshape(_IN, _OUT)
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+    return parts, settings, ((codes - 8).float() * scales.float()).t().contiguous()
 
 
-def _awq() -> tuple[Tensors, dict[str, Any]]:
-    parts = {
-        "qweight": torch.randint(-(2**31), 2**31 - 1, (_IN, _OUT // 8), dtype=torch.int32),
-        "qzeros": torch.full((1, _OUT // 8), 0x77777777, dtype=torch.int32),
-        "scales": torch.rand(1, _OUT).half(),
-    }
-    return parts, {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+def _awq() -> tuple[Tensors, dict[str, Any], torch.Tensor]:
+    """Codes lie along the outputs, those of even outputs in the lower half of a word."""
+    words, scales = torch.randint(-(2**31), 2**31 - 1, (_IN, _OUT // 8), dtype=torch.int32), torch.rand(1, _OUT).half()
+    parts = {"qweight": words, "qzeros": torch.full((1, _OUT // 8), 0x77777777, dtype=torch.int32), "scales": scales}
+    codes = torch.empty(_IN, _OUT // 8, 8, dtype=torch.int32)
+    codes[..., [0, 2, 4, 6, 1, 3, 5, 7]] = _nibbles(words)
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+    return parts, settings, ((codes.reshape(_IN, _OUT) - 7).float() * scales.float()).t().contiguous()
 
 
-def _bnb() -> tuple[Tensors, dict[str, Any]]:
+def _bnb() -> tuple[Tensors, dict[str, Any], torch.Tensor]:
+    """The first of two codes in a byte is in the upper half."""
     state = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [_OUT, _IN]}).encode()
+    packed = torch.randint(0, 256, (_OUT * _IN // 2, 1), dtype=torch.uint8)
+    largest, levels = torch.rand(_OUT * _IN // 64), torch.linspace(-1, 1, 16)
     parts = {
-        "weight": torch.randint(0, 256, (_OUT * _IN // 2, 1), dtype=torch.uint8),
-        "weight.absmax": torch.rand(_OUT * _IN // 64),
-        "weight.quant_map": torch.linspace(-1, 1, 16),
+        "weight": packed,
+        "weight.absmax": largest,
+        "weight.quant_map": levels,
         "weight.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(state), dtype=torch.uint8),
     }
-    return parts, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    codes = torch.cat((packed >> 4, packed & 15), 1).reshape(-1, 64).long()
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    return parts, settings, (levels[codes] * largest[:, None]).reshape(_OUT, _IN)
 
 
-def _fp8_blocks() -> tuple[Tensors, dict[str, Any]]:
+def _fp8_blocks() -> tuple[Tensors, dict[str, Any], torch.Tensor]:
     parts = {
         "weight": torch.randn(_OUT, _IN).to(torch.float8_e4m3fn),
         "weight_scale_inv": torch.rand(1, 1),
     }
-    return parts, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    return parts, settings, parts["weight"].float() * parts["weight_scale_inv"]
 
 
-def _compressed() -> tuple[Tensors, dict[str, Any]]:
+def _compressed() -> tuple[Tensors, dict[str, Any], torch.Tensor]:
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     codes = torch.randint(-8, 8, (_OUT, _IN), dtype=torch.int8)
@@ -445,39 +463,32 @@ def _compressed() -> tuple[Tensors, dict[str, Any]]:
     }
     scheme = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}}
     groups = {"group_0": {**scheme, "targets": [f"re:.*{_WORDS.rpartition('.')[2]}"]}}
-    return parts, {
+    settings = {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": groups,
     }  # fmt: skip
+    return parts, settings, codes.float() * parts["weight_scale"]
 
 
-def _quantized(folder: Path, scheme: Callable[[], tuple[Tensors, dict[str, Any]]]) -> Made:
+def _quantized(folder: Path, scheme: Scheme) -> Made:
     """One layer whose up projection is quantised, and whose other weights are not."""
     torch.manual_seed(6)
     model = _llama(hidden_size=_IN, intermediate_size=_OUT, num_hidden_layers=1)
     target = folder / "quantized"
     model.save_pretrained(target)
-    parts, method = scheme()
-    file = target / "model.safetensors"
-    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(_WORDS)}
-    named = {f"{_WORDS}.{part}": tensor for part, tensor in parts.items()}
-    save_file({**tensors, **named}, file, metadata={"format": "pt"})
+    parts, method, values = scheme()
+    file, name = target / "model.safetensors", f"{_WORDS}.weight"
+    plain = {other: tensor for other, tensor in load_file(file).items() if other != name}
+    save_file({**plain, **{f"{_WORDS}.{part}": tensor for part, tensor in parts.items()}}, file, {"format": "pt"})
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
-    found = load_file(file)
+    tensors = {**plain, name: values}
+    model.load_state_dict(tensors)
     made = Made(
-        str(target), found, "safetensors.torch.load_file", parameter_count(model), fixed=frozenset(named),
-        linears=linear_tensors(model) - {f"{_WORDS}.weight"},
+        str(target), tensors, "codes and scales by hand", parameter_count(model),
+        module=model, stored={name: sum(tensor.nbytes for tensor in parts.values())},
     )  # fmt: skip
-    if scheme is _compressed:
-        # The one method that is run here, by its own package: the values are what its own unpacking gives.
-        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
-        codes = unpack_from_int32(found[f"{_WORDS}.weight_packed"], 4, torch.Size([_OUT, _IN]))
-        values = codes.float() * found[f"{_WORDS}.weight_scale"]
-        model.load_state_dict({**{n: t for n, t in found.items() if n not in named}, f"{_WORDS}.weight": values})
-        made.module, made.wide = model, frozenset({f"{_WORDS}.weight"})
-        made.inputs, made.inputs_file = _ids(target)
+    made.inputs, made.inputs_file = _ids(target)
     return made
 
 

@@ -35,18 +35,13 @@ def call(module: nn.Module, inputs: Any, dtype: torch.dtype = torch.float32) -> 
         return main_output(module(*map(cast, inputs)))
 
 
-def in_dtype(module: nn.Module, dtype: torch.dtype, wide: frozenset[str] = frozenset()) -> nn.Module:
-    """A copy whose parameters and persistent buffers are in `dtype`, as a checkpoint in that dtype would load, but for those
-    named in `wide`. A linear layer takes its input in its weight's dtype.
-    """
+def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy whose parameters and persistent buffers are in `dtype`, as a checkpoint in that dtype would load."""
     twin = copy.deepcopy(module)
-    kept = {id(tensor): name for name, tensor in twin.state_dict(keep_vars=True).items()}
+    kept = {id(tensor) for tensor in twin.state_dict(keep_vars=True).values()}
     for tensor in [*twin.parameters(), *twin.buffers()]:
-        if tensor.is_floating_point() and id(tensor) in kept and kept[id(tensor)] not in wide:
+        if tensor.is_floating_point() and id(tensor) in kept:
             tensor.data = tensor.data.to(dtype)
-    for child in twin.modules():
-        if isinstance(child, nn.Linear) and wide:
-            child.register_forward_pre_hook(lambda layer, given: (given[0].to(layer.weight.dtype), *given[1:]))
     return twin
 
 
@@ -54,7 +49,7 @@ def drift(made: Made, dtype: torch.dtype) -> tuple[float, float]:
     """Largest and mean |Δ| of the main output, everything in `dtype` against everything in float32."""
     assert made.module is not None
     reference = call(made.module, made.inputs)
-    delta = (call(in_dtype(made.module, dtype, made.wide), made.inputs, dtype) - reference).abs()
+    delta = (call(in_dtype(made.module, dtype), made.inputs, dtype) - reference).abs()
     return float(delta.max()), float(delta.mean())
 
 

@@ -16,7 +16,7 @@ from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.parameter_counts import parameters_meant
 from dtype_engine.checkpoint.prequantized import QuantizedWeight, read_quantized
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes import CODES, EncodedWeight, read_encoded
+from dtype_engine.checkpoint.schemes import CODES, EncodedWeight, gguf, read_encoded
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
 
@@ -73,14 +73,25 @@ class Checkpoint:
     @cached_property
     def encoded(self) -> dict[str, EncodedWeight]:
         """The weights that other programs quantised, under the names that they have in a checkpoint that is not quantised. Empty
-        for pickles and GGUF files.
+        for pickles.
 
         Raises UserError if a tensor that describes a weight can't be read.
         """
+        if self.form == "gguf":
+            return self._of_gguf[0]
         if self.form != "safetensors":
             return {}
         found = read_encoded(self.foreign, self.config, self.metadata)
         return found | {alias: found[first] for alias, first in self.aliases.items() if first in found}
+
+    @property
+    def renamed(self) -> Mapping[str, str]:
+        """The model's names of the tensors that a GGUF file holds as plain values under llama.cpp's names, keyed by those names."""
+        return self._of_gguf[1]
+
+    @cached_property
+    def _of_gguf(self) -> tuple[dict[str, EncodedWeight], dict[str, str]]:
+        return gguf.read(self.tensors, self.config) if self.form == "gguf" else ({}, {})
 
     @cached_property
     def provenance(self) -> Provenance:
@@ -104,7 +115,7 @@ class Checkpoint:
         found = {}
         for name, tensor in self.tensors.items():
             if name not in besides:
-                found[own.get(name, name)] = tensor
+                found[own.get(name) or self.renamed.get(name, name)] = tensor
             found |= {weight.name: weight for weight in of_codes.get(name, ())}
         for name in own.values():
             if found[name].shape != self.quantized[name].shape:  # its codes are packed
@@ -118,16 +129,25 @@ class Checkpoint:
         weight = self.quantized.get(name)
         return weight.dtype if weight is not None else self.weights[name].dtype
 
+    @cached_property
+    def owners(self) -> dict[str, str]:
+        """Maps each tensor of the weights in `encoded` to the first of these weights that it belongs to, by their names."""
+        found: dict[str, str] = {}
+        for name, weight in self.encoded.items():
+            for tensor in weight.tensors:
+                found.setdefault(tensor.name, name)
+        return found
+
     def _headers_of_encoded(self) -> dict[str, tuple[CheckpointTensor, EncodedWeight]]:
         """Return each weight that another program quantised, with a header as if it were one tensor in its format. A tensor that
         several weights share is counted in the bytes of the first of them.
         """
-        found, seen = {}, set[str]()
+        found, seen = {}, set[tuple[str, int | None]]()
         for name, weight in self.encoded.items():
             if name in self.aliases:
                 continue
-            nbytes = sum(tensor.nbytes for tensor in weight.tensors if tensor.name not in seen)
-            seen |= {tensor.name for tensor in weight.tensors}
+            nbytes = sum(tensor.nbytes for tensor in weight.tensors if (tensor.name, tensor.start) not in seen)
+            seen |= {(tensor.name, tensor.start) for tensor in weight.tensors}
             codes = weight.parts[CODES]
             found[name] = (
                 CheckpointTensor(name, weight.shape, weight.format, codes.file, None, nbytes, packed=True),
@@ -150,7 +170,7 @@ class Checkpoint:
         further: dict[str, tuple[str, ...]] = {}
         for alias, first in self.aliases.items():
             further[first] = (*further.get(first, ()), alias)
-        meant = parameters_meant(self.unread, parts, self.config)
+        meant = parameters_meant(self.unread, parts)
         with gc_paused():
             return from_tensors(
                 TensorInfo(
@@ -179,8 +199,7 @@ class Checkpoint:
         """The tensors in `foreign` that belong to none of the weights in `encoded`: plain tensors, and parts of weights that are
         incomplete or whose scheme is unknown.
         """
-        read = {part.name for weight in self.encoded.values() for part in weight.tensors}
-        return {name: tensor for name, tensor in self.foreign.items() if name not in read}
+        return {name: tensor for name, tensor in self.foreign.items() if name not in self.owners}
 
     @property
     def _own_tensor_names(self) -> set[str]:

@@ -26,6 +26,7 @@ from dtype_engine.checkpoint.safetensors_header import (
     CheckpointTensor,
     read_header,
 )
+from dtype_engine.checkpoint.schemes.gguf import config_of as gguf_config
 from dtype_engine.checkpoint.weight_files import (
     INDEX,
     SINGLE,
@@ -92,8 +93,10 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
     if kind == "gguf":
         from dtype_engine.checkpoint.gguf import read_gguf
 
-        tensors, metadata = read_gguf(path)
-        return Checkpoint(path, (path,), tensors, metadata=metadata, form="gguf", identities=identities)
+        tensors, fields = read_gguf(path)
+        config = gguf_config(fields, tensors)
+        metadata = {name: str(fields[name]) for name in fields if name.startswith(("general.", "quantize."))}
+        return Checkpoint(path, (path,), tensors, config, metadata, form="gguf", identities=identities)
     tensors, metadata = read_header(path)
     beside = path.parent / "config.json"
     config = read_json(beside) if path.name == SINGLE and beside.exists() else None

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,11 @@ from dtype_engine.core.text import printable
 
 _PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "I16": "int16",
           "I32": "int32", "I64": "int64"}  # fmt: skip
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
-    """Return the tensors of a GGUF file by name, and the fields that describe the file, with the name of its file type in place of
-    the number. Raises UserError, which names the file and the problem.
+def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, Any]]:
+    """Return the tensors of a GGUF file by name, and the fields of its header, with the name of the file type in place of its
+    number. Raises UserError, which names the file and the problem.
 
     Types that only GGUF has (block types such as Q4_K or IQ2_XS) keep their own names, in lower case. If the gguf package can
     dequantize such a type, its tensors have float32 values, which may be cast. If not, only the number of bytes is known.
@@ -38,34 +35,17 @@ def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
             raise UserError(f"{path}: the header names {printable(tensor.name)!r} twice")
         tensors[tensor.name] = _specification(path, header, tensor, size, dequantized)
     _check_layout(path, tensors, header.data_start)
-    return tensors, header.fields | _file_type(header.fields.get("general.file_type", ""))
+    return tensors, header.fields | _file_type(header.fields.get("general.file_type"))
 
 
-def _file_type(number: str) -> dict[str, str]:
+def _file_type(number: object) -> dict[str, str]:
     """Return the field with the name of a file type, such as Q4_K_M for 15, or {} for an unknown number."""
     from gguf.constants import LlamaFileType
 
     try:
-        return {"general.file_type": LlamaFileType(int(number)).name.removeprefix("MOSTLY_")}
+        return {"general.file_type": LlamaFileType(number).name.removeprefix("MOSTLY_")}
     except ValueError:
         return {}
-
-
-def names_in_gguf(names: Iterable[str], architecture: str, blocks: int) -> dict[str, str]:
-    """Return the names that llama.cpp gives to tensors of transformers, by their names in transformers. Unknown names are omitted.
-
-    architecture: the field `general.architecture` of the file, such as "qwen3moe". blocks: the number of the model's layers. The
-    name of one expert's weight is mapped to the tensor that holds the weights of all experts.
-    """
-    from gguf.constants import MODEL_ARCH_NAMES
-    from gguf.tensor_mapping import get_tensor_name_map
-
-    known = next((kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
-    if known is None:
-        return {}
-    mapping = get_tensor_name_map(known, blocks)
-    found = ((name, mapping.get_name(_EXPERT.sub(".experts.", name), (".weight", ".bias"))) for name in names)
-    return {name: new for name, new in found if new is not None}
 
 
 def _specification(

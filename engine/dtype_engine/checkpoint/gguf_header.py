@@ -19,13 +19,13 @@ from dtype_engine.core.text import printable
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 _SMALLEST_TENSOR, _SMALLEST_FIELD = 24, 13
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""The code of each numeric type in Python's `struct`. The keys are the numbers by which GGUF identifies types."""
-_WIDTHS = {kind: struct.calcsize(f"={code}") for kind, code in _NUMBERS.items()}
-"""Bytes per value of each numeric type."""
-_DESCRIPTIVE = ("general.", "quantize.")
-"""The beginnings of the names of the fields that say what the file is and how it was made."""
+_WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes per value of each numeric type. The keys are the numbers by which GGUF identifies types."""
+_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""The letter in `struct` of each numeric type."""
 _UINT32, _TEXT, _LIST = 4, 8, 9
+_LONGEST_TEXT = 4096
+"""Texts in fields that are longer, such as chat templates, are skipped."""
 _MOST_DIMENSIONS = 8
 _MOST_TEXTS = 20_000_000
 """Maximum total number of strings in the lists of a header. The largest vocabularies have 300,000."""
@@ -45,14 +45,15 @@ class GGUFTensor:
 
 @dataclass(slots=True)
 class GGUFHeader:
-    """The content of a header. `swapped`: whether the file's byte order differs from this machine's."""
+    """What a header says."""
 
     swapped: bool = False
+    """Whether the file's byte order differs from this machine's."""
     alignment: int = 32
     data_start: int = 0
     tensors: list[GGUFTensor] = field(default_factory=list)
-    fields: dict[str, str] = field(default_factory=dict)
-    """The texts and numbers, as text, of the fields that describe the file, such as `general.quantized_by`."""
+    fields: dict[str, int | float | bool | str] = field(default_factory=dict)
+    """The fields with a number or a short text. A list is given by its length."""
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
@@ -108,9 +109,8 @@ class _Reader:
         self.where = f"field {printable(name)!r}"
         kind = self.number("I")
         if name != "general.alignment":
-            if not name.startswith(_DESCRIPTIVE):
-                self.skip_value(kind)
-            elif (value := self.short_value(kind)) is not None:
+            value = self.value(kind)
+            if value is not None:
                 header.fields[name] = value
             return
         header.alignment = self.number("I") if kind == _UINT32 else 0
@@ -129,18 +129,25 @@ class _Reader:
         *extents, kind, start = struct.unpack(f"{self.order}{dimensions}QIQ", self.take(8 * dimensions + 12))
         return name, tuple(reversed(extents)), kind, start
 
-    def short_value(self, kind: int) -> str | None:
-        """Read a number or a short text, and return it as text. A value of another type is skipped: None."""
-        if kind in _NUMBERS:
-            return str(self.number(_NUMBERS[kind]))
-        if kind != _TEXT:
-            self.skip_value(kind)
-            return None
-        length = self.number("Q")
-        if length > _LONGEST_NAME:
+    def value(self, kind: int) -> int | float | bool | str | None:
+        """Read a value of the type with the number `kind`: a number, a short text, or the length of a list. Returns None for a
+        long text.
+        """
+        if kind in _FORMATS:
+            number: int | float | bool = self.number(_FORMATS[kind])
+            return number
+        if kind == _TEXT:
+            length = self.number("Q")
+            if length <= _LONGEST_TEXT:
+                return self.take(length).decode(errors="replace")
             self.skip(length)
             return None
-        return self.take(length).decode(errors="replace")
+        if kind != _LIST:
+            self.skip_value(kind)
+            return None
+        inner, count = self.number("I"), self.number("Q")
+        self.skip_list(inner, count, 0)
+        return int(count)
 
     def skip_value(self, kind: int, depth: int = 0) -> None:
         """Skip a value of the type with the number `kind`. depth: how deeply the value is nested in lists."""
@@ -154,7 +161,10 @@ class _Reader:
             raise UserError(
                 f"{self.path}: {self.where} is of type {kind}, which GGUF does not have: the file is damaged"
             )
-        inner, count = self.number("I"), self.number("Q")
+        self.skip_list(self.number("I"), self.number("Q"), depth)
+
+    def skip_list(self, inner: int, count: int, depth: int) -> None:
+        """Skip the `count` values of a list whose values are of the type `inner`. depth: how deeply the list is nested."""
         if inner in _WIDTHS:
             self.skip(_WIDTHS[inner] * count)
             return

@@ -68,7 +68,7 @@ COMPRESSED = Layout(
     ("_shape", "_zero_point", "_g_idx", "_global_scale"), ("input_global_scale",), ("weight_packed",),
 )  # fmt: skip
 SCALED = Layout(
-    "quantised with scales (compressed-tensors)", "", "_scale", _FP8 | _BYTES,
+    "quantised with scales (compressed-tensors)", "", "_scale", _FP8 | _BYTES | {"int32"},
     ("_zero_point", "_scale_2", "_offset", "_shape"),
     ("input_scale", "output_scale", "input_zero_point", "input_offset", "pre_quant_scale", "deq_scale", "quant_bias",
      "comfy_quant"),

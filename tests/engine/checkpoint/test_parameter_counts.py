@@ -66,23 +66,32 @@ def test_tied_weights_count_once_and_children_add_up(
     assert "weight = model.embed_tokens.weight" in capsys.readouterr().out
 
 
+def _text(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _compressed(**weights: Any) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
 PACKED = {
     "gptq": (
-        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP},
         {
             "qweight": torch.zeros(IN * 4 // 32, OUT, **WORDS), "qzeros": torch.zeros(IN // GROUP, OUT * 4 // 32, **WORDS),
             "scales": torch.zeros(IN // GROUP, OUT, dtype=torch.float16), "g_idx": torch.zeros(IN, **WORDS),
         },
     ),
-    "gptq of 3 bits, told by its shapes": (
-        None,
+    "gptq of 3 bits": (
+        {"quant_method": "gptq", "bits": 3, "group_size": GROUP},
         {
             "qweight": torch.zeros(IN * 3 // 32, OUT, **WORDS), "qzeros": torch.zeros(IN // GROUP, OUT * 3 // 32, **WORDS),
             "scales": torch.zeros(IN // GROUP, OUT, dtype=torch.float16), "g_idx": torch.zeros(IN, **WORDS),
         },
     ),
     "awq": (
-        {"quant_method": "awq", "bits": 4},
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
         {
             "qweight": torch.zeros(IN, OUT * 4 // 32, **WORDS), "qzeros": torch.zeros(IN // GROUP, OUT * 4 // 32, **WORDS),
             "scales": torch.zeros(IN // GROUP, OUT, dtype=torch.float16),
@@ -93,7 +102,7 @@ PACKED = {
         {
             "weight": torch.zeros(IN * OUT // 2, 1, dtype=torch.uint8), "weight.absmax": torch.zeros(IN * OUT // 64),
             "weight.quant_map": torch.zeros(16),
-            "weight.quant_state.bitsandbytes__nf4": torch.zeros(80, dtype=torch.uint8),
+            "weight.quant_state.bitsandbytes__nf4": _text({"blocksize": 64, "shape": [OUT, IN], "dtype": "bfloat16"}),
         },
     ),
     "bitsandbytes int8": (
@@ -105,35 +114,35 @@ PACKED = {
         {"weight": torch.zeros(OUT, IN).to(torch.float8_e4m3fn), "weight_scale_inv": torch.zeros(OUT // 32, IN // 32)},
     ),
     "compressed-tensors": (
-        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}},
+        _compressed(num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=True),
         {
             "weight_packed": torch.zeros(OUT, IN * 4 // 32, **WORDS), "weight_scale": torch.zeros(OUT, IN // GROUP),
             "weight_shape": torch.tensor([OUT, IN]),
         },
     ),
     "nvfp4": (
-        {"quant_method": "modelopt"},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         {
             "weight": torch.zeros(OUT, IN // 2, dtype=torch.uint8), "weight_scale_2": torch.zeros(()),
             "weight_scale": torch.zeros(OUT, IN // 16).to(torch.float8_e4m3fn),
         },
     ),
     "nvfp4 of compressed-tensors": (
-        None,
+        _compressed(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True),
         {
             "weight_packed": torch.zeros(OUT, IN // 2, dtype=torch.uint8), "weight_global_scale": torch.zeros(1),
             "weight_scale": torch.zeros(OUT, IN // 16).to(torch.float8_e4m3fn),
         },
     ),
     "modelopt awq, packed along the rows": (
-        {"quant_method": "modelopt"},
+        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": GROUP},
         {
             "weight": torch.zeros(OUT // 2, IN, dtype=torch.uint8), "weight_scale": torch.zeros(OUT, IN // GROUP),
             "pre_quant_scale": torch.zeros(IN),
         },
     ),
     "DeepSeek-V4's experts": (
-        {"quant_method": "fp8"},
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"},
         {
             "weight": torch.zeros(OUT, IN // 2, dtype=torch.int8),
             "scale": torch.ones(OUT, IN // 32).to(torch.float8_e8m0fnu),
@@ -149,8 +158,10 @@ PACKED = {
     "hqq": (
         {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}},
         {
-            "W_q": torch.zeros(OUT, IN // 2, dtype=torch.uint8), "scale": torch.zeros(IN * OUT // GROUP, 1),
-            "zero": torch.zeros(IN * OUT // GROUP, 1), "nbits": torch.tensor(4, dtype=torch.int32),
+            "W_q": torch.zeros(IN * OUT // GROUP // 2, GROUP, dtype=torch.uint8), "nbits": torch.tensor(4, dtype=torch.int32),
+            "scale": torch.zeros(IN * OUT // GROUP, 1), "zero": torch.zeros(IN * OUT // GROUP, 1),
+            "shape": torch.tensor([OUT, IN]), "axis": torch.tensor(1, dtype=torch.int32),
+            "packing": torch.frombuffer(bytearray(b"4bit_u8"), dtype=torch.uint8),
         },
     ),
     "torchao": (

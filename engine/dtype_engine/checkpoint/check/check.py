@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from dtype_engine.checkpoint.check.parts import find_misshapen, find_unpaired
+from dtype_engine.checkpoint.check.parts import find_misshapen, find_unpaired, find_unread
 from dtype_engine.checkpoint.check.values import count_scales, find_bad_values, same_bytes
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.modeling_source import foreign_prefix, kept_in_float32
@@ -29,6 +29,7 @@ from dtype_engine.checkpoint.packed_weights import (
     quantized_parts,
 )
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes import CODES
 from dtype_engine.core import dtypes
 from dtype_engine.core.fused import fused_groups
 from dtype_engine.core.text import printable
@@ -67,7 +68,10 @@ def check(
     parts = names_of_parts(weights, tensors)
     findings = [*_of_index(checkpoint), *_of_prefix(checkpoint)]
     findings += find_unpaired(tensors, weights, parts)
-    findings += find_misshapen(tensors, weights, config)
+    read = {weight.parts[CODES].name for weight in checkpoint.encoded.values()}
+    findings += find_misshapen(tensors, [weight for weight in weights if weight.codes not in read], config)
+    reported = {finding.tensor.rpartition(".")[0] for finding in findings}
+    findings += find_unread(tensors, weights, read, reported, checkpoint.metadata)
     scales, of_scales = _bad_scales(checkpoint, weights, progress)
     findings += of_scales
     known = quantized_parts(tensors, config)
@@ -78,9 +82,11 @@ def check(
     findings += _sibling_findings(checkpoint, weights, broken)
     findings += _dtype_findings(plain, config)
     findings += _of_ties(checkpoint, config)
-    read = None
+    values_read = None
     if values:
-        read, of_values = _value_findings(checkpoint, plain.keys() | {weight.codes for weight in weights}, progress)
+        values_read, of_values = _value_findings(
+            checkpoint, plain.keys() | {weight.codes for weight in weights}, progress
+        )
         findings += of_values
     if against is not None:
         findings += _source_findings(checkpoint, weights, parts, against)
@@ -89,7 +95,7 @@ def check(
         tensors=len(checkpoint.tensors),
         files=len(checkpoint.files),
         scales=scales,
-        values=read,
+        values=values_read,
         seconds=time.perf_counter() - started,
         findings=tuple(findings),
         unchecked=_unchecked(checkpoint, values),

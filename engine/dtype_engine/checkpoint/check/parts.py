@@ -28,6 +28,7 @@ from dtype_engine.checkpoint.packed_weights import (
 )
 from dtype_engine.checkpoint.parameter_counts import integer_schemes
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes import comfy
 from dtype_engine.core.text import printable
 from dtype_engine.results.check import Finding
 
@@ -37,7 +38,7 @@ Shape = tuple[int, ...]
 _ORPHANS = {
     "_scale_inv": "", "weight_scale": "weight", "weight_scale_2": "weight", "weight_global_scale": "weight_packed",
     ".absmax": "", ".SCB": ".weight", ".qzeros": ".qweight", "._weight_scale": "._weight_qdata",
-    "weight._scale": "weight._data", ".scale_weight": ".weight",
+    "weight._scale": "weight._data", ".scale_weight": ".weight", "_proj_scales": "_proj_blocks",
 }  # fmt: skip
 """Maps the suffix of scales or zero points to the suffix of the codes that they belong to. For example, `x.qzeros` belongs to the
 codes `x.qweight`.
@@ -145,6 +146,24 @@ def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mappin
             if part is not None and part.shape != shape:
                 what = f"is {list(part.shape)}, where its weight asks for {list(shape)}"
                 yield _finding("part-shape", part.name, tensors, what)
+
+
+def find_unread(
+    tensors: Tensors, weights: list[PackedWeight], read: set[str], reported: set[str], metadata: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Yield a finding for each weight that has the same layout and dtype as weights that could be read, and that could not.
+
+    read: the names of the codes of all weights that could be read. reported: names of modules that already have a finding.
+    metadata: the metadata of the files' headers.
+    """
+    kinds = {(weight.layout, tensors[weight.codes].dtype) for weight in weights if weight.codes in read}
+    for weight in weights:
+        module = weight.codes.rpartition(".")[0]
+        if weight.codes in read or module in reported or comfy.in_other_format(weight.codes, tensors, metadata):
+            continue
+        if (weight.layout, tensors[weight.codes].dtype) in kinds:
+            what = "belongs to a weight whose tensors do not fit together as the configuration declares"
+            yield _finding("part-shape", weight.scale, tensors, what)
 
 
 def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:

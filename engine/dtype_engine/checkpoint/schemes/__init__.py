@@ -11,7 +11,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes import fp8_blocks
+from dtype_engine.checkpoint.schemes import (
+    awq,
+    bitsandbytes,
+    comfy,
+    compressed_tensors,
+    fp8_blocks,
+    gpt_oss,
+    gptq,
+    hqq,
+    mlx,
+    modelopt,
+    quanto,
+    quark,
+    torchao,
+)
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
 
 __all__ = ["CODES", "EncodedWeight", "read_encoded", "read_small"]
@@ -20,7 +34,21 @@ Reader = Callable[
     [Mapping[str, CheckpointTensor], Mapping[str, Any], Mapping[str, str]],
     dict[str, EncodedWeight],
 ]
-_READERS: tuple[Reader, ...] = (fp8_blocks.read,)
+_READERS: tuple[Reader, ...] = (
+    fp8_blocks.read,
+    compressed_tensors.read,
+    modelopt.read,
+    gpt_oss.read,
+    quark.read,
+    gptq.read,
+    awq.read,
+    bitsandbytes.read,
+    hqq.read,
+    mlx.read,
+    torchao.read,
+    quanto.read,
+    comfy.read,
+)
 
 
 def read_encoded(

@@ -13,7 +13,7 @@ from dtype_engine.core.regular_files import reading
 
 CODES = "codes"
 """The part of every encoded weight that has a code for each value."""
-_LARGEST_PART = 1 << 16
+_LARGEST_PART = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class EncodedWeight:
 def read_small(tensor: CheckpointTensor) -> bytes:
     """Return the bytes of a small tensor, such as a shape or a description in JSON, read without torch.
 
-    Raises UserError if the tensor is larger than 64 KiB or its file can't be read.
+    Raises UserError if the tensor is larger than 1 MiB or its file can't be read.
     """
     if tensor.nbytes > _LARGEST_PART or tensor.start is None:
         raise UserError(f"{tensor.file}: {tensor.name} has {tensor.nbytes} bytes, too many for what it describes")

@@ -1,8 +1,12 @@
-"""float8 with a scale for each block, as DeepSeek publishes it and `quant_method: fp8` of transformers writes it.
+"""float8 as `quant_method: fp8` or `fbgemm_fp8` declares it: with a scale for each block, as DeepSeek publishes it, with a scale
+for each row, or with a single scale.
 
 `x.weight` has float8 codes, and `x.weight_scale_inv` a factor for each block of `weight_block_size`, by which codes are multiplied
 in spite of its name. The last block of a row or column may be smaller. The size of a block is never derived from the number of
-scales: 576 rows with 5 scales have blocks of 128 rows, not of 116.
+scales: 576 rows with 5 scales have blocks of 128 rows, not of 116. Without `weight_block_size`, `x.weight_scale` has the scales.
+
+DeepSeek-V4 calls the factors `x.scale`, and may store experts in e2m1, two values in an int8, with an exponent for every 32 values.
+Its names are those of the files, as transformers renames these modules when it loads them.
 """
 
 from __future__ import annotations
@@ -11,11 +15,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.configuration import declared, sizes
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe
 
-SCHEME = "fp8"
-_CODES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-_SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+SCHEME, DEEPSEEK = "fp8", "deepseek"
+_SCALES = ("float32", "bfloat16", "float16", *EXPONENTS)
+_FP4_BLOCK = (1, 32)
+"""The block of DeepSeek-V4's experts, which its configuration does not name."""
 
 
 def read(
@@ -24,41 +31,30 @@ def read(
     """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
     metadata: the metadata of the files' headers.
     """
-    declared = config.get("quantization_config")
-    declared = declared if isinstance(declared, Mapping) else {}
-    block = _block(declared.get("weight_block_size"))
-    if declared.get("quant_method") != "fp8" or block is None:
+    settings = declared(config)
+    method, declared_block = settings.get("quant_method"), settings.get("weight_block_size")
+    block = sizes(declared_block) if declared_block is not None else "channel" if method == "fbgemm_fp8" else "tensor"
+    if method not in ("fp8", "fbgemm_fp8") or block is None:
         return {}
     found = {}
     for name, scale in tensors.items():
-        stem = name.removesuffix("_scale_inv")
+        stem, scheme = name.removesuffix("_inv").removesuffix("_scale"), SCHEME
+        if name.endswith(".scale"):
+            stem, scheme = name.removesuffix("scale") + "weight", DEEPSEEK
+        elif not name.endswith("_scale_inv" if declared_block else ("_scale", "_scale_inv")):
+            continue
         codes = tensors.get(stem)
-        if stem == name or codes is None or codes.dtype not in _CODES or scale.dtype not in _SCALES:
+        if codes is None:
             continue
-        if len(codes.shape) != 2 or scale.shape != tuple(
-            -(-extent // size) for extent, size in zip(codes.shape, block, strict=True)
-        ):
-            continue
-        module = stem.rpartition(".")[0]
-        beside = (tensors.get(f"{module}.activation_scale"), tensors.get(f"{module}.input_scale"))
-        found[stem] = EncodedWeight(
-            stem,
-            codes.shape,
-            SCHEME,
-            f"{SCHEME}:{_CODES[codes.dtype]}@{block[0]}x{block[1]}",
-            {CODES: codes, "scale": scale},
-            {"block": block},
-            tuple(tensor for tensor in beside if tensor is not None),
-        )
+        parts, experts = {CODES: codes, "scale": scale}, (settings.get("expert_dtype"), config.get("expert_dtype"))
+        weight = None
+        if codes.dtype in FP8:
+            weight = describe(stem, scheme, FP8[codes.dtype], codes.shape, block, parts, tensors, scales=_SCALES)
+        elif scheme == DEEPSEEK and codes.dtype == "int8" and codes.shape and "fp4" in experts:
+            shape, packed = (*codes.shape[:-1], 2 * codes.shape[-1]), {"code": "e2m1"}
+            weight = describe(
+                stem, scheme, "mxfp4", shape, _FP4_BLOCK, parts, tensors, scales=EXPONENTS, settings=packed
+            )
+        if weight is not None:
+            found[stem] = weight
     return found
-
-
-def _block(declared: object) -> tuple[int, int] | None:
-    """Return the size of a block as (rows, columns), or None if `weight_block_size` is not such a pair."""
-    if (
-        not isinstance(declared, list)
-        or len(declared) != 2
-        or any(type(size) is not int or size < 1 for size in declared)
-    ):
-        return None
-    return declared[0], declared[1]

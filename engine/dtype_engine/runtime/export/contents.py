@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from dtype_engine.checkpoint import ByteRange, FileIdentity
+from dtype_engine.checkpoint import ByteRange, CheckpointTensor, FileIdentity
 from dtype_engine.checkpoint.prequantized import codes_names, input_scale_name, parts_in
+from dtype_engine.checkpoint.schemes import EncodedWeight
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
@@ -112,11 +113,27 @@ class ExportTensor:
     packed_into: str = ""
     """The weight of the live model into which loading packs this weight and others; "" if this weight is not packed."""
 
+    encoded: EncodedWeight | None = None
+    """The weight as another program quantised it in the source, or None if the source has its values or codes of this program."""
+
+    copies: tuple[CheckpointTensor, ...] = ()
+    """The tensors of another program that the export copies unchanged. It is () if the weight is written in another format, and if
+    another item copies the tensors: of experts that are stacked in one tensor, the first one does.
+    """
+
+    @property
+    def copied(self) -> bool:
+        """Whether the export copies this weight as another program quantised it."""
+        return self.encoded is not None and self.dtype == self.stored
+
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
         """The tensors that hold this weight in the file: codes, scales, further tensors of the format, and finally the scale of the
-        inputs. Scales are [channels, 1] for a matrix, [1] for a single scale, or [blocks down, blocks across].
+        inputs. Scales are [channels, 1] for a matrix, [1] for a single scale, or [blocks down, blocks across]. If another program
+        quantised the weight and it is copied, they are the tensors of that program.
         """
+        if self.copied:
+            return tuple(TensorEntry(each.name, each.dtype, each.shape) for each in self.copies)
         if not self.has_scales:
             return (TensorEntry(self.name, dtypes.BY_NAME[self.dtype].torch_name, self.shape),)
         theirs, own = codes_names(self.name, self.dtype)

@@ -75,7 +75,8 @@ def export(
     with staged(target, whole_bytes, force) as stage, unchanged(contents.identities):
         notices = (*contents.notices, *contents.incomplete)
         if layout.kind == "model" and contents.folder is not None and contents.config is not None:
-            notices += copy_sidecars(contents.folder, stage)
+            encoded = [item for item in contents.items if item.encoded is not None]
+            notices += copy_sidecars(contents.folder, stage, bool(encoded) and all(item.copied for item in encoded))
         for part in layout.parts:
             (stage / part.folder).mkdir(parents=True, exist_ok=True)
         for file, path in layout.copied:
@@ -122,10 +123,13 @@ def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, st
     written one.
     """
     names = {item.name for item in items}
+    written = {
+        item.name for item in items if not item.copied
+    }  # a copied weight may need what the metadata says about it
     rest = {
         key: value
         for key, value in part.metadata.items()
-        if not key.startswith((SCALED_KEY, SHAPE_KEY)) and key not in names
+        if not key.startswith((SCALED_KEY, SHAPE_KEY)) and key not in written
     }
     local = {name.removeprefix(part.prefix): first.removeprefix(part.prefix) for name, first in tied.items()}
     further = {name: first for name, first in local.items() if first in names}

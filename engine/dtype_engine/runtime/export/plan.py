@@ -26,6 +26,7 @@ from dtype_engine.recipe import Recipe, make_plan, require_matches
 from dtype_engine.recipe.schemes import layout as named_layout
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, Quantized
+from dtype_engine.runtime.export.encoded import copies_of, decoded_notice, exported_config, layout_beside
 from dtype_engine.runtime.export.experts import experts_notices
 from dtype_engine.runtime.export.input_scales import activation_notices, with_quantised_inputs
 from dtype_engine.runtime.export.layout import layout_of
@@ -137,8 +138,10 @@ def _placed_contents(
     linears = [name for name, node in tree.modules.items() if node.class_name == "Linear"]
     written: dict[str, str] = {}
     tied: dict[str, str] = {}
+    of_files = _planned_in_files(checkpoint, tree, placements, planned)
+    config, decoded = exported_config(checkpoint, of_files)
     for name, tensor in checkpoint.weights.items():
-        stored = checkpoint.dtype(name)
+        stored, dtype = checkpoint.dtype(name), of_files[name]
         placement = placements.get(name)
         info = tree.canonical(placement.name) if placement is not None else None
         if info is not None and info.aliases and placement is not None and not placement.part and name != "format":
@@ -146,9 +149,6 @@ def _placed_contents(
             if first != name and same_values(checkpoint, first, name):
                 tied[name] = first  # a tied weight is written once, even if its file holds it twice
                 continue
-        dtype = planned[info.name] if info is not None and info.castable else stored
-        if placement is not None and placement.part and info is not None and dtype == info.dtype:
-            dtype = stored  # no rule casts these parts of several dtypes, so each keeps its dtype
         has_scales = name in checkpoint.quantized or (dtype in dtypes.STORAGE_DTYPES and dtype != stored)
         shape = tensor.shape
         is_layer = info is not None and _is_layer(tree, info, name, shape, placement)
@@ -176,12 +176,13 @@ def _placed_contents(
     uncast = uncast_notices(items, tree, placements) if recipe.rules else ()
     of_experts = experts_notices(items)
     of_items = (*layout_notice(items), *split_notice(items), *of_experts, *activation_notices(items, settings))
-    notices = (*source_notices, *of_items, *uncast, *of_tied, *layout.notices)
+    notices = (*source_notices, *of_items, *decoded_notice(decoded, items), *uncast, *of_tied, *layout.notices)
+    layout = layout_beside(layout, checkpoint, items)
     return Contents(
         title,
         _checked(items),
         recipe,
-        checkpoint.config,
+        config,
         folder,
         tuple(linears),
         notices,
@@ -193,13 +194,33 @@ def _placed_contents(
     )
 
 
+def _planned_in_files(
+    checkpoint: Checkpoint, tree: Tree, placements: Mapping[str, Placement], planned: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the dtype that the plan gives to each weight of the files, by its name there. planned: dtypes of the model's tensors.
+    placements: for each tensor of the files, the model's tensor into which it is loaded.
+    """
+    found = {}
+    for name in checkpoint.weights:
+        placement = placements.get(name)
+        info = tree.canonical(placement.name) if placement is not None else None
+        found[name] = stored = checkpoint.dtype(name)
+        if info is not None and placement is not None and info.castable:
+            dtype = planned[info.name]
+            # No rule casts parts of several dtypes that have the dtype of their whole, so each keeps its own.
+            found[name] = stored if placement.part and dtype == info.dtype else dtype
+    return found
+
+
 def _item(
     checkpoint: Checkpoint, name: str, tensor: CheckpointTensor, dtype: str, has_scales: bool, portable: bool
 ) -> ExportTensor:
     stored = checkpoint.dtype(name)
     weight = checkpoint.quantized.get(name)
     parts = (tensor,) if weight is None else tuple(weight.parts.values())
-    ranges = [part.bytes for part in parts]
+    encoded = checkpoint.encoded.get(name)
+    copies = copies_of(checkpoint, encoded) if encoded is not None and dtype == stored else ()
+    ranges = [part.bytes for part in (parts if encoded is None else copies)]
     source_bytes = tuple(each for each in ranges if each is not None) if dtype == stored and None not in ranges else ()
     quantized = (lambda: tuple(map(read_mapped, parts))) if weight is not None and dtype == stored else None
     values = partial(read_tensor, checkpoint, name)
@@ -215,6 +236,8 @@ def _item(
         values,
         quantized,
         byte_range,
+        encoded=encoded,
+        copies=copies,
     )
 
 

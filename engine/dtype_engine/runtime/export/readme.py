@@ -110,7 +110,7 @@ def loading_text(contents: Contents) -> str:
             f"{ours} Plain from_pretrained needs the {package} package, and brings everything else into {wide}.{errors}"
         )
     if how := _quantised_before(contents):
-        return f"Its weights are {how} already: from_pretrained and load_pretrained need the package for that to load them."
+        return f"Its weights are {how} already: from_pretrained needs the package for that, and load_pretrained decodes them."
     if {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTE_DTYPES} - {wide}:
         return f"{ours} Plain from_pretrained silently brings all of it into {wide}; the values stay the same."
     return f"{ours} So does plain from_pretrained: all of it is {wide}."
@@ -133,7 +133,8 @@ def _quantised_before(contents: Contents) -> str | None:
     """Describe in a few words how a program other than this one has quantised the source's weights. Returns None if the source is
     not quantised.
     """
-    parts = quantized_parts({item.name: item for item in contents.items if not item.has_scales}, contents.config)
+    plain = {entry.name: entry for item in contents.items if not item.has_scales for entry in item.entries}
+    parts = quantized_parts(plain, contents.config)
     return next(iter(parts.values())).removeprefix("part of a weight that is ") if parts else None
 
 
@@ -141,8 +142,8 @@ def _from_pretrained_lines(contents: Contents) -> list[str]:
     """Return the README's lines on what transformers' `from_pretrained` loads from the export."""
     if not any(item.has_scales for item in contents.items) and (how := _quantised_before(contents)):
         return [
-            f"Its weights are {escaped(how)} already, as they were in the source. `from_pretrained` of transformers, and",
-            "`load_pretrained` above, load them with the package for that, if it is installed.",
+            f"Its weights are {escaped(how)} already, as they were in the source. `from_pretrained` of transformers loads them",
+            f"with the package for that, if it is installed. `load_pretrained` above decodes them to {export_dtype(contents)}.",
         ]
     if contents.config is None:
         return ["There is no `config.json`, so `from_pretrained` of transformers can't load it."]

@@ -49,7 +49,8 @@ def refuse_unwritable(checkpoint: Checkpoint, items: Sequence[ExportTensor]) -> 
     lost = [
         item
         for item in items
-        if (row := dtypes.BY_NAME.get(item.dtype)) is None or not (item.has_scales or row.safetensors)
+        if (not item.copied or checkpoint.form == "gguf")
+        and ((row := dtypes.BY_NAME.get(item.dtype)) is None or not (item.has_scales or row.safetensors))
     ]
     refused = [item for item in items if checkpoint.weights[item.name].refusal is not None]
     first = next(iter(refused or lost), None)

@@ -29,6 +29,7 @@ ALONG = (
 """Name patterns of the files without weights that an export copies: tokenizer, processor and generation files, model code,
 licences.
 """
+_OF_QUANTISER = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _LARGEST = 1 << 30
 _SLACK = 1 << 20
 """Number of bytes that must be free on the disk in addition to the size of the weights, for headers and small files."""
@@ -100,15 +101,17 @@ def _give_name(stage: Path, target: Path, force: bool) -> None:
             shutil.rmtree(replaced, ignore_errors=True)
 
 
-def copy_sidecars(source: Path, stage: Path) -> tuple[str, ...]:
-    """Copy the tokenizer and processor files of a checkpoint folder. Returns notices of files that were not copied.
+def copy_sidecars(source: Path, stage: Path, of_quantiser: bool = False) -> tuple[str, ...]:
+    """Copy the tokenizer and processor files of a checkpoint folder. Returns notices of files that were not copied. of_quantiser:
+    whether to copy the settings of the program that quantised the weights, too.
 
     Only regular files with known names are copied. Links that lead out of the folder are not followed, except links within the
     Hugging Face cache.
     """
     notices = []
     for entry in sorted(source.iterdir()):
-        if not any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in ALONG):
+        wanted = (*ALONG, *(_OF_QUANTISER if of_quantiser else ()))
+        if not any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in wanted):
             continue
         try:
             real = resolve_inside(source, entry.name).resolve(strict=True)

@@ -30,6 +30,7 @@ from dtype_engine.runtime.formats.code_packing import pack
 from dtype_engine.runtime.formats.quantize_blocks import quantize_chunks, scale_tensors
 from dtype_engine.runtime.formats.row_blocks import single_intraop_thread
 from dtype_engine.runtime.formats.scales import Scales
+from dtype_engine.runtime.model.decoded_rows import DecodedValues
 from dtype_engine.runtime.model.pread_reader import FileValues
 from dtype_engine.runtime.numerics.overflow_underflow import LossCounter
 from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, torch_dtype
@@ -150,12 +151,14 @@ def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] |
     if item.input_scale is not None:
         assert item.input_scale.value is not None, item.name
         out.put(torch.tensor([item.input_scale.value]), offsets.pop())
-    if item.source_bytes:
+    if item.source_bytes or item.copied:
         for source, at in zip(item.source_bytes, offsets, strict=True):
             _copy(source, out, at)
     elif item.quantized is not None:
         for tensor, entry, at in zip(item.quantized(), item.entries[: len(offsets)], offsets, strict=True):
             _write_tensor(tensor, torch_dtype(entry.dtype), out, at)
+    elif item.encoded is not None:
+        _write_values(DecodedValues(item.encoded), item, offsets, out, lost)
     elif item.byte_range is not None:
         with FileValues(item.byte_range, torch_dtype(item.stored), item.shape) as in_file:
             _write_values(in_file, item, offsets, out, lost)
@@ -164,7 +167,7 @@ def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] |
 
 
 def _write_values(
-    values: torch.Tensor | FileValues,
+    values: torch.Tensor | FileValues | DecodedValues,
     item: ExportTensor,
     offsets: Sequence[int],
     out: _Target,
@@ -188,7 +191,11 @@ def _write_values(
 
 
 def _write_tensor(
-    values: torch.Tensor | FileValues, dtype: torch.dtype, out: _Target, at: int, counter: LossCounter | None = None
+    values: torch.Tensor | FileValues | DecodedValues,
+    dtype: torch.dtype,
+    out: _Target,
+    at: int,
+    counter: LossCounter | None = None,
 ) -> None:
     """Write values cast to `dtype`, a block at a time, from the file offset `at` on. counter: counts the values that the cast makes
     infinite or zero; if None, they are not counted. Since casts are elementwise, the block size does not change the result.
@@ -219,7 +226,11 @@ def _write_bytes(tensor: torch.Tensor, out: _Target, at: int) -> None:
 
 
 def _write_codes(
-    tensor: torch.Tensor | FileValues, item: ExportTensor, out: _Target, at: int, counter: LossCounter | None
+    tensor: torch.Tensor | FileValues | DecodedValues,
+    item: ExportTensor,
+    out: _Target,
+    at: int,
+    counter: LossCounter | None,
 ) -> torch.Tensor:
     """Quantize a tensor to float8 or int8 (a format without blocks), and write its codes, one byte each, from the file offset `at`
     on. Returns the scales, which are not written.
@@ -241,7 +252,7 @@ def _shared_amax(item: ExportTensor) -> float | None:
 
 
 def _write_blocks(
-    tensor: torch.Tensor | FileValues,
+    tensor: torch.Tensor | FileValues | DecodedValues,
     item: ExportTensor,
     offsets: Sequence[int],
     out: _Target,

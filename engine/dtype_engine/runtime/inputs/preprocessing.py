@@ -39,7 +39,9 @@ def running(what: str) -> Iterator[None]:
 
 
 def tokenizer_of(model: LiveModel) -> Any:
-    """Return the tokenizer in the model's folder, or None if the folder has none or it can't be loaded."""
+    """Return the tokenizer in the model's folder, or else the one in its GGUF file. Returns None if there is none or it can't be
+    loaded.
+    """
     return _loaded(model, _TOKENIZERS, _load_tokenizer)
 
 
@@ -102,15 +104,19 @@ def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..
     """Load a part of the preprocessing: return `load(folder, ...)` for the model's folder, or None if the folder has none of the
     files named in `files`. Raises any exception that `load` raises, and ValueError if a file is not a regular file.
     """
-    folder = model.folder
-    if folder is None or not any((folder / name).exists() for name in files):
+    folder, inside = model.folder, {}
+    if folder is None:
         return None
+    if not any((folder / name).exists() for name in files):
+        if model.checkpoint is None or model.checkpoint.form != "gguf" or files is not _TOKENIZERS:
+            return None
+        inside = {"gguf_file": model.checkpoint.path.name}
     for name in files:
         if (folder / name).exists() and not (folder / name).is_file():
             raise ValueError(f"{name} is not a regular file")  # opening a pipe would block
     with offline(download=False), foreign_code(), without_panic_message(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return load(folder, local_files_only=True, trust_remote_code=model.trust_remote_code)
+        return load(folder, local_files_only=True, trust_remote_code=model.trust_remote_code, **inside)
 
 
 def parameters(module: nn.Module) -> tuple[str, ...]:

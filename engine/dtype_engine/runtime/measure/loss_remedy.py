@@ -82,7 +82,7 @@ def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
     if dtypes.BY_NAME[dtype].per_tensor:
         nearest.append(dtype.removesuffix(dtypes.PER_TENSOR))
     nearest += ["bfloat16", "float32"]
-    stored_bits = dtypes.BY_NAME[tensor.dtype].bits
+    stored_bits = dtypes.BY_NAME[tensor.dtype if tensor.dtype in dtypes.BY_NAME else "float32"].bits
     for candidate in nearest:
         if candidate == dtype or dtypes.BY_NAME[candidate].bits >= stored_bits:
             continue

@@ -74,7 +74,7 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Opti
     config = checkpoint.config or {}
     refuse_impossible(config, checkpoint, f"{folder / 'config.json'}")
     model_class, notices = _model_class(transformers, config, folder, options)
-    made = _configuration(transformers, model_class, folder, options)
+    made = _configuration(transformers, model_class, checkpoint, folder, options)
     if not options.trust_remote_code:
         notices += without_foreign_kernels(made, config, printable(folder.name, 100))
     return Architecture(model_class, made, notices, options.trust_remote_code)
@@ -233,12 +233,16 @@ def _asked_for(transformers: ModuleType, name: str) -> Any:
     )
 
 
-def _configuration(transformers: ModuleType, model_class: Any, folder: Path, options: Options) -> Any:
+def _configuration(
+    transformers: ModuleType, model_class: Any, checkpoint: Checkpoint, folder: Path, options: Options
+) -> Any:
     """Return the configuration as an object of the configuration class that the model class requires. If the model class is a part
     of a composite model, return the configuration of that part. Raises NoForward if transformers rejects the configuration.
     """
     own = getattr(model_class, "config_class", None)
     with reasons(folder):
+        if own is not None and checkpoint.form == "gguf":
+            return own.from_dict(checkpoint.config)
         if own is not None:
             return own.from_pretrained(folder, local_files_only=True)
         return transformers.AutoConfig.from_pretrained(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.schemes.configuration import declared
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
@@ -46,7 +47,7 @@ def encoded_values(
         if place.name in live:
             places.setdefault(place.name, {})[name] = place
     state, holds = module.state_dict(), torch_dtype(decoded_dtype(checkpoint))
-    turned = turned_names(module, [name for name in checkpoint.encoded if len(checkpoint.encoded[name].shape) == 3])
+    turned = turned_names(module, checkpoint.encoded)
     found: dict[str, StoredValues] = {}
     for name, parts in places.items():
         shape = tuple(state[name].shape)
@@ -59,26 +60,32 @@ def encoded_values(
             continue
         (stored,) = parts
         own = checkpoint.weights[stored].shape
-        across = (*own[:-2], *own[:-3:-1])
-        by_rows = stored in turned or _multiplies_from_the_left(module, name)
-        if own != shape and across != shape:
+        is_turned = stored in turned
+        if shape != ((*own[:-2], *own[:-3:-1]) if is_turned else own):
             raise NoForward(
                 f"{title}: no forward pass: config.json makes {printable(stored)} {list(shape)}, and the files have {list(own)}"
             )
-        found[name] = _values(checkpoint, stored, holds, across == shape and (own != shape or by_rows))
+        found[name] = _values(checkpoint, stored, holds, is_turned)
     return found
-
-
-def _multiplies_from_the_left(module: nn.Module, name: str) -> bool:
-    """Return whether experts compute x @ weight, so that each expert's weight is [in, out] in the module."""
-    experts = module.get_submodule(name.rpartition(".")[0])
-    return bool(getattr(experts, "is_transposed", False))
 
 
 def _values(checkpoint: Checkpoint, name: str, holds: torch.dtype, turned: bool) -> StoredValues:
     if name in checkpoint.encoded:
         return EncodedValues(checkpoint.encoded[name], holds, turned)
     return PlainValues(read_stored(checkpoint, checkpoint.weights[name]))
+
+
+def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return a sentence for the user if runtimes round the inputs of the quantised layers and a measurement does not."""
+    settings = declared(checkpoint.config or {})
+    groups = settings.get("config_groups")
+    rounded = settings.get("activation_scheme") is not None or any(
+        isinstance(group, Mapping) and group.get("input_activations")
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+    )
+    if not checkpoint.encoded or not rounded:
+        return ()
+    return ("the inputs of quantised layers, which config.json declares as rounded, are not rounded here",)
 
 
 def state_to_load(

@@ -28,7 +28,7 @@ from dtype_engine.runtime.device import has_float64
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement
-from dtype_engine.runtime.model.stored_tree import unused, with_files, without_quantised
+from dtype_engine.runtime.model.stored_tree import unused, with_files
 from dtype_engine.runtime.model.stored_values import PlainValues, QuantizedValues, StoredValues
 from dtype_engine.runtime.model.torch_private import is_compiled
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
@@ -185,9 +185,7 @@ class LiveModel:
     coverage: Coverage | None = None
     """How many of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
     by_id: dict[int, Weight] = field(default_factory=dict)
-    """The weights, keyed by the `id` of the tensor object in the module. `weights` lacks the values of weights that are unpacked
-    from codes with other names, which can't be cast. They are added here, some of them only when they are unpacked.
-    """
+    """The weights, keyed by the `id` of the tensor object in the module."""
 
     @classmethod
     def wrap(
@@ -204,8 +202,8 @@ class LiveModel:
         originals.
 
         title: the name of the model. quantized: the dtype and scales of each weight that is stored with scales, keyed by any of the
-        weight's names. encoded: the values of each weight for which the module has a placeholder, keyed in the same way. placements:
-        for each tensor of the checkpoint's files, the tensor of the module into which it is loaded. rest: values for the other
+        weight's names. encoded: the values of each weight for which the module has a placeholder, likewise. placements: for each
+        tensor of the checkpoint's files, the tensor of the module into which it is loaded. rest: values for the other
         fields. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the
         device.
         """
@@ -250,15 +248,14 @@ class LiveModel:
             elif info.name in encoded:
                 values = encoded[info.name]
                 infos[number] = dataclasses.replace(info, dtype=values.format, packed_bytes=values.nbytes)
-        described, unused_infos = infos, list[TensorInfo]()
+        unused_infos = list[TensorInfo]()
         checkpoint = rest.get("checkpoint")
         if checkpoint is not None:
             assert placements is not None
             headers = checkpoint.tree().tensors
             infos = with_files(infos, checkpoint, placements, headers, own_dtypes=True)
-            described = without_quantised(infos, headers)
-            unused_infos = unused(placements, headers, described, type(module).__name__)
-        held = {}
+            unused_infos = unused(placements, headers, infos, type(module).__name__)
+        weights = {}
         for info in infos:
             tensor = tensors[info.name]
             original = originals.get(id(tensor), tensor.data)
@@ -266,16 +263,15 @@ class LiveModel:
             if info.name in quantized:
                 dtype, scale = quantized[info.name]
                 stored = QuantizedValues(original, scale.to(device), dtype)
-            held[info.name] = Weight(info, tensor, stored, info.dtype, stored.scale)
-        weights = {info.name: held[info.name] for info in described}
-        tree = tree_of(module, [*described, *unused_infos])
+            weights[info.name] = Weight(info, tensor, stored, info.dtype, stored.scale)
+        tree = tree_of(module, [*infos, *unused_infos])
         return cls(
             module,
             title,
             device,
             tree,
             weights,
-            by_id={id(weight.tensor): weight for weight in held.values()},
+            by_id={id(weight.tensor): weight for weight in weights.values()},
             **rest,
         )
 
@@ -332,20 +328,7 @@ class LiveModel:
         for weight in self.weights.values():
             device = str(weight.tensor.device)
             sums[device] = sums.get(device, 0) + weight.nbytes
-        for tensor in self._unpacked():
-            sums[str(tensor.device)] = sums.get(str(tensor.device), 0) + tensor.nbytes
         return sums
-
-    def _unpacked(self) -> list[torch.Tensor]:
-        """Return the tensors of the module that are unpacked from codes with other names. Libraries such as compressed-tensors may
-        unpack them only in the first forward pass.
-        """
-        packed = any(weight.info.uncastable_reason is not None for weight in self.weights.values())
-        if not packed and len(self.by_id) == len(self.weights):
-            return []
-        held = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
-        own = {id(weight.tensor) for weight in self.weights.values()}
-        return [tensor for key, tensor in held.items() if key not in own]
 
     def lost_values(
         self, planned: Mapping[str, str] | None = None, cancelled: IsCancelled = never

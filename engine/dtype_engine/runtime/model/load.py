@@ -35,7 +35,7 @@ from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.device import pick_device
 from dtype_engine.runtime.model.architecture import Misfit, architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.constructed_buffers import construct_buffers
-from dtype_engine.runtime.model.encoded_loading import encoded_values, state_to_load
+from dtype_engine.runtime.model.encoded_loading import encoded_values, inputs_notice, state_to_load
 from dtype_engine.runtime.model.hf_private import loading_names, with_dtypes
 from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel
@@ -75,7 +75,7 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
 
 
 _NO_ARCHITECTURE = {
-    "gguf": "GGUF files are for llama.cpp; open the checkpoint that this one was made from to run it here",
+    "gguf": "the architecture of this GGUF file is not known here; open the checkpoint that it was made from to run it",
     "diffusers": "a pipeline has several models that call each other; open one of its folders to run it here",
     "adapter": "an adapter alone is no model; merge it into its base model and open that to run it here",
 }
@@ -127,7 +127,7 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
     is unknown or transformers can't load the module.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    if checkpoint.form in _NO_ARCHITECTURE:
+    if checkpoint.form in _NO_ARCHITECTURE and (checkpoint.form != "gguf" or checkpoint.config is None):
         raise NoForward(f"{title}: no forward pass: {_NO_ARCHITECTURE[checkpoint.form]}; planning works")
     if checkpoint.config is None:
         raise NoForward(
@@ -151,20 +151,21 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
         made, places = make(chosen, checkpoint)
         refuse_unread(title, checkpoint, made, places)
         encoded = encoded_values(title, checkpoint, made, places)
-        model_class = type(made) if encoded else chosen.model_class
+        by_state = bool(encoded) or checkpoint.form == "gguf"
+        model_class = type(made) if by_state else chosen.model_class
         on_step(f"loading {model_class.__name__}")
         more: dict[str, Any] = {"config": chosen.config}
-        if checkpoint.quantized or encoded:
+        if checkpoint.quantized or by_state:
             # This program dequantizes weights with scales itself, so transformers must not use another package for it.
             more["config"] = without_quantization(chosen.config)
         if checkpoint.quantized:
             more["key_mapping"] = {rf"^(.+){OWN_SUFFIX}$": r"\1"}
-        if encoded:
+        if by_state:
             more["state_dict"] = state_to_load(checkpoint, places, encoded)
         placements: dict[str, Placement] = {}
         with failures_as(NoForward, f"{title}: transformers can't load {model_class.__name__}", reason):
             module, loading_info = as_stored(model_class, checkpoint, placements, encoded).from_pretrained(
-                None if encoded else folder,
+                None if by_state else folder,
                 dtype=torch_dtype(loading_dtype(checkpoint)),
                 output_loading_info=True,
                 local_files_only=True,
@@ -173,7 +174,7 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
                 trust_remote_code=options.trust_remote_code,
                 **more,
             )
-            if encoded:  # transformers reads what else is in the folder only if it reads the weights, too
+            if by_state:  # transformers reads what else is in the folder only if it reads the weights, too
                 module.config.name_or_path = str(folder)
                 if module.can_generate() and (folder / "generation_config.json").is_file():
                     module.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -188,7 +189,7 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
     others = {name: place for name, place in restorable(checkpoint, placements).items() if place.name not in encoded}
     _restore_stored(module, checkpoint, others)
     quantized, packed = _restore_quantized(module, checkpoint, placements)
-    notices = [*checkpoint.notices, *chosen.notices, *of_buffers]
+    notices = [*checkpoint.notices, *chosen.notices, *of_buffers, *inputs_notice(checkpoint)]
     persistent = sum(info.persistent for info in collect_tensors(module)[0])
     coverage = Coverage(persistent, tuple(sorted(set(loading_info.get("missing_keys") or ()) - packed)))
     if coverage.missing:
@@ -310,7 +311,7 @@ def as_stored(
         wanted = stored_dtypes(checkpoint, restorable(checkpoint, placements))
         # Packed codes are not the weight's values. transformers finds no such weight and initialises it as a missing one.
         found = {name: torch_dtype(dtype) for name, dtype in wanted.items() if not _is_packed(dtype)}
-        return found | {name: values.held(torch.device("cpu")).dtype for name, values in encoded.items()}
+        return found | {name: values.holds for name, values in encoded.items()}
 
     return with_dtypes(model_class, stored)
 

@@ -4,6 +4,7 @@ tensor is freed.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import mmap
 
@@ -60,8 +61,7 @@ def torch_shape(stored: CheckpointTensor) -> tuple[int, ...]:
 
 
 def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tensor:
-    """Return a tensor as its file stores it, for example codes without their scales. Only a tensor in a GGUF block format is
-    converted, to float32 values.
+    """Return a tensor as its file stores it, for example codes without their scales.
 
     Raises UserError if the file can't be read or the tensor has no plain values (sparse, without data, ...).
     """
@@ -71,16 +71,12 @@ def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tenso
         tensor = checkpoint.values[stored.name]
         assert isinstance(tensor, torch.Tensor)
         return tensor
-    if stored.packed:
-        from dtype_engine.runtime.model.gguf_blocks import dequantize
-
-        return torch.from_numpy(dequantize(stored))
     return read_mapped(stored)
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """Return the values of a weight from a checkpoint in any file format: in the stored dtype, or in float32 for a weight that is
-    stored with scales, in a GGUF block format or in another program's format.
+    stored with scales or in another program's format.
 
     name: the weight's name without suffixes for codes and scales. Raises UserError if the file can't be read or the tensor has no
     plain values.
@@ -108,4 +104,11 @@ def read_encoded(weight: EncodedWeight, first: int = 0, last: int | None = None)
     """Return the float32 values of a weight that another program quantised, or only its rows from `first` up to `last` along its
     first dimension. Raises UserError if a file can't be read.
     """
-    return schemes.decode(weight, {role: read_mapped(part) for role, part in weight.parts.items()}, first, last)
+    return schemes.decode(weight, {role: read_part(part) for role, part in weight.parts.items()}, first, last)
+
+
+def read_part(part: CheckpointTensor) -> torch.Tensor:
+    """Return a tensor of an encoded weight, mapped from its file: the bytes of blocks that only GGUF has, or else its values."""
+    if not part.packed:
+        return read_mapped(part)
+    return read_mapped(dataclasses.replace(part, dtype="uint8", shape=(part.nbytes,), packed=False))

@@ -1,13 +1,11 @@
 """Which weight of one checkpoint is which weight of another checkpoint of the same architecture.
 
 Equal names are a pair. Other names are compared under the names that the live model of transformers has, so prefixes and renamed
-tensors make no difference, and one expert's weight finds its rows in a weight that holds all experts. The names in GGUF files are
-those of llama.cpp, which the gguf package maps.
+tensors make no difference, and one expert's weight finds its rows in a weight that holds all experts.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,9 +15,6 @@ from dtype_engine.core.options import Options
 from dtype_engine.runtime.model.load import build_on_meta
 from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement
-
-_LAYER = re.compile(r"\.(\d+)\.")
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +51,7 @@ def pair_weights(reference: Checkpoint, candidate: Checkpoint, options: Options)
     same = set(left) & set(right)
     pairs = [Pair(name, name) for name in left if name in same]
     if len(same) < len(left) and len(same) < len(right):
-        if "gguf" in (reference.form, candidate.form):
-            more = _with_gguf(reference, candidate, left, right)
-        else:
-            more = _by_place(_places(reference, left, options), _places(candidate, right, options))
+        more = _by_place(_places(reference, left, options), _places(candidate, right, options))
         # A weight that holds the weights of all experts is in several pairs.
         pairs += [pair for pair in more if pair.reference not in same and pair.candidate not in same]
     order = {name: number for number, name in enumerate(left)}
@@ -110,21 +102,3 @@ def _places(checkpoint: Checkpoint, names: list[str], options: Options) -> Mappi
         if not placement.part or placement.place is not None:
             places[name] = canonical.get(placement.name, placement.name).removeprefix(prefix), placement.place
     return places
-
-
-def _with_gguf(reference: Checkpoint, candidate: Checkpoint, left: list[str], right: list[str]) -> list[Pair]:
-    """Return the pairs of weights of two checkpoints, at least one of which is a GGUF file."""
-    from dtype_engine.checkpoint.gguf import names_in_gguf
-
-    architecture = (candidate if candidate.form == "gguf" else reference).metadata.get("general.architecture", "")
-    layers = [int(found[1]) for name in (*left, *right) if (found := _LAYER.search(name))]
-    known = names_in_gguf([*left, *right], architecture, max(layers, default=0) + 1)
-
-    def places(names: list[str]) -> dict[str, _Place]:
-        experts = {name: _EXPERT.search(name) for name in names}
-        return {
-            name: (known.get(name, name), (int(expert[1]), 0) if (expert := experts[name]) is not None else None)
-            for name in names
-        }
-
-    return _by_place(places(left), places(right))

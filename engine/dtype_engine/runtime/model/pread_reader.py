@@ -9,12 +9,20 @@ from __future__ import annotations
 import math
 from io import FileIO
 from types import TracebackType
+from typing import Protocol
 
 import torch
 
 from dtype_engine.checkpoint import ByteRange
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import reading
+
+
+class Elements(Protocol):
+    """Values of a tensor that are read a few at a time."""
+
+    def elements(self, start: int, count: int) -> torch.Tensor:
+        """Return `count` elements from the flat index `start` on."""
 
 
 class FileValues:
@@ -67,7 +75,7 @@ class FileRows:
 
     device = torch.device("cpu")
 
-    def __init__(self, values: FileValues, shape: torch.Size) -> None:
+    def __init__(self, values: Elements, shape: torch.Size) -> None:
         self._values = values
         self.shape = shape
 

@@ -30,17 +30,18 @@ def refuse_unread(title: str, checkpoint: Checkpoint, module: nn.Module, placeme
         *_integers_for_floats(checkpoint, module, placements),
     ):
         weight = name.removesuffix(BLOCK_SCALED.scale)
-        if name.endswith("weight" + BLOCK_SCALED.scale) and tensors.get(weight) is None:
-            what = f"has no weight to scale: {printable(weight)} is not there"
+        codes = tensors[weight].dtype if weight in tensors else "not there"
+        if weight != name and codes not in BLOCK_SCALED.dtypes:
+            what = f"has no weight to scale: {printable(weight)} is {codes}"
         else:
             what = why if why.startswith(("holds", "belongs")) else f"is {why}"
         raise NoForward(
             f"{title}: no forward pass: {printable(name)} {what}, and it is incomplete or in a scheme that is not decoded here; "
             "`dtype-engine check` lists what is missing. Open the checkpoint that this one was made from to measure"
         )
-    codes = {weight.parts[CODES].dtype for weight in checkpoint.encoded.values()}
+    held = {weight.parts[CODES].dtype for weight in checkpoint.encoded.values()}
     for name, tensor in tensors.items():
-        if tensor.dtype in codes and name in placements and len(tensor.shape) > 1:
+        if tensor.dtype in held and name in placements and len(tensor.shape) > 1:
             raise NoForward(
                 f"{title}: no forward pass: {printable(name)} holds {tensor.dtype} codes, and its scales are not there; "
                 "`dtype-engine check` lists all such tensors"

@@ -52,10 +52,6 @@ class RowReader:
             return self._dequantized(first, last)
         stored = self._stored
         assert stored is not None
-        if stored.packed:
-            from dtype_engine.runtime.model.gguf_blocks import dequantize as from_gguf
-
-            return torch.from_numpy(from_gguf(stored, first, last))
         if (byte_range := stored.bytes) is None:
             whole = read_stored(self._checkpoint, stored)
             return whole.reshape(self.rows, self.columns)[first:last]

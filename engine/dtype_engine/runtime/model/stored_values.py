@@ -18,7 +18,7 @@ from torch.nn import functional
 from dtype_engine.checkpoint.schemes import EncodedWeight
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.formats import schemes
-from dtype_engine.runtime.model.mmap_reader import read_mapped
+from dtype_engine.runtime.model.mmap_reader import read_part
 from dtype_engine.runtime.numerics.quantize import dequantize
 
 _CPU = torch.device("cpu")
@@ -31,6 +31,8 @@ class StoredValues(ABC):
     """The shape of the weight in the module."""
     dtype: torch.dtype
     """The dtype of the values that `read` and `rows` return."""
+    holds: torch.dtype
+    """The dtype of what the module holds while the weight is not cast."""
     tensors: tuple[torch.Tensor, ...]
     """The tensors from which the values are computed, on the CPU: as the files store them."""
     scale: torch.Tensor | None = None
@@ -68,7 +70,7 @@ class PlainValues(StoredValues):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensors = (tensor,)
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        self.shape, self.dtype, self.holds = tuple(tensor.shape), tensor.dtype, tensor.dtype
 
     def held(self, device: torch.device) -> torch.Tensor:
         return self.tensors[0].to(device)
@@ -87,7 +89,7 @@ class QuantizedValues(StoredValues):
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor, format: str) -> None:
         self.tensors, self.scale, self.format = (codes, scale), scale, format
-        self.shape = tuple(codes.shape)
+        self.shape, self.holds = tuple(codes.shape), codes.dtype
 
     def held(self, device: torch.device) -> torch.Tensor:
         return self.tensors[0].to(device)
@@ -104,8 +106,8 @@ class QuantizedValues(StoredValues):
 class EncodedValues(StoredValues):
     """A weight that another program quantised. The module holds a placeholder in its place, which takes the memory of one element.
 
-    holds: the dtype of the placeholder: that of the weight in a model that is not quantised. turned: whether the last two dimensions
-    of the weight are exchanged in the module.
+    holds: the dtype of the placeholder: that of the weight in a model that is not quantised. turned: whether the weight's last two
+    dimensions are exchanged in the module.
     """
 
     dtype = torch.float32
@@ -118,7 +120,7 @@ class EncodedValues(StoredValues):
 
     @cached_property
     def _parts(self) -> dict[str, torch.Tensor]:
-        return {role: read_mapped(part) for role, part in self.weight.parts.items()}
+        return {role: read_part(part) for role, part in self.weight.parts.items()}
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]

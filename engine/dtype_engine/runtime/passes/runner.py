@@ -174,8 +174,10 @@ class ForwardRunner:
         """Return the dtype to which the candidate's float inputs are cast, or None if they keep their dtype."""
         if self.settings.float_inputs == "given":
             return None
-        first = next((weight.dtype for weight in self.model.weights.values() if weight.info.castable), "float32")
-        return torch_dtype(first) if first in dtypes.COMPUTE_DTYPES else self._compute
+        first = next((weight for weight in self.model.weights.values() if weight.info.castable), None)
+        if first is None:
+            return torch.float32
+        return first.tensor.dtype if first.decoded or first.dtype in dtypes.COMPUTE_DTYPES else self._compute
 
     def _stored_dtypes(self) -> set[str]:
         return {weight.info.dtype for weight in self.model.weights.values() if weight.info.castable}

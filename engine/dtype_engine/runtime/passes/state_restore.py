@@ -20,7 +20,7 @@ from torch import nn
 
 from dtype_engine.runtime.device import same_random_numbers
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.torch_private import own_tensors, scripted_calls
+from dtype_engine.runtime.model.torch_private import scripted_calls
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 
@@ -85,14 +85,10 @@ def left_as_found(
 
     Each pass therefore starts like the first one: values that a model computes from its weights at the first call are computed
     again from the currently cast weights. A model whose state had to be restored is marked as `stateful`.
-
-    Modules with packed weights are skipped, because they are unpacked only once and can't be cast.
     """
     state = _State()
     for module in modules:
-        weights = [model.by_id.get(id(tensor)) for _, tensor, _ in own_tensors(module)]
-        if all(weight is None or weight.info.uncastable_reason is None for weight in weights):
-            state.add_module(module)
+        state.add_module(module)
     state.add_shared(set(map(type, modules)))
     mode.kept = state.tensors
     try:

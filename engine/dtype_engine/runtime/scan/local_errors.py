@@ -24,7 +24,7 @@ from dtype_engine.runtime.modes.op_tables import is_in_place, replace_tensors, t
 from dtype_engine.runtime.modes.promotion import call_mixed
 from dtype_engine.runtime.modes.reference import reference_dtype, reference_value
 from dtype_engine.runtime.modes.weight_mode import WeightMode
-from dtype_engine.runtime.numerics.quantize import torch_dtype, values_in
+from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype, values_in
 from dtype_engine.runtime.scan.companions import companions_of
 from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOrigin
 
@@ -73,7 +73,7 @@ class LocalErrors:
         with torch.no_grad():
             alone = _Rerun(operation, (weight,), self)
             smallest, companions = companions_of(operation.weights, self.weights)
-            for row, dtype in enumerate(names):
+            for row, dtype in enumerate(self._computed_in(weight, name) for name in names):
                 befores, again = operation.outputs, alone
                 if companions and weight == smallest and dtype in dtypes.COMPUTE_DTYPES:
                     beside = _Rerun(operation, companions, self).outputs(dtype)
@@ -87,12 +87,20 @@ class LocalErrors:
         """Return a weight's values in the reference, dequantized if the weight is stored with scales."""
         return reference_value(self.weights[name], self.device)
 
+    def _computed_in(self, name: str, dtype: str) -> str:
+        """Return the dtype that a weight planned in `dtype` has in an operation. It is `dtype` itself, except for the format of
+        another program in which the weight is stored.
+        """
+        stored = self.weights[name].stored
+        return dtype_name(stored.holds) if stored.decoded and dtype == self.weights[name].info.dtype else dtype
+
     def cast(self, name: str, dtype: str) -> torch.Tensor:
         """Return a weight's values after a cast. If `dtype` is a format with scales, such as float8, they are dequantized to the
         reference's dtype.
 
         A tensor scale is computed over all fused weights that share it, as in a recipe that gives them one format.
         """
+        dtype = self._computed_in(name, dtype)
         key = (name, dtype)
         if key in self._cast:
             self._cast.move_to_end(key)

@@ -9,13 +9,12 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from dtype_engine.checkpoint import Checkpoint, open_checkpoint, unchanged
-from dtype_engine.checkpoint.packed_weights import COMFY, COMFY_MARK, packed_weights, quantized_parts
+from dtype_engine.checkpoint.packed_weights import packed_weights, quantized_parts
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
@@ -29,7 +28,6 @@ from dtype_engine.runtime.model.describe import describe
 from dtype_engine.runtime.model.load import load
 from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
-from dtype_engine.runtime.verify.scaled_codes import decoder
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
 
 _AT_ONCE = 1 << 22
@@ -57,34 +55,24 @@ class _Side:
 
 
 def _of_checkpoint(checkpoint: Checkpoint, trust: bool) -> _Side:
-    """Return the tensors of a checkpoint. They are read with loaders of other packages. Those that are stored as 8-bit codes with
-    scales are decoded.
+    """Return the tensors of a checkpoint. Plain tensors are read with loaders of other packages, and codes with scales are decoded.
 
     trust: whether a pickle may run any code. Raises UserError if a file can't be read.
     """
     weights = checkpoint.weights
     values = of_files(checkpoint.files, frozenset(weights), trust, checkpoint.form == "diffusers")
-    reasons = quantized_parts(checkpoint.foreign, checkpoint.config)
+    reasons = quantized_parts(checkpoint.unread, checkpoint.config)
     stored = {name: (checkpoint.dtype(name), tensor.shape) for name, tensor in weights.items()}
-    of_part, decoders = dict[str, str](), dict[str, Callable[[], torch.Tensor]]()
-    for name in checkpoint.quantized:
-        decoders[name] = partial(read_tensor, checkpoint, name)
-    for weight in packed_weights(checkpoint.foreign):
-        of_part |= dict.fromkeys(weight.names, weight.name)
-        if (decode := decoder(weight, checkpoint.tensors, checkpoint.config, values.read)) is not None:
-            decoders[weight.name] = decode
-            codes = stored[weight.codes]
-            for name in (*weight.names, *([COMFY_MARK] if weight.layout is COMFY else [])):
-                stored.pop(name, None)
-                reasons.pop(name, None)
-            stored[weight.name] = codes
+    of_part = {name: weight.name for weight in packed_weights(checkpoint.unread) for name in weight.names}
+    decoded = checkpoint.quantized.keys() | checkpoint.encoded.keys()
+    in_files = {name: own for own, name in checkpoint.renamed.items()} | dict(checkpoint.aliases)
 
     def read(name: str) -> torch.Tensor:
-        return decoders[name]() if name in decoders else values.read(checkpoint.aliases.get(name, name))
+        return read_tensor(checkpoint, name) if name in decoded else values.read(in_files.get(name, name))
 
     blocks = {name for name, tensor in weights.items() if tensor.packed}
     parts = {name: (of_part.get(name, name), why.removeprefix(_PART)) for name, why in reasons.items()}
-    return _Side(stored, read, (), frozenset(blocks | decoders.keys()), parts)
+    return _Side(stored, read, (), frozenset(blocks | decoded), parts)
 
 
 def _of_values(values: SourceValues) -> _Side:

@@ -17,7 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dtype_engine.checkpoint.file_kind import kind_of
+from dtype_engine.checkpoint.schemes import EncodedWeight
 from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.core.units import plural
+from dtype_engine.runtime.model.mmap_reader import read_encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,25 @@ def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_co
         return _of_pickles(files, wanted, trust)
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"the source can't be read to compare with it: {one_line(error, with_type=True)}") from None
+
+
+def with_decoded(
+    values: SourceValues, decoded: Mapping[str, EncodedWeight], renamed: Mapping[str, str]
+) -> SourceValues:
+    """Return the values of a source in which the tensors of some weights that another program quantised are replaced by the decoded
+    weights. decoded: these weights by name. renamed: the model's names of other tensors, by their names in the files.
+    """
+    parts = {tensor.name for weight in decoded.values() for tensor in weight.tensors}
+    own = {name: stored for stored, name in renamed.items()}
+
+    def read(name: str) -> torch.Tensor:
+        return read_encoded(decoded[name]) if name in decoded else values.read(own.get(name, name))
+
+    caveat = (
+        f"{plural(len(decoded), 'weight')} of another program were decoded by the same code here and for the export"
+    )
+    names = (values.names - parts - renamed.keys()) | decoded.keys() | own.keys()
+    return SourceValues(names, read, (*values.unchecked, *([caveat] if decoded else ())))
 
 
 def of_module(module: torch.nn.Module) -> SourceValues:

@@ -34,7 +34,7 @@ from dtype_engine.runtime.session.opening import open_session
 from dtype_engine.runtime.session.session import Session
 from dtype_engine.runtime.verify.exported_values import ExportedValues, read_export
 from dtype_engine.runtime.verify.independent_block_formats import finite_largest, quantize_blocks_independently
-from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
+from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module, with_decoded
 
 CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]
 """A function that compares the tensors of an export with its source in other processes. It yields pairs in any order: the indexes
@@ -119,7 +119,7 @@ class OpenExport:
         exporter.
         """
         values = tuple(map(self.source.read, _names_read(item)))
-        if item.has_scales and item.dtype == item.stored:
+        if item.copied or (item.has_scales and item.dtype == item.stored):
             return values
         if not item.has_scales:
             return (values[0].to(torch_dtype(item.dtype)),)
@@ -258,7 +258,9 @@ def _of_checkpoint(
 ) -> tuple[Contents, SourceValues]:
     contents = of_checkpoint(checkpoint, source.title, recipe, options)
     names = frozenset(item.name for item in contents.items)
-    return contents, of_files(checkpoint.files, names, source.trust_pickle, checkpoint.form == "diffusers")
+    values = of_files(checkpoint.files, names, source.trust_pickle, checkpoint.form == "diffusers")
+    decoded = {item.name: item.encoded for item in contents.items if item.encoded is not None and not item.copied}
+    return contents, with_decoded(values, decoded, checkpoint.renamed) if decoded or checkpoint.renamed else values
 
 
 def _read(folder: Path, contents: Contents) -> ExportedValues:
@@ -284,7 +286,7 @@ def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
 
 def _names_read(item: ExportTensor) -> tuple[str, ...]:
     """Return the names of the source's tensors that are needed to compute this item, including scales if the source has them."""
-    if item.has_scales and item.dtype == item.stored:
+    if item.copied or (item.has_scales and item.dtype == item.stored):
         entries = item.entries if item.input_scale is None else item.entries[:-1]
         return tuple(entry.name for entry in entries)
     return (item.name,)
@@ -393,7 +395,9 @@ def drift_of_export(
         loaded = load_module(exported, exported.path.name, options)
     else:
         loaded = load_into(load(source, options).module, exported)
-    back = LiveModel.wrap(loaded.module, exported.path.name, model.device, quantized=loaded.quantized)
+    back = LiveModel.wrap(
+        loaded.module, exported.path.name, model.device, quantized=loaded.quantized, encoded=loaded.encoded
+    )
     if back.weights.keys() != model.weights.keys():
         raise UserError(
             f"{exported.path}: its model has other weights than {model.title}, so their drift can't be compared"

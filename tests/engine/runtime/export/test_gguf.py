@@ -83,13 +83,13 @@ def test_blocks_are_dequantized_and_cast(tmp_path: Path, capsys: pytest.CaptureF
     for name, tensor in wanted.items():
         difference = (tensor.bfloat16().double() - tensor.double()).abs()
         assert errors[name]["max_abs"] == pytest.approx(float(difference.max()), rel=1e-6)
-        assert errors[name]["stored"] == made[name][0].name.lower()
+        assert errors[name]["stored"] == f"gguf:{made[name][0].name.lower()}"
     # What the app asks for with v.
     name, tensor = next(iter(wanted.items()))
     reading = inspect_weight(open_checkpoint(path), name, ("float16", "int8"))
     counts = torch.frexp(tensor[tensor != 0]).exponent.sub(1).unique(return_counts=True)
     assert reading.exponents.counts == tuple(zip(counts[0].tolist(), counts[1].tolist(), strict=True))
-    assert [error.stored for error in reading.errors] == ["q8_0", "q8_0"]
+    assert [error.stored for error in reading.errors] == ["gguf:q8_0", "gguf:q8_0"]
 
 
 def test_blocks_with_scales(tmp_path: Path) -> None:
@@ -108,9 +108,7 @@ def test_without_a_rule_for_them_blocks_are_refused_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "x.gguf", {"blk.0.weight": (Kind.Q4_K, blocks_of(Kind.Q4_K))})
-    sentence = (
-        "x.gguf: blk.0.weight is stored as q4_k, which safetensors can't hold; give it a dtype to be dequantized to"
-    )
+    sentence = "x.gguf: blk.0.weight is stored as gguf:q4_k, which safetensors can't hold; give it a dtype to be dequantized to"
     for arguments in ((), ("--cast", "output_norm=bf16")):
         assert engine("export", path, *arguments, "-o", tmp_path / "out") == 2
         said = capsys.readouterr().err
@@ -118,7 +116,7 @@ def test_without_a_rule_for_them_blocks_are_refused_in_a_sentence(
         assert "Traceback" not in said
     source = locate(str(path))
     context = SaveContext(OpenModel(source, de.Options(), source.open()), RunSettings(), Recipe())
-    with pytest.raises(UserError, match="is stored as q4_k"):
+    with pytest.raises(UserError, match="is stored as gguf:q4_k"):
         plan_export(context)  # what the app's dialog asks for
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.gguf"]
 
@@ -179,12 +177,12 @@ def test_what_the_app_asks_of_blocks_is_answered(tmp_path: Path) -> None:
         wait(events.OpenFailed)  # no forward pass: everything but that works
         worker.plan_export()
         refused = wait(events.ExportPlanned)
-        assert "is stored as q8_0" in str(refused)
+        assert "is stored as gguf:q8_0" in str(refused)
         worker.request(SetRecipe(Recipe((Rule("*", "bfloat16"),))))
         worker.plan_export()
         assert wait(events.ExportPlanned, lambda event: event.plan is not None).plan.nbytes == 2 * (32 + 3 * 512)
         worker.request(InspectWeight("blk.0.weight", ("bfloat16",)))
-        assert wait(events.WeightInspected).stats.errors[0].stored == "q8_0"
+        assert wait(events.WeightInspected).stats.errors[0].stored == "gguf:q8_0"
         worker.save(ExportRequest(tmp_path / "out"))
         assert wait(events.Saved).done
         assert not recorded.of(events.Failed)

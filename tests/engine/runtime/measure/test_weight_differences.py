@@ -146,43 +146,59 @@ def test_experts_one_by_one_are_found_in_the_packed_weight(tmp_path: Path) -> No
                 assert each.equal
 
 
+def as_llama_cpp(name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The rows of queries and keys in the order of llama.cpp, of a model with 4 heads of queries and 2 of keys."""
+    for part, heads in (("q_proj", 4), ("k_proj", 2)):
+        if part in name:
+            return values.reshape(heads, 2, len(values) // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
+    return values
+
+
 @pytest.mark.parametrize("kind", ["F16", "Q4_0"])
 def test_a_gguf_file_has_other_names_and_another_order_of_rows(make_llama: Make, tmp_path: Path, kind: str) -> None:
-    """As llama.cpp converts a Llama: the rows of queries and keys are permuted in each head."""
     source = make_llama(num_attention_heads=4, num_key_value_heads=2)
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_block_count(2)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_vocab_size(64)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     tensors = load_file(source / "model.safetensors")
     right, quantised = {}, gguf.GGMLQuantizationType[kind]
     for name, tensor in tensors.items():
-        values = tensor.numpy()
-        for part, heads in (("q_proj", 4), ("k_proj", 2)):
-            if part in name:
-                size = len(values) // heads
-                values = values.reshape(heads, 2, size // 2, -1).swapaxes(1, 2).reshape(values.shape)
         new = names.get_name(name, (".weight",))
         assert new is not None
-        if kind == "Q4_0" and values.shape[-1] % 32:
-            writer.add_tensor(new, values)
-        else:
-            data = gguf.quants.quantize(values, quantised)
+        values = right[name] = tensor.numpy()
+        if values.ndim == 2 and values.shape[-1] % 32 == 0:
+            data = gguf.quants.quantize(as_llama_cpp(name, values), quantised)
             writer.add_tensor(new, data, raw_dtype=quantised)
-            values = gguf.quants.dequantize(data, quantised)
-        right[new] = values
+            right[name] = gguf.quants.dequantize(gguf.quants.quantize(values, quantised), quantised)
+        else:
+            writer.add_tensor(new, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     found = compared(source, tmp_path / "x.gguf")
-    assert len(found) == len(tensors)
-    for each in found.values():
-        values, other = tensors[each.reference_name].numpy(), right[each.name]
-        if "attn_q" in each.name or "attn_k" in each.name:
-            heads = 4 if "attn_q" in each.name else 2
-            assert each.rows == f"permuted as by llama.cpp, {heads} heads"
-            size = len(values) // heads
-            other = other.reshape(heads, size // 2, 2, -1).swapaxes(1, 2).reshape(values.shape)
-        assert_figures(each, values, other)
+    assert set(found) == set(tensors)
+    for name, each in found.items():
+        assert each.rows == ""
+        assert_figures(each, tensors[name], right[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_order_of_llama_cpp_is_undone_and_named(make_llama: Make, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Converters of GGUF files have left it in safetensors."""
+    source = make_llama(num_attention_heads=4, num_key_value_heads=2)
+    tensors = load_file(source / "model.safetensors")
+    order = {name: torch.from_numpy(as_llama_cpp(name, tensor.numpy())).to(dtype) for name, tensor in tensors.items()}
+    found = compared(source, write(tmp_path / "other", order))
+    for name, each in found.items():
+        heads = 4 if "q_proj" in name else 2 if "k_proj" in name else 0
+        assert each.rows == (f"permuted as by llama.cpp, {heads} heads" if heads else "")
+        assert_figures(each, tensors[name], tensors[name].to(dtype).float())
 
 
 def test_rows_in_any_other_order_are_recognised(tmp_path: Path) -> None:

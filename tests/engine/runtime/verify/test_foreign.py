@@ -142,17 +142,16 @@ def _fp8_blocks(weight: torch.Tensor, columns: int) -> Parts:
 
 
 def _mxfp8(weight: torch.Tensor) -> Parts:
-    exponents = torch.randint(119, 124, (48, 2), dtype=torch.uint8)
+    exponents = torch.randint(119, 124, (48, 1), dtype=torch.uint8)
     scales = (2.0 ** (exponents.double() - 127)).float()
-    codes = torch.cat([weight[:, :16] / scales[:, :1], weight[:, 16:] / scales[:, 1:]], 1).to(torch.float8_e4m3fn)
-    values = torch.cat([codes[:, :16].float() * scales[:, :1], codes[:, 16:].float() * scales[:, 1:]], 1)
-    return {"weight": codes, "weight_scale": exponents}, values
+    codes = (weight / scales).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": exponents}, codes.float() * scales
 
 
 def _int8_with_zero_points(weight: torch.Tensor) -> Parts:
     scale, zero = torch.rand(48, 1) / 200 + 6e-3, torch.randint(-9, 9, (48, 1), dtype=torch.int8)
     codes = ((weight / scale).round() + zero).clamp(-128, 127).to(torch.int8)
-    parts = {"_weight_qdata": codes, "_weight_scale": scale, "_weight_zero_point": zero}
+    parts = {"weight": codes, "weight_scale": scale, "weight_zero_point": zero}
     return parts, (codes.float() - zero.float()) * scale
 
 
@@ -164,16 +163,24 @@ def _bitsandbytes(weight: torch.Tensor) -> Parts:
     )
 
 
+def _compressed(**weights: Any) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, **weights}}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
 SCALED: dict[str, tuple[Callable[[torch.Tensor], Parts], dict[str, Any]]] = {
-    "fp8 rows": (_fp8_rows, {}),
-    "fp8 blocks of whole rows": (lambda weight: _fp8_blocks(weight, 32), {"weight_block_size": [32, 32]}),
+    "fp8 rows": (_fp8_rows, _compressed(type="float", strategy="channel", symmetric=True)),
+    "fp8 blocks of whole rows": (
+        lambda weight: _fp8_blocks(weight, 32),
+        {"quant_method": "fp8", "weight_block_size": [32, 32]},
+    ),
     "fp8 blocks, ragged": (
         lambda weight: _fp8_blocks(weight, 24),
-        {"config_groups": {"group_0": {"weights": {"block_structure": [32, 24]}}}},
+        {"quant_method": "fp8", "weight_block_size": [32, 24]},
     ),
-    "mxfp8": (_mxfp8, {}),
-    "int8 with zero points": (_int8_with_zero_points, {}),
-    "bitsandbytes": (_bitsandbytes, {}),
+    "mxfp8": (_mxfp8, _compressed(type="float", strategy="group", group_size=32, symmetric=True)),
+    "int8 with zero points": (_int8_with_zero_points, _compressed(type="int", strategy="channel", symmetric=False)),
+    "bitsandbytes": (_bitsandbytes, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
 }
 
 
@@ -192,7 +199,7 @@ def test_codes_of_eight_bits_are_decoded(
 
     changed(other, pack)
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"} | declared}))
+    (other / "config.json").write_text(json.dumps(config | {"quantization_config": declared}))
     found = verified(other, source)
     assert (found["differences"], found["uncompared"]) == ([], [])
     (decoded,) = [tensor for tensor in found["tensors"] if tensor["differing"] is None]
@@ -246,7 +253,7 @@ def test_blocks_of_gguf_are_decoded(tmp_path: Path, verified: Callable[..., dict
     assert not found["same"]
     decoded = {tensor["name"]: tensor for tensor in found["tensors"]}
     assert decoded["norm"]["differing"] == 0
-    assert (decoded["output.weight"]["dtype"], decoded["output.weight"]["differing"]) == ("q8_0", None)
+    assert (decoded["output.weight"]["dtype"], decoded["output.weight"]["differing"]) == ("gguf:q8_0", None)
     off = np.abs(gguf.quants.dequantize(blocks, kind).astype(np.float64) - values.astype(np.float64))
     assert decoded["output.weight"]["max_abs"] == off.max()
     assert verified(tmp_path / "q8_0.gguf", tmp_path / "q8_0.gguf")["same"]

@@ -1,4 +1,4 @@
-"""Decoders of weights that other programs quantised: codes, scales and so on to values in float32. A file for each scheme.
+"""Decoders of weights that other programs quantised: codes, scales and so on to values in float32. A file for each family.
 
 Which tensors form a weight is read by `checkpoint/schemes`, which has a file for each scheme, too.
 """
@@ -10,13 +10,33 @@ from collections.abc import Callable
 import torch
 
 from dtype_engine.checkpoint.schemes import EncodedWeight
-from dtype_engine.runtime.formats.schemes import fp8_blocks
+from dtype_engine.runtime.formats.schemes import (
+    awq,
+    bitsandbytes,
+    block_scaled,
+    gguf,
+    gptq,
+    hqq,
+    mlx,
+    quanto,
+    torchao,
+)
 from dtype_engine.runtime.formats.schemes.parts import Parts
 
 __all__ = ["Parts", "decode"]
 
 Decoder = Callable[[EncodedWeight, Parts, int, int], torch.Tensor]
-_DECODERS: dict[str, Decoder] = {"fp8": fp8_blocks.decode}
+_DECODERS: dict[str, Decoder] = {
+    **dict.fromkeys(("fp8", "ct", "modelopt", "deepseek", "gpt-oss", "comfy", "quark"), block_scaled.decode),
+    "gguf": gguf.decode,
+    "gptq": gptq.decode,
+    "awq": awq.decode,
+    "bnb": bitsandbytes.decode,
+    "hqq": hqq.decode,
+    "mlx": mlx.decode,
+    "torchao": torchao.decode,
+    "quanto": quanto.decode,
+}
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int = 0, last: int | None = None) -> torch.Tensor:

@@ -1,0 +1,85 @@
+"""AWQ's layouts with 4 bits, as AutoAWQ, GPTQModel and AutoRound write them.
+
+"gemm": `x.qweight` [in, out / 8] holds codes packed along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7 in a word, `x.qzeros`
+[groups, out / 8] holds zero points in the same packing, and `x.scales` [groups, out] factors. "gemv": `x.qweight` [out, in / 8]
+holds codes in their order along the inputs, `x.qzeros` [out, words] and `x.scales` [out, 8 * words] a zero point and a factor for
+each group, and unused ones, which fill words. The shapes tell which layout a weight has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.declared import (
+    FLOATS,
+    block_name,
+    declared_numbers,
+    group_size,
+    quant_method,
+    quantization,
+)
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+
+SCHEME = "awq"
+
+
+def read(
+    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
+) -> dict[str, EncodedWeight]:
+    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
+    metadata: the metadata of the files' headers.
+    """
+    declared = quantization(config)
+    method = quant_method(declared)
+    rounded = method == "auto-round" and declared.get("packing_format") in ("auto_round:auto_awq", "auto_round:awq")
+    if (method != "awq" and not rounded) or 4 not in declared_numbers(declared, "bits"):
+        return {}
+    sizes = declared_numbers(declared, "group_size")
+    found = {}
+    for name, codes in tensors.items():
+        stem = name.removesuffix("qweight")
+        scale, zero = (tensors.get(stem + end) for end in ("scales", "qzeros"))
+        if stem == name or scale is None or zero is None or scale.dtype not in FLOATS:
+            continue
+        if (
+            codes.dtype != "int32"
+            or zero.dtype != "int32"
+            or not codes.nbytes
+            or any(len(part.shape) != 2 for part in (codes, scale, zero))
+        ):
+            continue
+        layout = _layout(codes, scale, zero, sizes)
+        if layout is None:
+            continue
+        which, rows, columns, size = layout
+        found[f"{stem}weight"] = EncodedWeight(
+            f"{stem}weight",
+            (rows, columns),
+            SCHEME,
+            f"{method}:int4@{block_name(size, columns)}",
+            {CODES: codes, "scale": scale, "zero": zero},
+            {"layout": which, "group": size},
+        )
+    return found
+
+
+def _layout(
+    codes: CheckpointTensor, scale: CheckpointTensor, zero: CheckpointTensor, sizes: set[int]
+) -> tuple[str, int, int, int] | None:
+    """Return the name of the layout, the rows and columns of the weight and the columns of a group, or None if no layout fits.
+
+    sizes: the numbers of columns of a group that are declared.
+    """
+    (columns, words), (groups, rows) = codes.shape, scale.shape
+    if rows == 8 * words and zero.shape == (groups, words):
+        size = group_size(sizes, columns, groups)
+        return ("gemm", rows, columns, size) if size is not None and columns % size == 0 else None
+    (rows, words), (_, places) = codes.shape, scale.shape
+    columns = 8 * words
+    if zero.shape == (rows, places / 8) and scale.shape[0] == rows:
+        for size in sorted(sizes):
+            if size > 0 and columns % size == 0 and 0 <= places - columns // size < 8 * max(128 // size, 1):
+                return "gemv", rows, columns, size
+    return None

@@ -1,0 +1,94 @@
+"""bitsandbytes: 4 bits with a table of values (NF4, FP4), and 8 bits with a scale for each row.
+
+4 bits: `x.weight` holds two codes in a byte, the first in the high nibble, without a shape. `x.weight.quant_map` [16] holds the
+value of each code, and `x.weight.absmax` a factor for each block of successive values. If the factors are quantised themselves
+("double quantisation"), they are codes of 8 bits, to which `nested_quant_map`, `nested_absmax` and an offset belong. The weight's
+shape and the size of a block are in the JSON of `x.weight.quant_state.bitsandbytes__nf4`. 8 bits: `x.weight` is int8 [out, in],
+`x.SCB` [out].
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
+
+SCHEME = "bnb"
+_STATE = ".quant_state.bitsandbytes__"
+_ROW = b"\x00"
+"""The value of `weight_format` for codes in the order of rows. The others are orders for the tensor cores of old GPUs."""
+
+
+def read(
+    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
+) -> dict[str, EncodedWeight]:
+    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
+    metadata: the metadata of the files' headers. Raises UserError if a description of a weight can't be read.
+    """
+    found = (
+        _four_bits(name, tensors) if _STATE in name else _eight_bits(name, tensors) if name.endswith(".SCB") else None
+        for name in tensors
+    )
+    return {weight.name: weight for weight in found if weight is not None}
+
+
+def _four_bits(name: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWeight | None:
+    stem, _, kind = name.partition(_STATE)
+    ends = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+    parts = {role: tensors[f"{stem}.{role}"] for role in ends if f"{stem}.{role}" in tensors}
+    codes, scale, state = tensors.get(stem), parts.get("absmax"), _read_state(tensors[name])
+    shape, block = _shape(state.get("shape")), _positive(state.get("blocksize"))
+    if kind not in ("nf4", "fp4") or codes is None or scale is None or not shape or not block:
+        return None
+    count = math.prod(shape)
+    blocks = -(-count // block)
+    settings: dict[str, int | float] = {"block": block}
+    wanted: dict[str, tuple[int, ...]] = {"absmax": (blocks,), "quant_map": (16,)}
+    if scale.dtype == "uint8":
+        nested, offset = _positive(state.get("nested_blocksize")), state.get("nested_offset")
+        if not nested or type(offset) is not float:
+            return None
+        settings |= {"nested_block": nested, "offset": offset}
+        wanted |= {"nested_absmax": (-(-blocks // nested),), "nested_quant_map": (256,)}
+    if block % 2 or codes.nbytes != -(-count // 2) or {role: part.shape for role, part in parts.items()} != wanted:
+        return None
+    if any(part.dtype != "float32" for part in parts.values() if part.dtype != "uint8" or part is not scale):
+        return None
+    return EncodedWeight(
+        stem, shape, SCHEME, f"{SCHEME}:{kind}@{block}", {CODES: codes} | parts, settings, (tensors[name],)
+    )
+
+
+def _eight_bits(name: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWeight | None:
+    stem = name.removesuffix("SCB")
+    codes, scale, order = tensors.get(f"{stem}weight"), tensors[name], tensors.get(f"{stem}weight_format")
+    if codes is None or codes.dtype != "int8" or len(codes.shape) != 2 or scale.dtype != "float32":
+        return None
+    if scale.shape not in (codes.shape[:1], (*codes.shape[:1], 1)) or (order is not None and read_small(order) != _ROW):
+        return None
+    beside = () if order is None else (order,)
+    parts = {CODES: codes, "scale": scale}
+    return EncodedWeight(codes.name, codes.shape, SCHEME, f"{SCHEME}:int8@channel", parts, beside=beside)
+
+
+def _read_state(tensor: CheckpointTensor) -> Mapping[str, Any]:
+    """Return the description of a weight of 4 bits, or an empty mapping if it is not a JSON object."""
+    try:
+        state = json.loads(read_small(tensor))
+    except (ValueError, RecursionError):
+        return {}
+    return state if isinstance(state, Mapping) else {}
+
+
+def _shape(found: object) -> tuple[int, ...]:
+    """Return a list of positive integers as a shape, or () if it is no such list."""
+    return tuple(found) if isinstance(found, list) and all(_positive(extent) for extent in found) else ()
+
+
+def _positive(found: object) -> int:
+    """Return a positive integer, or 0 for anything else."""
+    return found if type(found) is int and found > 0 else 0

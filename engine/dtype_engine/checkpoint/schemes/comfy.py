@@ -1,0 +1,141 @@
+"""Single files for ComfyUI, which have no config.json.
+
+`x.comfy_quant` describes a layer in JSON, or `_quantization_metadata` in the file's metadata describes all layers. The scales of
+NVFP4 and MXFP8 are in the order of cuBLAS, and NVFP4 has the first of two values in the high bits. Older files have a tensor
+`scaled_fp8` and `x.scale_weight`. Some files have neither: float8 weights with one scale each, or one for each row.
+
+int8 weights may be rotated (`convrot`): each group of columns is multiplied by a Hadamard matrix, which is its own inverse.
+
+Kept apart are `convrot_w4a4`, `asym_w4a8_int8` and `awq_w4a16`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.configuration import declared
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
+from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe
+
+SCHEME = "comfy"
+_IN_METADATA = "_quantization_metadata"
+_READ = ("nvfp4", "mxfp8", "int8_tensorwise", *FP8)
+"""The formats that are read."""
+_ROTATIONS = (4, 16, 64, 256, 1024, 4096)
+"""The numbers of columns that a rotation may have."""
+Tensors = Mapping[str, CheckpointTensor]
+
+
+def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, EncodedWeight]:
+    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
+    metadata: the metadata of the files' headers. Raises UserError if the description of a layer can't be read.
+    """
+    if declared(config):
+        return {}
+    described = _layers(metadata)
+    found = {}
+    for name, codes in tensors.items():
+        if not name.endswith(".weight"):
+            continue
+        weight = _read_weight(name, codes, _about(name, tensors, described), tensors)
+        if weight is not None:
+            found[name] = weight
+    return found
+
+
+def _read_weight(
+    name: str, codes: CheckpointTensor, about: Mapping[str, Any] | None, tensors: Tensors
+) -> EncodedWeight | None:
+    """Return the weight `name`, or None if its tensors do not fit. about: the description of its layer, or None without one."""
+    kind = None if about is None else about.get("format")
+    mark = tensors.get(_mark(name))
+    old = tensors.get(f"{name.removesuffix('weight')}scale_weight")
+    parts = {CODES: codes, "scale": old if about is None and old is not None else tensors.get(f"{name}_scale")}
+    if parts["scale"] is None or len(codes.shape) != 2 or (about is not None and not _is_read(about)):
+        return None
+    rows, columns = codes.shape
+    settings: dict[str, Any] = {"swizzled": True}
+    if kind == "nvfp4" and codes.dtype == "uint8":
+        parts["tensor_scale"] = tensors.get(f"{name}_scale_2")
+        of_inputs = tensors.get(f"{name.rpartition('.')[0]}.pre_quant_scale")
+        if of_inputs is not None:
+            parts["input_scale"] = of_inputs
+        settings |= {"code": "e2m1", "high_first": True}
+        shape, of_blocks = (rows, 2 * columns), ("float8_e4m3fn",)
+        return describe(
+            name, SCHEME, kind, shape, (1, 16), parts, tensors, scales=of_blocks, settings=settings, beside=(mark,)
+        )
+    if kind == "mxfp8" and codes.dtype in FP8:
+        return describe(
+            name,
+            SCHEME,
+            kind,
+            codes.shape,
+            (1, 32),
+            parts,
+            tensors,
+            scales=EXPONENTS,
+            settings=settings,
+            beside=(mark,),
+        )
+    settings = {}
+    if codes.dtype == "int8" and kind == "int8_tensorwise":
+        element = "int8"
+        if about is not None and about.get("convrot"):
+            element, rotation = "rotated_int8", about.get("convrot_groupsize", 256)
+            if rotation not in _ROTATIONS or columns % rotation:
+                return None
+            settings["rotation"] = rotation
+    elif codes.dtype in FP8 and kind in (None, codes.dtype):
+        element = FP8[codes.dtype]
+    else:
+        return None
+    for block in ("tensor", "channel"):
+        weight = describe(name, SCHEME, element, codes.shape, block, parts, tensors, settings=settings, beside=(mark,))
+        if weight is not None:
+            return weight
+    return None
+
+
+def _is_read(about: Mapping[str, Any]) -> bool:
+    """Return whether a description of a layer names a format that is read."""
+    return about.get("format") in (("int8_tensorwise",) if about.get("convrot") else _READ)
+
+
+def in_other_format(name: str, tensors: Tensors, metadata: Mapping[str, str]) -> bool:
+    """Return whether the description of a weight's layer names a format that is not read. name: the name of the weight's codes."""
+    about = _about(name, tensors, _layers(metadata))
+    return about is not None and not _is_read(about)
+
+
+def _mark(name: str) -> str:
+    """Return the name of the tensor that describes the layer of a weight."""
+    return f"{name.removesuffix('.weight')}.comfy_quant"
+
+
+def _layers(metadata: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the descriptions of layers in the metadata of a file, by the name of the layer's module. ModelOpt, which adds its own
+    settings, writes such descriptions of values in another order.
+    """
+    layers = _object(metadata.get(_IN_METADATA, "")).get("layers") if "quantization_config" not in metadata else None
+    return layers if isinstance(layers, Mapping) else {}
+
+
+def _about(name: str, tensors: Tensors, described: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the description of a weight's layer, or None without one. described: those in the metadata, by the layer's name."""
+    mark, about = tensors.get(_mark(name)), described.get(name[: -len(".weight")])
+    if mark is not None:
+        return _object(read_small(mark).decode(errors="replace"))
+    return {"format": about} if isinstance(about, str) else about if isinstance(about, Mapping) else None
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Return an object from its text in JSON. A text alone is the name of a format; anything else gives {}."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {"format": found} if isinstance(found, str) else {}

@@ -1,0 +1,171 @@
+"""compressed-tensors, as llm-compressor writes it, in all of its formats. `config_groups` gives the settings of groups of modules.
+
+Integers of 1 to 8 bits are in `x.weight_packed`, in int32 words along the row, and each is stored plus 2^(bits-1). They are packed
+without gaps or, by versions before 0.16, with as many in a word as fit. `x.weight_shape` is the weight's shape. Zero points are
+packed in the same way, but along the first dimension. `x.weight_g_idx` has the group of each column. Floats of 4 or 6 bits are in
+bytes, with a scale for each group, and `x.weight_global_scale` divides these scales. float8 and int8 are in `x.weight`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.configuration import declared, matches, size, sizes
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
+from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe, same_grid
+
+SCHEME = "ct"
+_UNREAD = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
+_INTEGERS = {"int32": "i", "int64": "q"}
+Tensors = Mapping[str, CheckpointTensor]
+
+
+def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, EncodedWeight]:
+    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
+    metadata: the metadata of the files' headers. Raises UserError if the shape of a packed weight can't be read.
+    """
+    settings = declared(config)
+    groups = settings.get("config_groups")
+    if settings.get("quant_method") not in ("compressed-tensors", None) or not isinstance(groups, Mapping):
+        return {}
+    found = {}
+    for scale in tensors:
+        name = scale.removesuffix("_scale")
+        if name == scale or not name.endswith("weight"):
+            continue
+        for arguments in _arguments(name.rpartition(".")[0], groups, settings.get("format")):
+            weight = _read_weight(name, arguments, tensors)
+            if weight is not None:
+                found[name] = weight
+                break
+    return found
+
+
+def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Mapping[str, Any]]:
+    """Return the `weights` settings that may apply to a module: those of groups that name it or, if none does, of all groups, since
+    headers do not tell the class of a module. usual: the format of groups that do not declare one.
+    """
+    named: list[Mapping[str, Any]] = []
+    others: list[Mapping[str, Any]] = []
+    for group in groups.values():
+        arguments = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(arguments, Mapping) or (group.get("format") or usual) in _UNREAD:
+            continue
+        targets = group.get("targets")
+        name_it = any(matches(target, module) for target in (targets if isinstance(targets, list) else ()))
+        (named if name_it else others).append(arguments)
+    return named or others
+
+
+def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> EncodedWeight | None:
+    """Return the weight `name`, or None if its tensors are not those that the settings of its group require."""
+    block = _block(arguments)
+    if block is None:
+        return None
+    packed = tensors.get(f"{name}_packed")
+    if packed is not None and packed.dtype == "int32":
+        return _read_words(name, packed, arguments, block, tensors)
+    if packed is not None:
+        return _read_small_floats(name, packed, arguments, block, tensors)
+    codes, scale = tensors.get(name), tensors[f"{name}_scale"]
+    if codes is None or codes.dtype not in ((*FP8,) if arguments.get("type") == "float" else ("int8",)):
+        return None
+    parts: dict[str, CheckpointTensor | None] = {CODES: codes, "scale": scale}
+    kind = FP8.get(codes.dtype) or f"int{size(arguments.get('num_bits')) or 8}"
+    if scale.dtype in EXPONENTS:
+        kind = "mxfp8"
+    zero = tensors.get(f"{name}_zero_point")
+    if arguments.get("symmetric") is False and codes.dtype == "int8":
+        if zero is None or zero.dtype != "int8" or not same_grid(zero.shape, scale.shape):
+            return None
+        parts["zero_point"], zero, kind = zero, None, f"u{kind}"
+    scales = ("float32", "bfloat16", "float16", *(EXPONENTS if block == (1, 32) else ()))
+    return describe(name, SCHEME, kind, codes.shape, block, parts, tensors, scales=scales, beside=(zero,))
+
+
+def _read_words(
+    name: str, packed: CheckpointTensor, arguments: Mapping[str, Any], block: tuple[int, int] | str, tensors: Tensors
+) -> EncodedWeight | None:
+    """Return a weight whose integers are packed in int32 words, or None if its tensors do not fit."""
+    bits, held = size(arguments.get("num_bits")), tensors.get(f"{name}_shape")
+    if bits is None or bits > 8 or arguments.get("type") != "int" or held is None or held.dtype not in _INTEGERS:
+        return None
+    if held.shape != (len(packed.shape),):
+        return None
+    shape = struct.unpack(f"<{prod(held.shape)}{_INTEGERS[held.dtype]}", read_small(held))
+    if len(shape) < 2 or packed.shape[:-1] != shape[:-1] or min(shape) < 1:
+        return None
+    dense = packed.shape[-1] == -(-shape[-1] * bits // 32)
+    if not dense and packed.shape[-1] != -(-shape[-1] // (32 // bits)):
+        return None
+    scale, index, zero = tensors[f"{name}_scale"], tensors.get(f"{name}_g_idx"), tensors.get(f"{name}_zero_point")
+    parts: dict[str, CheckpointTensor | None] = {CODES: packed, "scale": scale}
+    beside = []
+    if arguments.get("symmetric") is False:
+        rows = -(-shape[-2] * bits // 32) if dense else -(-shape[-2] // (32 // bits))
+        in_words = zero is not None and zero.dtype == "int32" and zero.shape == (*shape[:-2], rows, *scale.shape[-1:])
+        in_bytes = zero is not None and zero.dtype == "int8" and same_grid(zero.shape, scale.shape)
+        if not (in_words or in_bytes):
+            return None
+        parts["zero_point"] = zero
+    elif zero is not None:
+        beside.append(zero)
+    if index is None and block != "channel" and arguments.get("actorder") in ("group", "dynamic"):
+        return None
+    if index is not None and block != "channel":
+        groups = _group_indices(index, shape[-1])
+        if groups == {-1}:  # the columns are in their order
+            beside.append(index)
+        elif groups and min(groups) >= 0 and scale.shape and max(groups) < scale.shape[-1]:
+            parts["columns"] = index
+        else:
+            return None
+    settings = {"code": "words", "bits": bits, "dense": dense}
+    kind = f"{'uint' if 'zero_point' in parts else 'int'}{bits}"
+    return describe(name, SCHEME, kind, shape, block, parts, tensors, settings=settings, beside=(held, *beside))
+
+
+def _read_small_floats(
+    name: str, packed: CheckpointTensor, arguments: Mapping[str, Any], block: tuple[int, int] | str, tensors: Tensors
+) -> EncodedWeight | None:
+    """Return a weight of floats of 4 or 6 bits, which are packed in bytes, or None if its tensors do not fit."""
+    bits = arguments.get("num_bits")
+    if packed.dtype != "uint8" or arguments.get("type") != "float" or bits not in (4, 6) or not packed.shape:
+        return None
+    shape = (*packed.shape[:-1], packed.shape[-1] * 8 // bits)
+    parts: dict[str, CheckpointTensor | None] = {CODES: packed, "scale": tensors[f"{name}_scale"]}
+    settings: dict[str, Any] = {"code": "e2m1"}
+    if bits == 6:
+        settings = {"code": "six bits", "element": "mxfp6_e2m3"}
+        if shape[-1] % 16:
+            return None
+        return describe(name, SCHEME, "mxfp6_e2m3", shape, block, parts, tensors, scales=EXPONENTS, settings=settings)
+    if block == (1, 32):
+        return describe(name, SCHEME, "mxfp4", shape, block, parts, tensors, scales=EXPONENTS, settings=settings)
+    parts["tensor_scale"] = tensors.get(f"{name}_global_scale")
+    settings["divide"] = True
+    return describe(name, SCHEME, "nvfp4", shape, block, parts, tensors, scales=("float8_e4m3fn",), settings=settings)
+
+
+def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
+    """Return the rows and columns of a block, or "channel" or "tensor", or None if the settings of a group do not say it."""
+    strategy, group = arguments.get("strategy"), arguments.get("group_size")
+    if strategy is None:
+        strategy = "channel" if group == -1 else "tensor" if group is None else "group"
+    if strategy in ("tensor", "channel"):
+        return str(strategy)
+    if strategy == "block":
+        return sizes(arguments.get("block_structure"))
+    columns = size(group)
+    return (1, columns) if strategy in ("group", "tensor_group") and columns is not None else None
+
+
+def _group_indices(index: CheckpointTensor, columns: int) -> set[int]:
+    """Return the groups of all columns, or an empty set if the tensor has another shape. Raises UserError if it can't be read."""
+    if index.dtype not in _INTEGERS or index.shape != (columns,):
+        return set()
+    return set(struct.unpack(f"<{columns}{_INTEGERS[index.dtype]}", read_small(index)))

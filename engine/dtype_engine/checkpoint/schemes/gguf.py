@@ -1,0 +1,245 @@
+"""A GGUF file as the transformers model that it holds: the configuration, and the weights under the names of transformers.
+
+llama.cpp's converter (`convert_hf_to_gguf.py`) renames tensors, reorders the rows of queries and keys for some architectures, adds
+1 to the norms of Gemma, and stacks the experts of a layer. Each of these steps is undone when a weight is decoded. Architectures
+that are not in `_FAMILIES` keep llama.cpp's names, and have no forward pass.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
+from dtype_engine.core import dtypes
+
+SCHEME = "gguf"
+_ATTENTION = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_qkv": "self_attn.qkv_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+}  # fmt: skip
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_FOUR_NORMS = {
+    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+_EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}  # fmt: skip
+_SHARED_EXPERT = {
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+_MIXTRAL_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3", "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}  # fmt: skip
+_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_DENSE = {**_ATTENTION, **_MLP, **_NORMS}
+_FIELDS = {
+    "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta", "vocab_size": "vocab_size",
+}  # fmt: skip
+_EXPERT_FIELDS = {
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}  # fmt: skip
+_ROPE_FACTORS = "rope_freqs.weight"
+_IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_MOST_EXPERTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How llama.cpp stores the models of one class of transformers."""
+
+    model_type: str
+    model_class: str
+    names: Mapping[str, str]
+    """llama.cpp's name of each tensor of a block, and its name in transformers."""
+    fields: Mapping[str, str] = field(default_factory=lambda: _FIELDS)
+    """The fields of the header, without the architecture before them, and the entries of config.json that they give."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of config.json that follow from the architecture."""
+    reordered: bool = False
+    """Whether the rows of queries and keys are reordered, as llama.cpp's rotary embedding needs it."""
+    shifted_norms: bool = False
+    """Whether the file has 1 + w for each norm's weight w."""
+
+
+_FAMILIES = {
+    "llama": _Family("llama", "LlamaForCausalLM", _DENSE, reordered=True),
+    "mixtral": _Family(
+        "mixtral", "MixtralForCausalLM", {**_ATTENTION, **_NORMS, **_MIXTRAL_EXPERTS},
+        {**_FIELDS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}, reordered=True,
+    ),
+    "qwen2": _Family("qwen2", "Qwen2ForCausalLM", _DENSE),
+    "qwen2moe": _Family(
+        "qwen2_moe", "Qwen2MoeForCausalLM", {**_DENSE, **_EXPERTS, **_SHARED_EXPERT},
+        {**_FIELDS, **_EXPERT_FIELDS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+    ),
+    "qwen3": _Family("qwen3", "Qwen3ForCausalLM", _DENSE),
+    "qwen3moe": _Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM", {**_DENSE, **_EXPERTS, "ffn_gate_inp": "mlp.gate"},
+        {**_FIELDS, **_EXPERT_FIELDS}, {"norm_topk_prob": True},
+    ),
+    "gemma": _Family("gemma", "GemmaForCausalLM", _DENSE, shifted_norms=True),
+    "gemma2": _Family(
+        "gemma2", "Gemma2ForCausalLM", {**_ATTENTION, **_MLP, **_FOUR_NORMS},
+        {**_FIELDS, "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
+         "final_logit_softcapping": "final_logit_softcapping"},
+        shifted_norms=True,
+    ),
+    "phi3": _Family(
+        "phi3", "Phi3ForCausalLM", {**_ATTENTION, **_NORMS, "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
+        {**_FIELDS, "attention.sliding_window": "sliding_window"}, {"pad_token_id": None},
+    ),
+}  # fmt: skip
+"""The architectures whose tensors have names in transformers, by `general.architecture`; `mixtral` is llama with experts."""
+_BY_MODEL_TYPE = {family.model_type: family for family in _FAMILIES.values()}
+
+
+def config_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]) -> dict[str, Any] | None:
+    """Return what config.json says in the checkpoint from which a GGUF file was made, or None for an architecture that is not
+    known here, or whose header lacks a field that every such model has.
+
+    fields: the fields of the header; a list of texts is given by its length. tensors: the tensors of the file by name. Raises
+    UserError if the factors of the rotary embedding can't be read.
+    """
+    architecture = fields.get("general.architecture")
+    if architecture == "llama" and _count(fields.get("llama.expert_count")):
+        family = _FAMILIES["mixtral"]
+    elif architecture in _FAMILIES:
+        family = _FAMILIES[str(architecture)]
+    else:
+        return None
+    own = {name.removeprefix(f"{architecture}."): value for name, value in fields.items()}
+    found = {entry: own[name] for name, entry in family.fields.items() if name in own}
+    found.setdefault("vocab_size", own.get("tokenizer.ggml.tokens"))
+    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    if not all(_count(found.get(entry)) for entry in needed):
+        return None
+    found.setdefault("head_dim", found["hidden_size"] // found["num_attention_heads"])
+    config = {
+        "model_type": family.model_type,
+        "architectures": [family.model_class],
+        **family.config,
+        **found,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in tensors),
+        "dtype": "float32",
+    }
+    if family.model_type == "gemma2":
+        # llama.cpp scales the queries of the model with 46 layers (27 B) by the width of a head of the whole embedding.
+        heads = config["num_attention_heads"]
+        config["query_pre_attn_scalar"] = (
+            config["hidden_size"] // heads if config["num_hidden_layers"] == 46 else config["head_dim"]
+        )
+    scaling = _rope_scaling(own, tensors, config)
+    return config | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _rope_scaling(
+    own: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return the entry `rope_scaling` of config.json, or None if the rotary embedding is not scaled. own: the header's fields,
+    without the architecture in their names.
+    """
+    factors = tensors.get(_ROPE_FACTORS)
+    if factors is not None and factors.dtype == "float32":
+        # The file has the factor of each frequency in place of the rule that made them, as for Llama 3.1. "longrope" takes factors.
+        values = list(struct.unpack(f"<{factors.nbytes // 4}f", read_small(factors)))
+        length = config.get("max_position_embeddings", 2048)
+        return {"rope_type": "longrope", "short_factor": values, "long_factor": values, "attention_factor": 1.0,
+                "original_max_position_embeddings": length, "factor": 1.0}  # fmt: skip
+    kind, factor = own.get("rope.scaling.type"), own.get("rope.scaling.factor")
+    if kind not in ("linear", "yarn") or not isinstance(factor, float):
+        return None
+    original = own.get("rope.scaling.original_context_length")
+    more = {} if original is None else {"original_max_position_embeddings": original}
+    return {"rope_type": kind, "factor": factor, **more}
+
+
+def read(
+    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any] | None
+) -> tuple[dict[str, EncodedWeight], dict[str, str]]:
+    """Return the weights of a GGUF file that have to be decoded, by their names in transformers, and the other tensors' names in
+    transformers, keyed by their names in the file. A tensor that transformers does not have keeps its name.
+
+    tensors: the tensors of the file by name. config: the result of `config_of`.
+    """
+    family = _BY_MODEL_TYPE[config["model_type"]] if config is not None else None
+    encoded: dict[str, EncodedWeight] = {}
+    renamed: dict[str, str] = {}
+    for own, tensor in tensors.items():
+        if tensor.refusal is not None:
+            continue
+        name, local = _name(own, family) if family is not None else (None, "")
+        if name is None or family is None or config is None:
+            if tensor.packed:
+                encoded[own] = EncodedWeight(own, tensor.shape, SCHEME, _format(tensor), {CODES: tensor})
+            continue
+        settings = _changes(local, family, config)
+        if "{}" in name:
+            encoded |= _experts(name, tensor)
+        elif tensor.packed or settings or name.endswith("shared_expert_gate.weight"):
+            shape = (1, *tensor.shape) if len(tensor.shape) == 1 and "shared_expert_gate" in name else tensor.shape
+            encoded[name] = EncodedWeight(name, shape, SCHEME, _format(tensor), {CODES: tensor}, settings)
+        else:
+            renamed[own] = name
+    return encoded, renamed
+
+
+def _name(own: str, family: _Family) -> tuple[str | None, str]:
+    """Return a tensor's name in transformers, or None if transformers has no such tensor, and llama.cpp's word for it in a block.
+    own: the tensor's name in the file. The name of stacked experts has `{}` in place of an expert's number.
+    """
+    stem, _, kind = own.rpartition(".")
+    if stem in _WHOLE and kind in ("weight", "bias"):
+        return f"{_WHOLE[stem]}.{kind}", stem
+    match = _IN_BLOCK.fullmatch(own)
+    if match is None or match[2] not in family.names:
+        return None, ""
+    return f"model.layers.{match[1]}.{family.names[match[2]]}.{match[3]}", match[2]
+
+
+def _changes(local: str, family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the steps of llama.cpp's converter that decoding has to undo. local: llama.cpp's word for the tensor, such as
+    `attn_q`.
+    """
+    if family.reordered and local in ("attn_q", "attn_k"):
+        heads = config["num_attention_heads"]
+        return {"heads": heads if local == "attn_q" else config.get("num_key_value_heads", heads)}
+    return {"offset": -1.0} if family.shifted_norms and local.endswith("norm") else {}
+
+
+def _experts(name: str, tensor: CheckpointTensor) -> dict[str, EncodedWeight]:
+    """Return a weight for each expert of a tensor [experts, out, in], whose bytes lie one after the other in the file."""
+    count = tensor.shape[0] if len(tensor.shape) == 3 else 0
+    if not 0 < count <= _MOST_EXPERTS or tensor.nbytes % count or tensor.start is None:
+        return {}
+    each = tensor.nbytes // count
+    found = {}
+    for expert in range(count):
+        own = replace(tensor, shape=tensor.shape[1:], start=tensor.start + expert * each, nbytes=each)
+        one = name.format(expert)
+        found[one] = EncodedWeight(one, own.shape, SCHEME, _format(tensor), {CODES: own})
+    return found
+
+
+def _format(tensor: CheckpointTensor) -> str:
+    return f"{SCHEME}:{dtypes.short_name(tensor.dtype)}"
+
+
+def _count(value: object) -> bool:
+    return type(value) is int and value > 0

@@ -1,0 +1,42 @@
+"""MXFP4 as gpt-oss stores its experts: `x_blocks` has two e2m1 values in a byte, uint8 [experts, out, blocks, 16], and `x_scales`
+an exponent of two for each block, uint8 [experts, out, blocks]. The model's parameter `x` is [experts, in, out].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.configuration import declared
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, describe
+
+SCHEME = "gpt-oss"
+_BYTES = 16
+"""The number of bytes in a block of 32 values, as the last dimension of the codes has them."""
+
+
+def read(
+    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
+) -> dict[str, EncodedWeight]:
+    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
+    metadata: the metadata of the files' headers.
+    """
+    if declared(config).get("quant_method") not in ("mxfp4", None):
+        return {}
+    found = {}
+    for name, codes in tensors.items():
+        stem = name.removesuffix("_blocks")
+        if stem == name or codes.dtype != "uint8" or len(codes.shape) != 4 or codes.shape[3] != _BYTES:
+            continue
+        experts, rows, blocks, _ = codes.shape
+        stored, settings = (experts, rows, 2 * _BYTES * blocks), {"code": "e2m1", "transposed": True}
+        parts = {CODES: codes, "scale": tensors.get(f"{stem}_scales")}
+        weight = describe(
+            stem, SCHEME, "mxfp4", stored, (1, 2 * _BYTES), parts, tensors, scales=EXPONENTS, settings=settings
+        )
+        if weight is not None:
+            found[stem] = replace(weight, shape=(experts, stored[2], rows))
+    return found

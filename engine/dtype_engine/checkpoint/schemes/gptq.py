@@ -1,0 +1,72 @@
+"""GPTQ's layout, as AutoGPTQ, GPTQModel and AutoRound write it.
+
+`x.qweight` [in * bits / 32, out] holds codes of 2, 3, 4 or 8 bits, packed along the inputs, the lowest bits first and without gaps.
+`x.qzeros` [groups, out * bits / 32] holds zero points in the same packing along the outputs, and `x.scales` [groups, out] factors.
+The first version of the format stores each zero point minus one. `x.g_idx` [in], if it is there, names the group of each input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.declared import (
+    FLOATS,
+    block_name,
+    declared_numbers,
+    group_size,
+    quant_method,
+    quantization,
+)
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+
+SCHEME = "gptq"
+_WORDS = ("int32", "uint32")
+_ADDED = {
+    ("gptq", "gptq"): 1, ("gptq", "gptq_v2"): 0,
+    ("auto-round", "auto_round:auto_gptq"): 1, ("auto-round", "auto_round:gptq"): 1, ("auto-round", "auto"): 1,
+    ("auto-round", "auto_round"): 0, ("auto-round", "auto_round:gptqmodel"): 0,
+}  # fmt: skip
+"""What has to be added to a stored zero point, by quantisation method and format. No other format has this layout."""
+
+
+def read(
+    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
+) -> dict[str, EncodedWeight]:
+    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
+    metadata: the metadata of the files' headers.
+    """
+    declared = quantization(config)
+    method = quant_method(declared)
+    usual = declared.get("checkpoint_format") or declared.get("format") or "gptq"
+    added = _ADDED.get((method, str(declared.get("packing_format") if method == "auto-round" else usual)))
+    if added is None:
+        return {}
+    widths, sizes = declared_numbers(declared, "bits"), declared_numbers(declared, "group_size")
+    found = {}
+    for name, codes in tensors.items():
+        stem = name.removesuffix("qweight")
+        scale, zero, order = (tensors.get(stem + end) for end in ("scales", "qzeros", "g_idx"))
+        if stem == name or scale is None or zero is None or scale.dtype not in FLOATS:
+            continue
+        if any(part.dtype not in _WORDS or len(part.shape) != 2 for part in (codes, zero)) or len(scale.shape) != 2:
+            continue
+        groups, rows = scale.shape
+        bits = 32 * zero.shape[1] // rows if rows else 0
+        if bits not in (2, 3, 4, 8) or bits not in widths:
+            continue
+        columns = 32 * codes.shape[0] // bits
+        size = group_size(sizes, columns, groups)
+        grid = codes.shape == (columns * bits / 32, rows) and zero.shape == (groups, rows * bits / 32)
+        if size is None or not grid or (order is not None and (order.shape, order.dtype) != ((columns,), "int32")):
+            continue
+        found[f"{stem}weight"] = EncodedWeight(
+            f"{stem}weight",
+            (rows, columns),
+            SCHEME,
+            f"{method}:int{bits}@{block_name(size, columns)}",
+            {CODES: codes, "scale": scale, "zero": zero} | ({} if order is None else {"g_idx": order}),
+            {"bits": bits, "group": size, "added": added},
+        )
+    return found

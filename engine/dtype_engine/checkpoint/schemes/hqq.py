@@ -1,0 +1,74 @@
+"""HQQ, as `HQQLinear.state_dict` writes it: codes of 1 to 8 bits with a zero point and a scale, both floats, for each group.
+
+HQQ quantises the weight [out, in] as a matrix [in * out / group, group] (axis 1) or [group, in * out / group] (axis 0), which holds
+the same values in the same order. Its rows are cut into as many equal parts as codes fit into a byte, or ten for 3 bits in an
+int32, and `x.W_q` packs the parts on top of each other, the first in the highest bits. Small tensors hold shape, bits and axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dtype_engine.checkpoint.packed_weights import HQQ
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.declared import FLOATS, block_name
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
+
+SCHEME = "hqq"
+_PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
+"""The bits of a code and the number of codes in an element of `W_q`, by the name of the packing."""
+_NEEDED = ("shape", "axis", "packing")
+_UNREAD = ("view_as_float", "quant_scale", "quant_zero")
+"""Settings that change the layout if they are set. These layouts are not read."""
+
+
+def read(
+    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
+) -> dict[str, EncodedWeight]:
+    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
+    metadata: the metadata of the files' headers. Raises UserError if a description of a weight can't be read.
+    """
+    found = (_weight(name.removesuffix("W_q"), tensors) for name in tensors if name.endswith(".W_q"))
+    return {weight.name: weight for weight in found if weight is not None}
+
+
+def _weight(stem: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWeight | None:
+    own = {end: tensors[stem + end] for end in ("W_q", "scale", *HQQ.more) if stem + end in tensors}
+    if any(end not in own for end in ("scale", "zero", *_NEEDED)):
+        return None
+    codes, scale, zero = own.pop("W_q"), own.pop("scale"), own.pop("zero")
+    if any(_number(own[end]) for end in _UNREAD if end in own) or own["shape"].shape != (2,):
+        return None
+    bits, together = _PACKINGS.get(read_small(own["packing"]).decode("ascii", "replace"), (0, 1))
+    half, raw = own["shape"].nbytes // 2, read_small(own["shape"])
+    rows, columns = (int.from_bytes(extent, "little", signed=True) for extent in (raw[:half], raw[half:]))
+    axis, groups = _number(own["axis"]), math.prod(scale.shape)
+    if min(rows, columns, groups, bits) <= 0 or axis not in (0, 1) or rows * columns % groups:
+        return None
+    size = rows * columns // groups
+    if "group_size" in own and _number(own["group_size"]) != size:
+        return None
+    grouped = (groups, size) if axis else (size, groups)
+    fits = columns % size == 0 if axis else groups % columns == 0  # no group begins inside a row and ends in the next
+    packed = (-(-grouped[0] // together), grouped[1])
+    padded = bits != 3 and grouped[0] % together
+    if not fits or padded or codes.shape != packed or codes.dtype != ("int32" if bits == 3 else "uint8"):
+        return None
+    if any(part.dtype not in FLOATS or part.shape != ((groups, 1) if axis else (1, groups)) for part in (scale, zero)):
+        return None
+    return EncodedWeight(
+        f"{stem}weight",
+        (rows, columns),
+        SCHEME,
+        f"{SCHEME}:int{bits}@{block_name(size, columns) if axis else f'g{size}'}",
+        {CODES: codes, "scale": scale, "zero": zero},
+        {"bits": bits, "together": together, "axis": axis},
+        tuple(own.values()),
+    )
+
+
+def _number(tensor: CheckpointTensor) -> int:
+    """Return the integer that a small tensor holds."""
+    return int.from_bytes(read_small(tensor), "little", signed=True)

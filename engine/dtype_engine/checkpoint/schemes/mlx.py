@@ -1,0 +1,100 @@
+"""MLX, as mlx-lm writes it: `x.weight` holds codes in uint32 words, the lowest bits first and without gaps, along the last
+dimension.
+
+"affine" has codes of 1 to 8 bits, to which `x.scales` and `x.biases` belong: a factor and a summand for each group. The modes
+"mxfp4", "mxfp8" and "nvfp4" have floats as codes and bytes in `x.scales`: exponents of two or, for "nvfp4", float8, to which
+`x.global_scale` may belong. config.json gives bits, group size and mode for the model and for single modules. The experts of a
+layer are stacked in `switch_mlp`; each is a weight here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.declared import FLOATS, quantization
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+
+SCHEME = "mlx"
+_AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
+_FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
+"""The bits of a code and the number of codes in a group, by mode."""
+_STACKED = ".switch_mlp."
+_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+"""The names that Mixtral and its relatives, whose experts are in `block_sparse_moe`, give to an expert's weights."""
+
+
+def read(
+    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
+) -> dict[str, EncodedWeight]:
+    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
+    metadata: the metadata of the files' headers.
+    """
+    declared = config.get("quantization")
+    declared = declared if isinstance(declared, Mapping) else quantization(config)
+    found: dict[str, EncodedWeight] = {}
+    for name, scale in tensors.items():
+        module = name.removesuffix(".scales")
+        codes = tensors.get(f"{module}.weight")
+        if module == name or codes is None or codes.dtype != "uint32":
+            continue
+        own = declared.get(module)
+        described = _described(own if isinstance(own, Mapping) else declared, codes, scale)
+        parts = {CODES: codes, "scale": scale}
+        if described is None:
+            continue
+        mode, bits, size = described
+        if mode == "affine":
+            bias = tensors.get(f"{module}.biases")
+            if bias is None or bias.shape != scale.shape or bias.dtype not in FLOATS:
+                continue
+            parts["bias"] = bias
+        whole = tensors.get(f"{module}.global_scale")
+        if whole is not None:
+            if mode != "nvfp4" or whole.shape != codes.shape[:-2] or whole.dtype != "float32":
+                continue
+            parts["global_scale"] = whole
+        kind = f"affine{bits}@g{size}" if mode == "affine" else mode
+        shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits)
+        weight = EncodedWeight(codes.name, shape, SCHEME, f"{SCHEME}:{kind}", parts, {"mode": mode, "bits": bits})
+        found |= {expert.name: expert for expert in _experts(weight)} if _STACKED in name else {weight.name: weight}
+    return found
+
+
+def _described(own: Mapping[str, Any], codes: CheckpointTensor, scale: CheckpointTensor) -> tuple[str, int, int] | None:
+    """Return the mode, the bits of a code and the size of a group, or None if the shapes or dtypes contradict them. own: what the
+    configuration gives for the module.
+    """
+    mode = str(own.get("mode", "affine"))
+    usual = _FLOAT_MODES.get(mode, (4, 64))
+    bits, size = own.get("bits", usual[0]), own.get("group_size", usual[1])
+    if mode == "affine":
+        fits = scale.dtype in FLOATS and bits in _AFFINE_BITS
+    else:
+        fits = mode in _FLOAT_MODES and scale.dtype == "uint8" and (bits, size) == usual
+    if not fits or type(bits) is not int or type(size) is not int or size < 1:
+        return None
+    if len(codes.shape) not in (2, 3) or codes.shape[:-1] != scale.shape[:-1] or not codes.nbytes:
+        return None
+    return (mode, bits, size) if 32 * codes.shape[-1] == scale.shape[-1] * size * bits else None
+
+
+def _experts(stacked: EncodedWeight) -> Iterator[EncodedWeight]:
+    """Yield the weight of each expert, whose parts are ranges of bytes of the stacked tensors."""
+    layer, _, local = stacked.name.partition(_STACKED)
+    projection = local.removesuffix(".weight")
+    if layer.endswith(".block_sparse_moe"):
+        projection = _MIXTRAL.get(projection, projection)
+    for expert in range(stacked.shape[0]):
+        parts = {role: _slice(part, expert) for role, part in stacked.parts.items()}
+        name = f"{layer}.experts.{expert}.{projection}.weight"
+        yield dataclasses.replace(stacked, name=name, shape=stacked.shape[1:], parts=parts)
+
+
+def _slice(tensor: CheckpointTensor, index: int) -> CheckpointTensor:
+    """Return one of the tensors that are stacked in a tensor along its first dimension."""
+    nbytes = tensor.nbytes // tensor.shape[0]
+    start = None if tensor.start is None else tensor.start + index * nbytes
+    return dataclasses.replace(tensor, shape=tensor.shape[1:], start=start, nbytes=nbytes)

@@ -1,0 +1,127 @@
+"""NVIDIA ModelOpt. `quant_algo` names the algorithm of all layers, or `quantized_layers` that of each one. These settings are in
+config.json and, more completely, in hf_quant_config.json.
+
+Codes are in `x.weight`, and the scales of their blocks in `x.weight_scale`. `x.weight_scale_2`, for the whole tensor, multiplies
+these scales. `x.pre_quant_scale` has a factor for each input of the layer. The layer multiplies its inputs by these factors, so
+they are factors of the weight's columns here. Kept apart are NVFP4_SVD, whose layers also add a product of two small matrices, and
+experts that are stacked in one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.configuration import declared, matches, size
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe
+from dtype_engine.checkpoint.weight_files import read_json
+
+SCHEME = "modelopt"
+_BESIDE_CONFIG = "hf_quant_config.json"
+_FLOATS = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How an algorithm stores a weight."""
+
+    kind: str
+    dtypes: tuple[str, ...]
+    """The dtypes that the codes may have."""
+    block: str | int
+    """"channel" or "tensor" for one scale for a row or for all values, otherwise the number of columns in a block that ModelOpt
+    takes if its settings do not say it.
+    """
+    scales: tuple[str, ...] = _FLOATS
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    tensor_scale: bool = False
+    """Whether the weight has a scale for the whole tensor."""
+    height: int = 1
+    """The number of rows in a block; 0 if a block is square."""
+
+
+_FP8 = _Layout("e4m3", tuple(FP8), "tensor")
+_NVFP4 = _Layout("nvfp4", ("uint8",), 16, ("float8_e4m3fn",), {"code": "e2m1"}, True)
+_MXFP4 = _Layout("mxfp4", ("uint8",), 32, EXPONENTS, {"code": "e2m1"})
+_INT4 = _Layout("int4", ("uint8",), 128, _FLOATS, {"code": "row pairs"})
+_INT8 = _Layout("int8", ("int8",), "channel")
+_LAYOUTS: Mapping[str, _Layout] = {
+    "FP8": _FP8,
+    "FP8_PER_CHANNEL_PER_TOKEN": _Layout("e4m3", tuple(FP8), "channel"),
+    **dict.fromkeys(("FP8_PB_WO", "FP8_PB_REAL"), _Layout("e4m3", tuple(FP8), 128, height=0)),
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8"), _NVFP4),
+    **dict.fromkeys(("MXFP4", "W4A8_MXFP4_FP8"), _MXFP4),
+    "MXFP8": _Layout("mxfp8", tuple(FP8), 32, EXPONENTS),
+    **dict.fromkeys(("W4A16_AWQ", "W4A8_AWQ"), _INT4),
+    **dict.fromkeys(("W8A16", "W8A8_SQ_PER_CHANNEL"), _INT8),
+}
+
+
+def read(
+    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
+) -> dict[str, EncodedWeight]:
+    """Return the weights of this scheme by name. tensors: all tensors of the files, by name; hf_quant_config.json is read from the
+    folder of their files. config: the content of config.json. metadata: the metadata of the files' headers. Raises UserError if
+    hf_quant_config.json can't be read.
+    """
+    settings = dict(declared(config))
+    if settings.get("quant_method") not in ("modelopt", "modelopt_fp4", None) or not tensors:
+        return {}
+    beside = next(iter(tensors.values())).file.parent / _BESIDE_CONFIG
+    if beside.is_file():
+        more = read_json(beside).get("quantization")
+        settings |= more if isinstance(more, Mapping) else {}
+    if settings.get("quant_algo") is None:
+        return {}
+    found = {}
+    for scale in tensors:
+        name = scale.removesuffix("_scale")
+        if name != scale and name.endswith("weight"):
+            weight = _read_weight(name, _of_layer(name.rpartition(".")[0], settings), tensors)
+            if weight is not None:
+                found[name] = weight
+    return found
+
+
+def _of_layer(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings that apply to a module: those of all layers or, in a mixture, those of its entry in `quantized_layers`.
+    The entry may name a module that holds it, such as all experts, or have `*` for any text.
+    """
+    layers = settings.get("quantized_layers")
+    if settings.get("quant_algo") != "MIXED_PRECISION" or not isinstance(layers, Mapping):
+        return settings
+    holders = [module[:end] for end in range(len(module), 0, -1) if end == len(module) or module[end] == "."]
+    entry = next((layers[holder] for holder in holders if holder in layers), None)
+    entry = entry or next((layers[name] for name in layers if matches(name, module)), None)
+    return entry if isinstance(entry, Mapping) else {}
+
+
+def _read_weight(
+    name: str, settings: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
+) -> EncodedWeight | None:
+    """Return the weight `name`, or None if its tensors are not those that its algorithm requires. settings: those of its layer."""
+    layout, codes = _LAYOUTS.get(str(settings.get("quant_algo")).upper()), tensors.get(name)
+    if layout is None or codes is None or codes.dtype not in layout.dtypes or len(codes.shape) != 2:
+        return None
+    rows, columns = codes.shape
+    packing = layout.settings.get("code")
+    shape = (2 * rows, columns) if packing == "row pairs" else (rows, 2 * columns if packing else columns)
+    block: tuple[int, int] | str
+    if isinstance(layout.block, str):
+        block = layout.block
+    else:
+        width = size(settings.get("group_size")) or layout.block
+        block = (layout.height or width, width)
+    parts: dict[str, CheckpointTensor | None] = {CODES: codes, "scale": tensors[f"{name}_scale"]}
+    of_tensor, of_inputs = tensors.get(f"{name}_scale_2"), tensors.get(f"{name.rpartition('.')[0]}.pre_quant_scale")
+    if layout.tensor_scale:
+        parts["tensor_scale"], of_tensor = of_tensor, None
+    if of_inputs is not None:
+        parts["input_scale"] = of_inputs
+    return describe(
+        name, SCHEME, layout.kind, shape, block, parts, tensors, scales=layout.scales, settings=layout.settings,
+        beside=(of_tensor,),
+    )  # fmt: skip

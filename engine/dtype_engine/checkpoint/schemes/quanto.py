@@ -1,0 +1,43 @@
+"""optimum-quanto with 8 bits: `x.weight._data` holds int8 or float8 codes, and `x.weight._scale` a factor for each output channel.
+
+Its weights of 4 and 2 bits are not read: the file holds them as groups, and the shape of a weight only in the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.declared import FLOATS
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+
+SCHEME = "quanto"
+_CODES = {"int8": "int8", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float8_e4m3fnuz": "e4m3fnuz"}
+
+
+def read(
+    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
+) -> dict[str, EncodedWeight]:
+    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
+    metadata: the metadata of the files' headers.
+    """
+    found = {}
+    for name, codes in tensors.items():
+        stem = name.removesuffix("._data")
+        scale = tensors.get(f"{stem}._scale")
+        if stem == name or scale is None or codes.dtype not in _CODES or scale.dtype not in FLOATS:
+            continue
+        if len(codes.shape) < 2 or not codes.nbytes or scale.shape != (codes.shape[0], *(1 for _ in codes.shape[1:])):
+            continue
+        module = stem.rpartition(".")[0]
+        beside = (tensors.get(f"{module}.input_scale"), tensors.get(f"{module}.output_scale"))
+        found[stem] = EncodedWeight(
+            stem,
+            codes.shape,
+            SCHEME,
+            f"{SCHEME}:{_CODES[codes.dtype]}@channel",
+            {CODES: codes, "scale": scale},
+            beside=tuple(tensor for tensor in beside if tensor is not None),
+        )
+    return found

@@ -1,0 +1,101 @@
+"""AMD Quark. `global_quant_config` has the settings of all layers, `layer_quant_config` those of layers whose names fit a pattern.
+
+Codes are in `x.weight` and their scales in `x.weight_scale`: float8 and int8 with a scale for the tensor, for each row or, for
+float8, for each block; floats of 4 and 6 bits in bytes with an exponent of two for each group; 4-bit integers in groups, of which
+the files have the transpose in int32 words, in the order of AWQ if `pack_method` is "reorder". Kept apart are other integers in
+groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.configuration import declared, matches, size, sizes
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe, same_grid
+
+SCHEME = "quark"
+_IN_ORDER, _REORDERED = (0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 4, 6, 1, 3, 5, 7)
+_FLOATS = ("float32", "bfloat16", "float16")
+_PACKED = {
+    "fp4": ("mxfp4", "e2m1", 4),
+    "fp6_e2m3": ("mxfp6_e2m3", "six bits", 6),
+    "fp6_e3m2": ("mxfp6_e3m2", "six bits", 6),
+}
+"""Maps a dtype to the name of the format, the way of packing and the number of bits."""
+
+
+def read(
+    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
+) -> dict[str, EncodedWeight]:
+    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
+    metadata: the metadata of the files' headers.
+    """
+    settings = declared(config)
+    if settings.get("quant_method") != "quark":
+        return {}
+    layers = settings.get("layer_quant_config")
+    found = {}
+    for scale in tensors:
+        name = scale.removesuffix("_scale")
+        if name == scale or not name.endswith("weight"):
+            continue
+        entry = settings.get("global_quant_config")
+        for pattern, of_layer in layers.items() if isinstance(layers, Mapping) else ():
+            entry = of_layer if matches(pattern, name.rpartition(".")[0]) else entry
+        export = settings.get("export")
+        order = _IN_ORDER if isinstance(export, Mapping) and export.get("pack_method") == "order" else _REORDERED
+        weight = _read_weight(name, entry.get("weight") if isinstance(entry, Mapping) else None, order, tensors)
+        if weight is not None:
+            found[name] = weight
+    return found
+
+
+def _read_weight(
+    name: str, settings: object, order: tuple[int, ...], tensors: Mapping[str, CheckpointTensor]
+) -> EncodedWeight | None:
+    """Return the weight `name`, or None if its tensors are not those that the settings of its layer require. order: the rows of the
+    eight integers in a word.
+    """
+    codes, scale = tensors.get(name), tensors[f"{name}_scale"]
+    if not isinstance(settings, Mapping) or codes is None or len(codes.shape) != 2:
+        return None
+    dtype, scheme = str(settings.get("dtype")), settings.get("qscheme")
+    columns = size(settings.get("group_size"))
+    block = {"per_tensor": "tensor", "per_channel": "channel", "per_block": sizes(settings.get("block_size"))}.get(
+        str(scheme), None if columns is None else (1, columns)
+    )
+    if block is None or settings.get("ch_axis") not in (None, 0, 1, -1):
+        return None
+    parts: dict[str, CheckpointTensor | None] = {CODES: codes, "scale": scale}
+    if dtype in _PACKED and codes.dtype == "uint8" and scheme == "per_group":
+        kind, packing, bits = _PACKED[dtype]
+        shape = (codes.shape[0], codes.shape[1] * 8 // bits)
+        if shape[1] % 16:
+            return None
+        packed = {"code": packing, "element": kind}
+        return describe(name, SCHEME, kind, shape, block, parts, tensors, scales=EXPONENTS, settings=packed)
+    zero = tensors.get(f"{name}_zero_point")
+    if dtype in ("int4", "uint4") and codes.dtype == "int32" and scheme == "per_group" and columns is not None:
+        words = {"code": "row words", "order": order, "signed": dtype == "int4"}
+        shape, groups = (8 * codes.shape[1], codes.shape[0]), -(-codes.shape[0] // columns)
+        if scale.shape != (groups, shape[0]) or zero is None:
+            return None
+        if zero.dtype != "int32" or zero.shape != (groups, codes.shape[1]):
+            return None
+        parts["zero_point"] = zero
+        turned = replace(scale, shape=scale.shape[::-1])
+        weight = describe(name, SCHEME, dtype, shape, block, {**parts, "scale": turned}, tensors, settings=words)
+        return weight and replace(weight, parts={**weight.parts, "scale": scale})
+    if dtype.startswith("fp8") and codes.dtype in FP8:
+        return describe(name, SCHEME, FP8[codes.dtype], codes.shape, block, parts, tensors, beside=(zero,))
+    if dtype == codes.dtype == "int8" and scheme != "per_group":
+        if zero is not None:
+            if zero.dtype not in ("int8", *_FLOATS) or not same_grid(zero.shape, scale.shape):
+                return None
+            parts["zero_point"] = zero
+        return describe(name, SCHEME, "int8", codes.shape, block, parts, tensors)
+    return None

@@ -1,0 +1,62 @@
+"""Decodes bitsandbytes: NF4 and FP4 with a factor for each block of successive values, and int8 with a factor for each row."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.runtime.formats.schemes.parts import Parts
+from dtype_engine.runtime.formats.schemes.words import decode_rows, look_up, pairs, scale_groups, write_values
+
+_LARGEST = 127
+"""The code that stands for a row's largest value, which is its scale."""
+
+
+def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+    """Return the rows from `first` up to `last` of a weight in float32: the value of each code times the factor of its block or
+    row.
+
+    4 bits: a row is everything under one index of the first dimension.
+    """
+    if "scale" in parts:
+        return _eight_bits(parts, first, last)
+    columns = math.prod(weight.shape[1:])
+    block = weight.settings["block"]
+    codes = parts[CODES].reshape(-1).view(torch.uint8)
+    table = pairs(parts["quant_map"], high_first=True)
+
+    def fill(out: torch.Tensor, start: int, stop: int) -> None:
+        low, high = start * columns // block, -(-stop * columns // block)  # the blocks in which the rows lie
+        held = codes[low * block // 2 : high * block // 2]
+        exact = not columns % block
+        values = out.view(-1) if exact else torch.empty(2 * len(held))
+        look_up(held, table, values)
+        scale = _factors(weight, parts, low, high)
+        if exact:
+            scale_groups(values[None], scale[None])
+        else:
+            values.mul_(scale.repeat_interleave(block)[: len(values)])
+            out.copy_(values[start * columns - low * block :][: out.numel()].view(out.shape))
+
+    return decode_rows(first, last, columns, fill).view(-1, *weight.shape[1:])
+
+
+def _factors(weight: EncodedWeight, parts: Parts, low: int, high: int) -> torch.Tensor:
+    """Return the factors of the blocks from `low` up to `high` in float32."""
+    factors = parts["absmax"][low:high]
+    if "nested_absmax" not in parts:
+        return factors
+    nested = parts["nested_absmax"][torch.arange(low, high) // weight.settings["nested_block"]]
+    return parts["nested_quant_map"][factors.to(torch.int32)].mul_(nested).add_(weight.settings["offset"])
+
+
+def _eight_bits(parts: Parts, first: int, last: int) -> torch.Tensor:
+    scale = parts["scale"].view(-1, 1)
+
+    def fill(out: torch.Tensor, start: int, stop: int) -> None:
+        write_values(parts[CODES][start:stop], out)
+        out.mul_(scale[start:stop]).div_(_LARGEST)
+
+    return decode_rows(first, last, parts[CODES].shape[1], fill)

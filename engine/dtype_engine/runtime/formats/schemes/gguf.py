@@ -1,0 +1,80 @@
+"""Decodes the tensors of GGUF files with the gguf package, and undoes what llama.cpp's converter did to the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.foreign_code import failures_as
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.formats.schemes.parts import Parts
+
+_VALUES_AT_ONCE = 1 << 20
+"""Number of values that are dequantized at once. The gguf package allocates several float32 arrays of this size."""
+
+
+def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+    """Return the rows from `first` up to `last` of a weight in float32, in the order that transformers has.
+
+    The codes of a block type are the bytes of the rows; those of F32, F16 and BF16 are values.
+    """
+    codes = parts[CODES].view(weight.shape[0], -1)
+    heads = weight.settings.get("heads")
+    rows = codes[first:last] if heads is None else codes[_rows_of_halves(weight.shape[0], heads, first, last)]
+    values = _dequantize(weight, rows) if weight.parts[CODES].packed else rows.to(torch.float32)
+    if "offset" in weight.settings:
+        values = values + weight.settings["offset"]
+    return values.reshape(last - first, *weight.shape[1:])
+
+
+def _rows_of_halves(rows: int, heads: int, first: int, last: int) -> torch.Tensor:
+    """Return where the file has the rows from `first` up to `last` of a projection to `heads` heads. llama.cpp alternates the rows
+    of the two halves of a head, and transformers has one half after the other. Raises UserError if the heads do not divide the
+    rows.
+    """
+    if rows % (2 * heads):
+        raise UserError(f"{rows} rows are not {heads} heads of two halves each, as the header of the GGUF file says")
+    half = rows // heads // 2
+    index = torch.arange(first, last)
+    head, row = index // (2 * half), index % (2 * half)
+    return head * 2 * half + row % half * 2 + row // half
+
+
+def _dequantize(weight: EncodedWeight, rows: torch.Tensor) -> torch.Tensor:
+    """Return the float32 values of rows of blocks, given by their bytes [rows, bytes].
+
+    transformers' function, which the newest versions have for most types, is several times as fast as that of the gguf package,
+    and its values are the same bits.
+    """
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    part = weight.parts[CODES]
+    kind = GGMLQuantizationType[part.dtype.upper()]
+    block, width = GGML_QUANT_SIZES[kind]
+    blocks = rows.contiguous().view(-1, width)
+    step = max(1, _VALUES_AT_ONCE // block)
+    values = torch.empty(len(blocks) * block)
+    with failures_as(UserError, f"{part.file}: the gguf package can't dequantize {printable(part.name)}"):
+        for first in range(0, len(blocks), step):
+            piece = _values(blocks[first : first + step], kind)
+            values[first * block : first * block + len(piece)] = piece
+    return values
+
+
+def _values(blocks: torch.Tensor, kind: Any) -> torch.Tensor:
+    """Return the float32 values of blocks [blocks, bytes], flat. kind: the type of the blocks."""
+    try:
+        from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
+    except ImportError:
+        GGML_BLOCK = {}
+    if kind in GGML_BLOCK:
+        values: torch.Tensor = dequantize(blocks, int(kind))
+        return values
+    from gguf.quants import dequantize as by_numpy
+
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(by_numpy(blocks.numpy(), kind).reshape(-1))

@@ -1,0 +1,64 @@
+"""Decodes GPTQ's layout: codes packed along the inputs, zero points packed along the outputs."""
+
+from __future__ import annotations
+
+import torch
+
+from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.formats.schemes.parts import Parts
+from dtype_engine.runtime.formats.schemes.words import decode_rows, scale_groups, unpack
+
+
+def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+    """Return the rows from `first` up to `last` of a weight [out, in]: (code - zero point) times scale, in float32.
+
+    Raises UserError if `g_idx` names a group that has no scale.
+    """
+    bits = weight.settings["bits"]
+    order = _order(weight, parts)
+    scale = parts["scale"][:, first:last].t().to(torch.float32).contiguous()
+    zero = _zero_points(weight, parts["zero"], first, last)
+
+    def fill(out: torch.Tensor, start: int, stop: int) -> None:
+        unpack(parts[CODES][:, start:stop].t().contiguous(), bits, out)
+        rows = slice(start - first, stop - first)
+        if order is None:
+            scale_groups(out, scale[rows], zero[rows])
+        else:
+            out.sub_(zero[rows].index_select(1, order)).mul_(scale[rows].index_select(1, order))
+
+    return decode_rows(first, last, weight.shape[1], fill)
+
+
+def _zero_points(weight: EncodedWeight, packed: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Return the zero points of the rows from `first` up to `last` as float32 [rows, groups]. packed: [groups, out in words].
+
+    The first version of the format stores each zero point minus one. GPTQModel (`convert_gptq_v2_to_v1_format_module`) subtracts
+    and adds whole words, so a zero point of 0 borrows from the next one in its word. With 3 bits, each zero point wraps by itself.
+    """
+    bits, added = weight.settings["bits"], weight.settings["added"]
+    low, high = first // 32 * 32, min(-(-last // 32) * 32, weight.shape[0])  # 32 codes take whole words
+    zero = torch.empty(len(packed), high - low)
+    words = packed[:, low * bits // 32 : high * bits // 32].view(torch.int32)
+    if bits == 3:
+        unpack(words.contiguous(), bits, zero)
+        zero.add_(added).remainder_(8)
+    else:
+        ones = sum(1 << place for place in range(0, 32, bits))
+        unpack(words + added * ones, bits, zero)
+    return zero[:, first - low : last - low].t().contiguous()
+
+
+def _order(weight: EncodedWeight, parts: Parts) -> torch.Tensor | None:
+    """Return the group of each column, int64 [in], or None if the groups are successive columns, and each has as many."""
+    columns, groups, size = weight.shape[1], len(parts["scale"]), weight.settings["group"]
+    regular = torch.arange(columns) // size
+    order = parts["g_idx"].to(torch.int64) if "g_idx" in parts else regular
+    if columns and (order.min() < 0 or order.max() >= groups):
+        name = printable(weight.parts["g_idx"].name)
+        raise UserError(
+            f"{name} names groups from {order.min()} to {order.max()}, and the weight has groups 0 to {groups - 1}"
+        )
+    return None if columns == groups * size and torch.equal(order, regular) else order

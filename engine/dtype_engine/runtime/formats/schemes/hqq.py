@@ -1,0 +1,33 @@
+"""Decodes HQQ: the codes of successive parts of a weight lie on top of each other, the first part in the highest bits."""
+
+from __future__ import annotations
+
+import torch
+
+from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.runtime.formats.schemes.parts import Parts
+from dtype_engine.runtime.formats.schemes.words import decode_rows, scale_groups
+
+
+def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+    """Return the rows from `first` up to `last` of a weight [out, in]: (code - zero point) times scale, in float32."""
+    bits, together, axis = (weight.settings[key] for key in ("bits", "together", "axis"))
+    packed = parts[CODES].view(-1)
+    columns = weight.shape[1]
+    # [rows, groups in a row] for axis 1, or [rows until the groups repeat, in] for axis 0
+    across = len(parts["scale"]) // weight.shape[0] if axis else columns
+    scale, zero = (parts[role].view(-1, across) for role in ("scale", "zero"))
+
+    def fill(out: torch.Tensor, start: int, stop: int) -> None:
+        flat, begin = out.view(-1), start * columns
+        done = 0
+        while done < len(flat):
+            part, offset = divmod(begin + done, len(packed))
+            count = min(len(packed) - offset, len(flat) - done)
+            codes = packed[offset : offset + count] >> (bits * (together - 1 - part))
+            flat[done : done + count] = codes.bitwise_and_((1 << bits) - 1)
+            done += count
+        rows = torch.arange(start, stop) % len(scale)
+        scale_groups(out, scale[rows].to(torch.float32), zero[rows].to(torch.float32))
+
+    return decode_rows(first, last, columns, fill)

@@ -1,0 +1,49 @@
+"""Decodes MLX: integers with a scale and a bias for each group, or floats of four or eight bits with a scale."""
+
+from __future__ import annotations
+
+import torch
+
+from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.runtime.formats.schemes.parts import Parts
+from dtype_engine.runtime.formats.schemes.words import (
+    decode_rows,
+    e2m1_pairs,
+    float8_values,
+    look_up,
+    scale_groups,
+    unpack,
+)
+
+_LARGEST_NVFP4 = 448.0 * 6.0
+"""The value of the largest code times the largest scale, which stands for a tensor's `global_scale`."""
+_SCALES = {"mxfp4": torch.float8_e8m0fnu, "mxfp8": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
+
+
+def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+    """Return the rows from `first` up to `last` of a weight [out, in], or the same range of matrices of a weight [experts, out,
+    in]: code times scale plus bias in "affine" mode, value of the code times scale in the others, in float32.
+    """
+    mode, bits, columns = weight.settings["mode"], weight.settings["bits"], weight.shape[-1]
+    each = 1 if len(weight.shape) == 2 else weight.shape[1]
+    codes, scale = (parts[role].flatten(0, -2) for role in (CODES, "scale"))
+    if mode == "affine":
+        bias = parts["bias"].flatten(0, -2)
+    else:
+        scale = scale.view(_SCALES[mode])
+        table = e2m1_pairs() if bits == 4 else float8_values(torch.float8_e4m3fn)
+
+    def fill(out: torch.Tensor, start: int, stop: int) -> None:
+        if mode == "affine":
+            unpack(codes[start:stop], bits, out)
+        else:
+            look_up(codes[start:stop], table, out)
+        factors = scale[start:stop].to(torch.float32)
+        if "global_scale" in parts:
+            matrices = torch.arange(start, stop) // weight.shape[-2]
+            factors *= parts["global_scale"].view(-1, 1)[matrices] / _LARGEST_NVFP4
+        scale_groups(out, factors)
+        if mode == "affine":
+            out.view(len(out), scale.shape[1], -1).add_(bias[start:stop, :, None].to(torch.float32))
+
+    return decode_rows(first * each, last * each, columns, fill).view(-1, *weight.shape[1:])

@@ -1,0 +1,22 @@
+"""Decodes optimum-quanto with 8 bits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.runtime.formats.schemes.parts import Parts
+from dtype_engine.runtime.formats.schemes.words import decode_rows, scale_groups, write_values
+
+
+def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+    """Return the channels from `first` up to `last` of a weight [out, in, ...]: code times the channel's scale, in float32."""
+    scale = parts["scale"].view(-1, 1).to(torch.float32)
+
+    def fill(out: torch.Tensor, start: int, stop: int) -> None:
+        write_values(parts[CODES][start:stop], out)
+        scale_groups(out, scale[start:stop])
+
+    return decode_rows(first, last, math.prod(weight.shape[1:]), fill).view(-1, *weight.shape[1:])

@@ -1,0 +1,52 @@
+"""Reading the values of a weight that another program quantised a piece at a time, so that it need not be decoded as a whole."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import torch
+
+from dtype_engine.checkpoint.schemes import EncodedWeight
+from dtype_engine.runtime.model.mmap_reader import read_encoded
+from dtype_engine.runtime.model.pread_reader import FileRows
+
+_WORTH_KEEPING = 1 << 19
+"""Number of values from which on the last decoded piece is kept: those of an expert, which is decoded as a whole."""
+
+
+class DecodedValues:
+    """The float32 values of a weight, readable flat or as rows."""
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(self, weight: EncodedWeight) -> None:
+        self.weight = weight
+        self.shape = torch.Size(weight.shape)
+        self._unit = math.prod(weight.shape[1:])
+        self._lock = threading.Lock()
+        self._last: tuple[int, int, torch.Tensor] | None = None
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def elements(self, start: int, count: int) -> torch.Tensor:
+        """Return `count` values from the flat index `start` on. Raises UserError if a file can't be read."""
+        if not count:
+            return torch.empty(0)
+        first, last = start // self._unit, -(-(start + count) // self._unit)
+        return self._decoded(first, last).reshape(-1)[start - first * self._unit :][:count]
+
+    def _decoded(self, first: int, last: int) -> torch.Tensor:
+        if self._unit < _WORTH_KEEPING:
+            return read_encoded(self.weight, first, last)
+        with self._lock:
+            if self._last is None or self._last[:2] != (first, last):
+                self._last = None  # its memory is free before that of the next is taken
+                self._last = first, last, read_encoded(self.weight, first, last)
+            return self._last[2]
+
+    def reshape(self, *shape: int) -> FileRows:
+        """Return the values as [rows, columns], or flat if `shape` has only one number."""
+        return FileRows(self, torch.Size(shape if len(shape) == 2 else (self.numel(),)))

@@ -1,0 +1,160 @@
+"""A weight whose tensors are not all there, or contradict each other or what is declared of them, is not read as one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.quantised_files import (
+    Made,
+    awq,
+    bnb_4bit,
+    bnb_8bit,
+    gptq,
+    hqq,
+    mlx_affine,
+    mlx_float,
+    quanto,
+    text,
+    torchao_blocks,
+    torchao_swizzled,
+)
+
+from dtype_engine.core.errors import UserError
+
+Change = Callable[[Made], Any]
+
+
+def without(name: str) -> Change:
+    """Leave out a tensor."""
+    return lambda made: made.tensors.pop(name)
+
+
+def shorter(name: str) -> Change:
+    """Leave out the last row of a tensor."""
+    return lambda made: made.tensors.update({name: made.tensors[name][:-1]})
+
+
+def other(name: str, tensor: torch.Tensor) -> Change:
+    """Put another tensor in the place of a tensor, or a tensor more."""
+    return lambda made: made.tensors.update({name: tensor})
+
+
+def declared(key: str = "quantization_config", **settings: Any) -> Change:
+    """Declare something else in config.json."""
+    return lambda made: made.config[key].update(settings)
+
+
+def described(name: str, **settings: Any) -> Change:
+    """Describe the weight otherwise in a tensor with JSON."""
+
+    def change(made: Made) -> None:
+        found = json.loads(bytes(made.tensors[name].tolist()))
+        made.tensors[name] = text(json.dumps(found | settings))
+
+    return change
+
+
+def attributes(**settings: Any) -> Change:
+    """Describe the weight otherwise in the metadata of the header."""
+
+    def change(made: Made) -> None:
+        found = json.loads(made.metadata["m.weight"])
+        made.metadata["m.weight"] = json.dumps(found | {"_data": found["_data"] | settings})
+
+    return change
+
+
+def undeclared(made: Made) -> None:
+    """Leave out what config.json and the metadata declare."""
+    made.config.clear()
+    made.metadata.clear()
+
+
+STATE = "m.weight.quant_state.bitsandbytes__nf4"
+LARGE = torch.zeros(1 << 17, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("made", "change"),
+    [
+        *((gptq, change) for change in (
+            without("m.scales"), without("m.qzeros"), shorter("m.scales"), shorter("m.qzeros"),
+            declared(group_size=64), declared(group_size="32"), declared(bits=8), declared(checkpoint_format="marlin"),
+            declared(quant_method="other"), undeclared,
+            other("m.g_idx", torch.zeros(95, dtype=torch.int32)), other("m.g_idx", torch.zeros(96, dtype=torch.int64)),
+            other("m.scales", torch.zeros(3, 64, dtype=torch.int32)),
+        )),
+        (lambda: gptq(order="regular"), shorter("m.qweight")),
+        *((awq, change) for change in (
+            without("m.scales"), without("m.qzeros"), shorter("m.scales"), shorter("m.qzeros"), shorter("m.qweight"),
+            declared(group_size=64), declared(bits=8), undeclared,
+        )),
+        *((bnb_4bit, change) for change in (
+            without("m.weight.absmax"), without("m.weight.quant_map"), without(STATE), without("m.weight"),
+            shorter("m.weight.absmax"), shorter("m.weight.quant_map"), shorter("m.weight"),
+            described(STATE, shape=[24, 64]), described(STATE, shape=[24, -128]), described(STATE, shape="24"),
+            described(STATE, blocksize=128), described(STATE, blocksize=0), described(STATE, blocksize=None),
+            other(STATE, text("no JSON")), other(STATE, text("[1]")),
+            other("m.weight.absmax", torch.zeros(48, dtype=torch.uint8)),
+        )),
+        *((lambda: bnb_4bit(nested=True), change) for change in (
+            without("m.weight.nested_absmax"), without("m.weight.nested_quant_map"), shorter("m.weight.nested_absmax"),
+            shorter("m.weight.nested_quant_map"), described(STATE, nested_offset=None),
+            described(STATE, nested_blocksize=0),
+        )),
+        *((bnb_8bit, change) for change in (
+            without("m.SCB"), shorter("m.SCB"), other("m.weight_format", torch.tensor(2, dtype=torch.uint8)),
+        )),
+        *((hqq, change) for change in (
+            without("m.scale"), without("m.zero"), without("m.shape"), without("m.packing"), shorter("m.scale"),
+            shorter("m.zero"), shorter("m.W_q"), other("m.packing", text("2bit_u8")), other("m.packing", text("x")),
+            other("m.axis", torch.tensor(0, dtype=torch.int32)), other("m.shape", torch.tensor([32, 32])),
+            other("m.shape", torch.tensor([0, 48])), other("m.quant_scale", torch.tensor(1, dtype=torch.uint8)),
+            other("m.group_size", torch.tensor(32, dtype=torch.int32)),
+        )),
+        *((mlx_affine, change) for change in (
+            without("m.scales"), without("m.biases"), shorter("m.scales"), shorter("m.biases"), shorter("m.weight"),
+            declared("quantization", group_size=64), declared("quantization", bits=8), undeclared,
+            declared("quantization", mode="mxfp4"), declared("quantization", mode=["affine"]),
+            declared("quantization", bits=4.0), declared("quantization", bits=[4]),
+        )),
+        *((mlx_float, change) for change in (
+            without("m.scales"), shorter("m.scales"), declared("quantization", mode="nvfp4"),
+            declared("quantization", mode="affine"), other("m.global_scale", torch.tensor(1.0)),
+        )),
+        *((torchao_blocks, change) for change in (
+            without("m._weight_scale"), without("m._weight_qdata"), shorter("m._weight_scale"),
+            shorter("m._weight_zero_point"), undeclared, attributes(block_size=[1, 64]), attributes(block_size=[1, 0]),
+            attributes(block_size=None), attributes(target_dtype={"_data": "a b"}),
+            lambda made: made.metadata.update({"m.weight": '{"_type"'}),
+            lambda made: made.metadata.update({"m.weight": '{"_type": "Int4Tensor", "_data": {}}'}),
+        )),
+        *((torchao_swizzled, change) for change in (
+            without("m._weight_scale"), shorter("m._weight_scale"), attributes(is_swizzled_scales=False),
+            attributes(block_size=16),
+        )),
+        *((quanto, change) for change in (
+            without("m.weight._scale"), shorter("m.weight._scale"),
+            other("m.weight._scale", torch.zeros(24, 1, dtype=torch.int32)),
+        )),
+    ],
+)  # fmt: skip
+def test_a_weight_that_contradicts_itself_is_not_read(tmp_path: Path, made: Callable[[], Made], change: Change) -> None:
+    changed = made()
+    change(changed)
+    assert changed.open(tmp_path).encoded == {}
+
+
+@pytest.mark.parametrize(("made", "name"), [(bnb_4bit, STATE), (hqq, "m.packing")])
+def test_a_description_that_is_too_large_is_refused_by_name(
+    tmp_path: Path, made: Callable[[], Made], name: str
+) -> None:
+    changed = made()
+    changed.tensors[name] = LARGE
+    with pytest.raises(UserError, match="too many for what it describes"):
+        _ = changed.open(tmp_path).encoded

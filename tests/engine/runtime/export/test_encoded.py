@@ -1,0 +1,70 @@
+"""Exports of weights that other programs quantised: as they are, or as the values that their codes stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tests.helpers import quantised_files
+from tests.helpers.exporting import export_checkpoint
+
+from dtype_engine import Recipe, Rule
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.runtime.verify.verify import verify
+
+MADE: dict[str, Callable[[], quantised_files.Made]] = {
+    "GPTQ": quantised_files.gptq,
+    "AWQ": quantised_files.awq,
+    "bitsandbytes": lambda: quantised_files.bnb_4bit(nested=True),
+    "HQQ": quantised_files.hqq,
+    "MLX": quantised_files.mlx_affine,
+    "MLX, stacked experts": lambda: quantised_files.mlx_affine(
+        name="model.layers.0.mlp.switch_mlp.up_proj", shape=(3, 40, 64)
+    ),
+    "torchao": quantised_files.torchao_swizzled,
+    "quanto": quantised_files.quanto,
+}
+
+
+@pytest.mark.parametrize("form", MADE)
+def test_without_rules_each_tensor_is_copied_once(form: str, tmp_path: Path) -> None:
+    made = MADE[form]()
+    source = made.open(tmp_path / "source")
+    export_checkpoint(source, "source", Recipe(()), out := tmp_path / "out")
+    before, after = (load_file(folder / "model.safetensors") for folder in (source.path, out))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (tensor, after[name]))), name
+    kept = made.config.get("quantization_config")
+    assert json.loads((out / "config.json").read_text()).get("quantization_config") == kept
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert made.metadata.items() <= file.metadata().items()
+    again = open_checkpoint(out).encoded
+    assert {name: weight.format for name, weight in again.items()} == {
+        name: weight.format for name, weight in source.encoded.items()
+    }
+    assert verify(out, locate(str(source.path))).same
+
+
+@pytest.mark.parametrize("form", MADE)
+def test_a_cast_has_the_values_of_the_codes(form: str, tmp_path: Path) -> None:
+    made = MADE[form]()
+    source = made.open(tmp_path / "source")
+    export_checkpoint(source, "source", Recipe((Rule.parse("*=f32"),)), out := tmp_path / "out")
+    after = load_file(out / "model.safetensors")
+    right = made.right
+    if "experts" in form:
+        (stacked,) = right.values()
+        right = {f"model.layers.0.mlp.experts.{index}.up_proj.weight": each for index, each in enumerate(stacked)}
+    assert source.encoded.keys() == right.keys()
+    for name, value in right.items():
+        np.testing.assert_allclose(after[name].numpy(), value, rtol=1e-6, atol=1e-7)
+    assert not {"quantization_config", "quantization"} & json.loads((out / "config.json").read_text()).keys()
+    assert verify(out, locate(str(source.path))).same

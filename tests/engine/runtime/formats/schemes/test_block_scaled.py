@@ -1,0 +1,67 @@
+"""Weights with scales for their blocks: each value is the code times its scales, for all schemes, and so are some of the rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.helpers.scaled_weights import CASES
+
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.runtime.formats.schemes.unpack import scale_values, write_plain
+from dtype_engine.runtime.model.mmap_reader import read_encoded
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_value_is_its_code_times_its_scales(case: str, tmp_path: Path) -> None:
+    made = CASES[case]()
+    checkpoint = open_checkpoint(made.save(tmp_path))
+    assert checkpoint.encoded.keys() == made.right.keys()
+    for name, right in made.right.items():
+        weight = checkpoint.encoded[name]
+        assert weight.shape == right.shape
+        values, rows = read_encoded(weight).numpy(), len(right)
+        np.testing.assert_allclose(values, right, rtol=0, atol=made.tolerance * np.abs(right).max())
+        for first, last in ((0, 1), (1, rows), (rows // 2, rows // 2 + 1), (rows, rows)):
+            np.testing.assert_array_equal(read_encoded(weight, first, last).numpy(), values[first:last])
+    assert next(iter(checkpoint.encoded.values())).format == made.format
+    parts = [tensor.name for weight in checkpoint.encoded.values() for tensor in weight.tensors]
+    assert sorted(parts) == sorted(name for name in made.tensors if name != "scaled_fp8")
+
+
+def test_rows_that_span_several_pieces_are_equal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("dtype_engine.runtime.formats.schemes.block_scaled.CHUNK", 400)
+    for case in ("ct fp8 in blocks", "ct int4 with zero points", "modelopt int4", "comfy nvfp4", "quark int4"):
+        (folder := tmp_path / case).mkdir()
+        made = CASES[case]()
+        weight = open_checkpoint(made.save(folder)).encoded["x.weight"]
+        np.testing.assert_array_equal(read_encoded(weight, 1).numpy(), made.right["x.weight"][1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_every_code_of_one_byte_has_the_value_that_torch_gives_it(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(dtype)
+    out = torch.empty(16, 16)
+    write_plain(codes, out, {})
+    torch.testing.assert_close(out, codes.to(torch.float32), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(torch.signbit(out)[~out.isnan()], torch.signbit(codes.to(torch.float32))[~out.isnan()])
+
+
+def test_every_exponent_is_the_power_of_two_that_torch_gives_it() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    right = codes.view(torch.float8_e8m0fnu).to(torch.float32)
+    torch.testing.assert_close(scale_values(codes), right, rtol=0, atol=0, equal_nan=True)
+
+
+def test_values_are_float32_whatever_torch_takes_by_default(tmp_path: Path) -> None:
+    made = CASES["ct nvfp4"]()
+    weight = open_checkpoint(made.save(tmp_path)).encoded["x.weight"]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        values = read_encoded(weight)
+    finally:
+        torch.set_default_dtype(before)
+    np.testing.assert_array_equal(values.numpy(), made.right["x.weight"])

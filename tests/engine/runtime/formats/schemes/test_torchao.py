@@ -1,0 +1,36 @@
+"""torchao's safetensors: integers and float8 with any block, and scales in the order of tensor cores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.helpers.quantised_files import torchao_blocks, torchao_swizzled
+
+
+@pytest.mark.parametrize(
+    ("codes", "block", "zero", "form"),
+    [
+        ("int4", (1, 32), True, "int4@g32"),
+        ("int8", (1, 64), True, "int8@channel"),
+        ("int8", (1, 64), False, "int8@channel"),
+        ("e4m3", (1, 64), False, "e4m3@channel"),
+        ("e4m3", (40, 64), False, "e4m3@tensor"),
+        ("e4m3", (32, 32), False, "e4m3@32x32"),
+    ],
+)
+def test_a_scale_for_each_block(tmp_path: Path, codes: str, block: tuple[int, int], zero: bool, form: str) -> None:
+    torchao_blocks(codes, block, zero).check(tmp_path, f"torchao:{form}")
+
+
+def test_one_scale_without_dimensions(tmp_path: Path) -> None:
+    made = torchao_blocks("e4m3", (40, 64), zero=False)
+    made.tensors["m._weight_scale"] = made.tensors["m._weight_scale"].reshape(torch.Size(()))
+    made.check(tmp_path, "torchao:e4m3@tensor")
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("tiles", [True, False])
+def test_scales_in_the_order_of_tensor_cores_or_of_rows(tmp_path: Path, kind: str, tiles: bool) -> None:
+    torchao_swizzled(kind, tiles).check(tmp_path, f"torchao:{kind}")
