@@ -42,6 +42,8 @@ def _file_type(number: object) -> dict[str, str]:
     """Return the field with the name of a file type, such as Q4_K_M for 15, or {} for an unknown number."""
     from gguf.constants import LlamaFileType
 
+    if type(number) is not int:
+        return {}
     try:
         return {"general.file_type": LlamaFileType(number).name.removeprefix("MOSTLY_")}
     except ValueError:

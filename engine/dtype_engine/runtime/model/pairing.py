@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import nn
+
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.options import Options
 from dtype_engine.runtime.model.load import build_on_meta
 from dtype_engine.runtime.model.module_tree import collect_tensors
-from dtype_engine.runtime.model.name_mapping import Placement
+from dtype_engine.runtime.model.name_mapping import Placement, map_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ def pair_weights(reference: Checkpoint, candidate: Checkpoint, options: Options)
     same = set(left) & set(right)
     pairs = [Pair(name, name) for name in left if name in same]
     if len(same) < len(left) and len(same) < len(right):
-        more = _by_place(_places(reference, left, options), _places(candidate, right, options))
+        places = _places(reference, left, candidate, options), _places(candidate, right, reference, options)
+        more = _by_place(*places)
         # A weight that holds the weights of all experts is in several pairs.
         pairs += [pair for pair in more if pair.reference not in same and pair.candidate not in same]
     order = {name: number for number, name in enumerate(left)}
@@ -83,17 +86,17 @@ def _by_place(left: Mapping[str, _Place], right: Mapping[str, _Place]) -> list[P
     return pairs
 
 
-def _places(checkpoint: Checkpoint, names: list[str], options: Options) -> Mapping[str, _Place]:
-    """Return where the live model has each weight. All names of a tied weight have one place. Without a known architecture, every
-    weight is where its name says. A weight that loading turns or mixes with others has no place.
+def _places(checkpoint: Checkpoint, names: list[str], other: Checkpoint, options: Options) -> Mapping[str, _Place]:
+    """Return where the live model has each weight. All names of a tied weight have one place. Without a known architecture, that of
+    the `other` checkpoint is taken or, if it is unknown too, every weight is where its name says. A weight that loading turns or
+    mixes with others has no place.
     """
-    try:
-        made = build_on_meta(checkpoint, options)
-    except NoForward:  # its tensors are not those of the architecture
-        made = None
-    if made is None:
+    if (made := _made(checkpoint, options)) is not None:
+        module, placements = made
+    elif (made := _made(other, options)) is not None:
+        module, placements = made[0], map_names(made[0], names)
+    else:
         return {name: (name, None) for name in names}
-    module, placements = made
     canonical = {name: info.name for info in collect_tensors(module)[0] for name in info.names}
     prefix = f"{getattr(module, 'base_model_prefix', '') or ''}."  # only a model with a head has it
     places = {}
@@ -102,3 +105,11 @@ def _places(checkpoint: Checkpoint, names: list[str], options: Options) -> Mappi
         if not placement.part or placement.place is not None:
             places[name] = canonical.get(placement.name, placement.name).removeprefix(prefix), placement.place
     return places
+
+
+def _made(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
+    """Return a checkpoint's module without data and where it has each tensor, or None if the architecture is unknown."""
+    try:
+        return build_on_meta(checkpoint, options)
+    except NoForward:  # its tensors are not those of the architecture
+        return None

@@ -7,6 +7,7 @@ has for it, so both run one code with one configuration. Checkpoints whose struc
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -107,7 +108,7 @@ def _refuse_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[
         name
         for name in sorted(theirs.keys() | ours.keys())
         # The longest text has a part in rotary frequencies only if they are scaled; learned positions are weights.
-        if theirs.get(name) != ours.get(name) and (scaled or not name.endswith("max_position_embeddings"))
+        if not _alike(theirs.get(name), ours.get(name)) and (scaled or not name.endswith("max_position_embeddings"))
     ]
     if not differing:
         differing = [f"the buffer {name}" for name in _different_buffers(other, live)]
@@ -123,6 +124,13 @@ def _refuse_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[
     raise UserError(
         f"the two checkpoints compute differently, so their weights can't be compared in one model: {shown}{more}"
     )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether two values of a configuration are equal. GGUF files hold numbers in float32."""
+    if isinstance(one, float) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return bool(one == other)
 
 
 def _configuration(model: LiveModel) -> Any:

@@ -113,6 +113,16 @@ def test_names_are_mapped_as_transformers_maps_them(make_llama: Make, tmp_path: 
         assert_figures(difference, tensors[f"model.{name}"], tensors[f"model.{name}"].half().float())
 
 
+def test_a_file_without_a_configuration_has_the_architecture_of_the_other(make_llama: Make, tmp_path: Path) -> None:
+    source = make_llama()
+    tensors = load_file(source / "model.safetensors")
+    short = {name.removeprefix("model."): tensor.half() for name, tensor in tensors.items()}
+    for one, other in ((source, write(tmp_path / "short", short)), (tmp_path / "short", source)):
+        found = compared(one, other)
+        assert len(found) == len(tensors)
+        assert all(each.name != each.reference_name for each in found.values())
+
+
 def test_experts_one_by_one_are_found_in_the_packed_weight(tmp_path: Path) -> None:
     config = transformers.Qwen3MoeConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, moe_intermediate_size=12, num_hidden_layers=1,

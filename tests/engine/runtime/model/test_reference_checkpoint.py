@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -123,6 +124,35 @@ def test_float8_blocks_of_another_program(make_llama: Make, tmp_path: Path) -> N
     save_file(stored, b / "model.safetensors", {"format": "pt"})
     decoded = rewritten(a, tmp_path / "values", lambda name, tensor: (name, values[name]))
     assert_figures(opened(a, b), plain(a, "float32"), plain(decoded))
+
+
+def test_a_gguf_twin(make_llama: Make, tmp_path: Path) -> None:
+    """In Q8_0, with the rows of queries and keys as llama.cpp has them. Its header has the settings in float32."""
+    a = make_llama(num_attention_heads=4, num_key_value_heads=2)
+    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "llama")
+    for name, value in (("block_count", 2), ("embedding_length", 32), ("feed_forward_length", 48), ("head_count", 4),
+                        ("head_count_kv", 2), ("vocab_size", 64), ("layer_norm_rms_eps", 1e-6)):  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    names, kind = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2), gguf.GGMLQuantizationType.Q8_0
+    rounded = {}
+    for name, tensor in load_file(a / "model.safetensors").items():
+        values = rounded[name] = tensor.numpy()
+        new = names.get_name(name, (".weight",))
+        assert new is not None
+        for part, heads in (("q_proj", 4), ("k_proj", 2)):
+            if part in name:
+                values = values.reshape(heads, 2, len(values) // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
+        if values.ndim == 2 and values.shape[1] % 32 == 0:
+            rounded[name] = gguf.quants.dequantize(gguf.quants.quantize(rounded[name], kind), kind)
+            writer.add_tensor(new, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(new, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    b = rewritten(a, tmp_path / "values", lambda name, tensor: (name, torch.from_numpy(rounded[name])))
+    assert_figures(opened(a, tmp_path / "b.gguf"), plain(a), plain(b))
 
 
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
