@@ -86,7 +86,7 @@ async def play() -> Film:
         film = Film(app, pilot)
         await film.wait(lambda: experiment.results.report is not None and not activity.busy, 1.0, 5)
         await film.take(1200)
-        await film.press(*["down"] * 5, stands=180)
+        await film.press(*["down"] * 4, stands=180)
         await film.press("c", "tab", stands=1100)
         await film.press("enter", stands=300)
         await film.wait(lambda: experiment.results.report is not None, 0.3, 5)

@@ -141,7 +141,7 @@ async def measuring(app: DtypeApp, pilot: Pilot[None]) -> None:
 async def tour(app: DtypeApp, pilot: Pilot[None]) -> None:
     """A step of the tour: what to press, and why."""
     await settled(app, pilot)
-    await pilot.press("down", *["down"] * 4, "l", "2")
+    await pilot.press(*["down"] * 4, "l", "down", "down", "l", "2")
     await settled(app, pilot)
 
 

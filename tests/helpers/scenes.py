@@ -271,6 +271,8 @@ SCENES: dict[str, Scene] = {
     "scan": with_event(ready, scanned, "s"),
     "optimise": with_event(ready, scanned, "o"),
     "jobs": after(queued, "J"),
+    "labels": after(mixed, "semicolon"),
+    "folded": after(ready, *["down"] * 4, "2"),
 }
 
 

@@ -77,7 +77,8 @@ IN_MAIN = (
         MAIN,
         at(MLP),
         (
-            *(Key(str(number), last_rule, f"{MLP}={dtype}") for number, dtype in enumerate(DIGITS, 1)),
+            # The weights are stored as float32, so 1 and 8 only do something after another cast.
+            *(Key(str(number), last_rule, f"{MLP}={DIGITS[number - 1]}") for number in (2, 1, 3, 4, 5, 6, 7, 8)),
             Key("u", last_rule, f"{MLP}=int8"),
             Key("ctrl+r", last_rule, f"{MLP}=stored"),
             Key("x", rules, []),
@@ -89,6 +90,10 @@ IN_MAIN = (
         (
             Key("w", cursor, "model.layers.5.mlp.down_proj"),
             Key("z", lambda app: app.query_one(ModuleTree).order, "bytes"),
+            Key("F", lambda app: app.query_one(ModuleTree).folds, False),
+            press("F"),
+            Key("semicolon", top, "JumpScreen"),
+            back,
             Key("y", lambda app: app.clipboard, "model.layers.5.mlp.down_proj"),
             Key(
                 "Y",
@@ -179,8 +184,8 @@ OTHER_PLACES = (
             Key("space", lambda app: MLP in opened(app), True),
             Key("right_square_bracket", cursor, "model.layers.4"),
             Key("left_square_bracket", cursor, "model.layers.3"),
-            Key("P", cursor, "model.layers"),
-            Key("backspace", cursor, "model"),
+            Key("P", cursor, "model.layers.{0..5}"),
+            Key("backspace", cursor, "model.layers"),
             Key("E", lambda app: "model.layers.5.mlp.down_proj.weight" in opened(app), True),
             Key("W", opened, set()),
             Key("tab", pane, "Memory"),
@@ -208,6 +213,11 @@ OTHER_PLACES = (
             Key("right_curly_bracket", cursor, "model.layers.4"),
             Key("left_curly_bracket", cursor, "model.layers.2.mlp"),
         ),
+    ),
+    Walk(
+        "At the labels",
+        after(at("model.layers.3"), "semicolon"),
+        (Key("escape", top, "MainScreen"),),
     ),
     Walk(
         "In a pane",

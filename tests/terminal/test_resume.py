@@ -48,7 +48,7 @@ def wait_until_saved(terminal: Terminal, tmp_path: Path, rules: int) -> None:
 def cast_two(terminal: Terminal) -> None:
     """Cast two nodes, in another program's first second: nothing waits for the engine."""
     terminal.wait_for("embed_tokens")
-    terminal.press("jj2jj3")
+    terminal.press("jj2jjlj3")
     terminal.wait_for("2 model.layers.0 +f16")
 
 

@@ -15,7 +15,7 @@ from dtype_tui.state.tour import STEPS
 
 DOWN, LEFT, ESCAPE, CTRL_T = "\x1b[B", "\x1b[D", "\x1b[27u", "\x14"
 KEYS = (
-    DOWN * 5 + "2", "c\t\r", "d", "x", f"{ESCAPE}Hc{DOWN}c", f"{ESCAPE * 2}s\r", "o", f"{ESCAPE}e{DOWN}\r",
+    f"{DOWN * 4}l{DOWN * 2}2", "c\t\r", "d", "x", f"{ESCAPE}Hc{DOWN}c", f"{ESCAPE * 2}s\r", "o", f"{ESCAPE}e{DOWN}\r",
 )  # fmt: skip
 """For each step. On the front, more keys follow when it has been computed."""
 Opener = Callable[..., Terminal]

@@ -30,6 +30,7 @@ from dtype_tui.screens.generation import GenerationScreen
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.screens.settings import SettingsScreen
 from dtype_tui.screens.weight_values import exponent_histogram, range_mark
+from dtype_tui.state import engine_life
 from dtype_tui.state.launch import Launch
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -67,7 +68,7 @@ async def test_moving_opening_and_closing(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree = tree_of(app)
         assert tree.current.name == ""
-        await pilot.press("j", "j", "j", "down")
+        await pilot.press("j", "j", "j", "down", "l", "j")
         assert tree.current.name == "model.layers.0"
         count = len(tree.rows)
         await pilot.press("l")
@@ -78,7 +79,7 @@ async def test_moving_opening_and_closing(app: DtypeApp) -> None:
         assert tree.current.name == "model.layers.0"
         await pilot.press("h")
         assert len(tree.rows) == count
-        await pilot.press("h")
+        await pilot.press("h", "h", "h")
         assert tree.current.name == "model.layers"
         await pilot.press("right_square_bracket")
         assert tree.current.name == "model.norm"
@@ -92,8 +93,8 @@ async def test_moving_opening_and_closing(app: DtypeApp) -> None:
 async def test_digits_cast_the_node_at_once(app: DtypeApp, key: str, dtype: str) -> None:
     async with running(app) as pilot:
         assert tree_of(app).go_to("model.layers.3.mlp")
-        await pilot.press(key)
-        assert engine(app).recipes == [Recipe((Rule("model.layers.3.mlp", dtype),))]
+        await pilot.press("7" if key != "7" else "2", key)
+        assert engine(app).recipes[-1] == Recipe((Rule("model.layers.3.mlp", dtype),))
         expected = "float32" if dtype == dtypes.STORED else dtype
         assert app.controller.experiment.plan.dtypes["model.layers.3.mlp.up_proj.weight"] == expected
 
@@ -255,9 +256,11 @@ async def test_the_filter_shows_matches_and_what_is_above_them(app: DtypeApp) ->
         await pilot.pause()
         assert all("down" in name for name in tree.matches)
         assert len(tree.matches) == 12
-        assert {row.name for row in tree.rows} >= {"", "model", "model.layers", "model.layers.5.mlp.down_proj.weight"}
-        assert not any("up_proj" in row.name for row in tree.rows)
+        assert [row.name for row in tree.rows] == ["", "model", "model.layers", "model.layers.{0..5}"]
+        assert "6 alike, 12 match" in screen(app)
         await pilot.press("enter", "n", "n")
+        assert {row.name for row in tree.rows} >= {"model.layers.{0..5}", "model.layers.5.mlp.down_proj.weight"}
+        assert not any("up_proj" in row.name for row in tree.rows)
         assert tree.has_focus
         first = tree.current.name
         await pilot.press("N")
@@ -777,3 +780,46 @@ async def test_the_pane_of_a_measurement_that_was_stopped_does_not_read_as_if_it
         )
         assert "Stopped before the end: press m." in screen(app)
         assert "worst 30.00" in screen(app)
+
+
+async def test_a_model_that_generates_nothing_says_so_before_it_asks_for_a_prompt() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        why = "a Net does not generate text; open a model with a language model head or a captioner"
+        tree = app.controller.experiment.tree
+        await say(app, pilot, events.ModelReady(tree, "Net", "cpu", 1.0, "prompts", (), None, why), events.Idle())
+        await pilot.press("g")
+        assert notices(app) == [why]
+        assert len(app.screen_stack) == 1
+
+
+async def test_a_job_that_stops_late_takes_its_message_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_life, "STOP_WAIT_S", 0.0)
+    app = make_app()
+    async with running(app, (80, 24)) as pilot:
+        recipe = app.controller.experiment.recipe
+        await say(app, pilot, ready(app), events.Jobs("measure", ()))
+        await say(app, pilot, events.MeasuringProgress(recipe, "candidate", 1, 4))
+        app.controller.life.stop()
+        app.controller.life.check_stopped()
+        await pilot.pause()
+        assert "has not stopped" in screen(app)
+        await say(app, pilot, events.Idle())
+        assert "has not stopped" not in screen(app)
+
+
+@pytest.mark.parametrize("key", ["1", "8"])
+async def test_a_cast_that_changes_nothing_adds_no_rule(key: str) -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        tree_of(app).go_to("model.layers.3.mlp")
+        await pilot.press(key)
+        words = {"1": "float32", "8": "as stored"}[key]
+        assert notices(app) == [f"model.layers.3.mlp is {words} already"]
+        assert app.controller.experiment.recipe == Recipe()
+        await pilot.press("2", "home", "2", "down", "2")
+        assert [str(rule) for rule in app.controller.experiment.recipe.rules] == [
+            "model.layers.3.mlp=bfloat16",
+            "*=bfloat16",
+        ]
+        assert notices(app)[-1] == "model is bfloat16 already"

@@ -29,7 +29,7 @@ HARMLESS_KEYS = """
     cast cast-node-float32 cast-node-bfloat16 cast-node-float16 cast-node-float64 cast-node-float8-e4m3fn
     cast-node-float8-e5m2 cast-node-int8 cast-node-stored undo redo drop-rules measure causes remedy history flow generate
     speed scan optimise presets inputs settings values worst filter match-next match-previous command next-order copy-name
-    copy-rules rules zoom details stop jobs restart-engine help command-palette messages quit
+    copy-rules fold jump rules zoom details stop jobs restart-engine help command-palette messages quit
     move-previous move-next open close open-or-close next-pane page-previous page-next end-previous end-next sibling-next
     sibling-previous parent next-cast-next next-cast-previous expand-all collapse-all
 """
@@ -49,6 +49,7 @@ HARMLESS_WINDOWS = {
     "HelpScreen": "dismiss leave scroll search",
     "InputsScreen": "dismiss scroll",
     "JobsScreen": "leave move stop",
+    "JumpScreen": "leave",
     "LineInput": "cursor_left_word cursor_right_word delete_left_word delete_right_word",
     "MeasurementsScreen": "compare compare_all go_back leave measure move pin",
     "OptimiseScreen": "apply compare end leave measure scroll type undo walk zoom",

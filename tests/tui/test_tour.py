@@ -49,7 +49,7 @@ async def test_from_the_first_look_to_a_recipe(tmp_path: Path, monkeypatch: pyte
     async with running(app, SMALL) as pilot:
         await ready(app, pilot)
         await came_to(app, pilot, 1)
-        await pilot.press(*["down"] * 5, "2")
+        await pilot.press(*["down"] * 4, "l", "down", "down", "2")
         assert rules(app) == ["model.layers.1=bfloat16"]
         assert step(app) == 1, "it waits for the engine"
         await measured(app, pilot)
@@ -159,7 +159,7 @@ async def test_keys_that_were_put_elsewhere_are_named() -> None:
     app = make_app(begins_tour=True, config=Config(keys=keys))
     async with running(app, SMALL) as pilot:
         await ready(app, pilot)
-        assert "f7 and Up" in screen(app)
+        assert "Go to the layers with f7" in " ".join(screen(app).split())
         assert "f9 leaves it" in screen(app)
         assert "f6 casts it" in " ".join(screen(app).split())
         await pilot.press(*["f7"] * 5, "f6")

@@ -23,7 +23,7 @@ from dtype_engine.worker.engine import CLOSE_WAIT_S, Engine
 from dtype_tui.base_app import BaseApp
 from dtype_tui.config.bindings import APP_KEYS, KEYS
 from dtype_tui.config.key_names import keys_of, on_keyboard
-from dtype_tui.main_screen import MainScreen
+from dtype_tui.main_screen import MainScreen, message_text
 from dtype_tui.process.gc_policy import pause_gc, resume_gc
 from dtype_tui.screens.engine_event import EventWaits
 from dtype_tui.state.commands import CHECK
@@ -75,9 +75,11 @@ class DtypeApp(BaseApp[None]):
             lambda *said: self.main.say(*said),
             lambda: self.main.show_all(),
             launch.read_only,
+            lambda sentence: self.withdraw(message_text(sentence)),
         )
         cursor = launch.saved.cursor if launch.saved is not None else None
         self.main = MainScreen(self.controller, launch.config.keys, cursor, self._events.take)
+        self.main.tree_view.fold(launch.config.fold)
         self.controller.begin(launch)
         self._saver: SessionSaver | None = None
         self.guide = TourGuide(self, self.main, self.controller, launch)

@@ -105,6 +105,11 @@ class BaseApp(App[ReturnType]):
             self._read = said[-1]
             self._refresh_notifications()
 
+    def withdraw(self, message: str) -> None:
+        """Show a message no longer if it is the newest one."""
+        if self.messages and self.messages[-1].message == message:
+            self._note_read(True)
+
     def on_driver_signal_resume(self) -> None:
         """Redraw everything after a suspend: the terminal has cleared the screen, but Textual would draw only the changes."""
         if self.screen_stack:

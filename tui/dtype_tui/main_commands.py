@@ -10,10 +10,11 @@ from textual.binding import Binding
 from dtype_engine.core.atomic_write import is_taken
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.recipe import Rule, generalisations
+from dtype_engine.recipe import Rule
 from dtype_tui.config.bindings import KEYS
 from dtype_tui.state.commands import Completer, all_commands
 from dtype_tui.state.controller import Controller
+from dtype_tui.state.folds import patterns_for
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.tree_columns import COLUMNS
 from dtype_tui.widgets.tree_rows import ORDERS
@@ -104,9 +105,7 @@ class CommandWords:
         )
 
     def _patterns(self) -> list[str]:
-        node = self._tree.current.name
-        module = self._controller.experiment.tree.modules.get(node)
-        return generalisations(node, module.class_name if module is not None else None)
+        return patterns_for(self._controller.experiment.tree, self._tree.current.name)
 
     def _choices(self, kind: str) -> list[str]:
         if kind == "preset":

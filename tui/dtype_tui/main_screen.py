@@ -21,7 +21,6 @@ from textual.widgets import Static
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.recipe import Rule, generalisations
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import CheckFiles, MeasureSpeed, TraceCasts
 from dtype_tui.config.bindings import MAIN_KEYS
@@ -39,6 +38,7 @@ from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.header import header_line
 from dtype_tui.widgets.module_tree import ModuleTree
+from dtype_tui.widgets.panes.base import Pane
 from dtype_tui.widgets.panes.depth import DepthPane
 from dtype_tui.widgets.panes.side import SidePanes
 from dtype_tui.widgets.panes.trade_off import TradeOffPane
@@ -57,6 +57,11 @@ MOST_WINDOWS = 20
 """Maximum number of open screens. If so many are open, a result that arrives does not open a window of its own, because Textual
 takes too long to draw a hundred windows over each other.
 """
+
+
+def message_text(sentence: str) -> str:
+    """Return a sentence as it is shown to the user, with keys in place of placeholders."""
+    return printable(with_keys(sentence), 500)
 
 
 class MainScreen(Screen[None]):
@@ -215,7 +220,7 @@ class MainScreen(Screen[None]):
 
     def say(self, text: str, severity: Severity) -> None:
         """Show a sentence until the user has read it."""
-        self.notify(printable(with_keys(text), 500), severity=severity, markup=False)
+        self.notify(message_text(text), severity=severity, markup=False)
 
     # -- events of the engine ------------------------------------------------------------------------------------
 
@@ -293,7 +298,7 @@ class MainScreen(Screen[None]):
             self._draw_soon()
 
     def action_cast_node(self, dtype: str) -> None:
-        self.controller.add_rule(Rule.make(generalisations(self.tree_view.current.name)[0], dtype))
+        self.controller.cast_node(self.tree_view.current.name, dtype)
 
     def action_undo(self) -> None:
         self.controller.undo()
@@ -424,6 +429,12 @@ class MainScreen(Screen[None]):
     def action_next_order(self) -> None:
         self._words.sort_by(ORDERS[(ORDERS.index(self.tree_view.order) + 1) % len(ORDERS)])
 
+    def action_fold(self) -> None:
+        """Fold neighbours that are alike, or show each of them."""
+        self.tree_view.fold(not self.tree_view.folds)
+        words = "neighbours that are alike share a row" if self.tree_view.folds else "every layer has a row of its own"
+        self.say(words, "information")
+
     def action_next_pane(self) -> None:
         """Go from the tree to the first pane, and from each pane to the next. If there is room for only one pane, show the next."""
         side = self.side
@@ -434,6 +445,30 @@ class MainScreen(Screen[None]):
             self.call_after_refresh(self._show_panes)
         else:
             self.set_focus((side.after(focused) or self.tree_view) if focused is not None else side.panes[0])
+
+    def action_jump(self) -> None:
+        """Put labels on the panes and the rows of the tree. The user types one to go there."""
+        others = [pane for pane in (self.depth, self.trade_off) if pane.region]
+        panes = [*self.side.places(), *((pane, pane.region.offset) for pane in others)]
+        rows = list(self.tree_view.rows_on_screen()) if self.tree_view.region else []
+
+        def go(index: int | None) -> None:
+            if index is None:
+                return
+            if index < len(panes):
+                self._go_to_pane(panes[index][0])
+            else:
+                self.set_focus(self.tree_view)
+                self.tree_view.go_to_row(rows[index - len(panes)][0])
+
+        if panes or rows:
+            self._windows.jump([place for _, place in (*panes, *rows)], go)
+
+    def _go_to_pane(self, pane: Pane) -> None:
+        if pane in self.side.panes:
+            self.side.activate(pane)
+        self.set_focus(pane)
+        self.call_after_refresh(self._show_panes)
 
     def action_rules(self) -> None:
         """Go to the rules, to the one that decides the node under the cursor."""

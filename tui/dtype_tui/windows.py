@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from textual.geometry import Offset
+
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
@@ -73,8 +75,8 @@ class Windows:
         recipe, the settings and the inputs are the same.
         """
         controller, last = self._controller, self._generation
-        if self._experiment.model.no_forward:
-            controller.notify(self._experiment.model.no_forward, "warning")
+        if why := self._experiment.model.no_forward or self._experiment.model.no_text:
+            controller.notify(why, "warning")
             return
         from dtype_tui.screens.generation import GenerationScreen
 
@@ -226,6 +228,12 @@ class Windows:
             self._controller.stop_job(job)
 
         self._push(JobsScreen(self._controller.activity, stop))
+
+    def jump(self, places: Sequence[Offset], go: Callable[[int | None], None]) -> None:
+        """Put labels on places of the screen. go: called with the index of the place whose label the user types."""
+        from dtype_tui.screens.jump import JumpScreen
+
+        self._push(JumpScreen(places), go)
 
     def help(self, chosen_keys: Mapping[str, str], panes: Sequence[Pane], hidden: Set[str]) -> None:
         """Open the help. chosen_keys: the user's own keys, by binding id. panes: those whose terms the help explains. hidden: the

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -225,17 +225,21 @@ class NodeTotals(Mapping[str, Totals]):
         return dtype, tensor.nbytes_in(dtype)
 
     def __getitem__(self, module: str) -> Totals:
-        node = self._tree.modules[module]
+        return self.of((self._tree.modules[module],))
+
+    def of(self, modules: Sequence[Module]) -> Totals:
+        """Return the totals of neighbouring children of one module together, in the tree's order."""
+        start, stop = modules[0].first, modules[-1].end
         found = Totals()
         for dtype, indices in self._indices.items():
-            first, end = bisect_left(indices, node.first), bisect_left(indices, node.end)
+            first, end = bisect_left(indices, start), bisect_left(indices, stop)
             if end > first:
                 elements, nbytes = self._elements[dtype], self._nbytes[dtype]
                 found.add(dtype, elements[end] - elements[first], nbytes[end] - nbytes[first])
-        found.parameters = self._parameters[node.end] - self._parameters[node.first]
-        found.buffers = self._buffers[node.end] - self._buffers[node.first]
-        found.unknown = self._unknown[node.end] - self._unknown[node.first]
-        for tensor in self._tree.tied_into(module):
+        found.parameters = self._parameters[stop] - self._parameters[start]
+        found.buffers = self._buffers[stop] - self._buffers[start]
+        found.unknown = self._unknown[stop] - self._unknown[start]
+        for tensor in (tensor for module in modules for tensor in self._tree.tied_into(module.name)):
             if tensor.counted:
                 dtype, size = self._under_plan(tensor)
                 found.tied[dtype] = found.tied.get(dtype, 0) + size

@@ -153,11 +153,9 @@ def causes(
     the report of `Session.causes` to the last bit. `on_progress(done, total)` counts modules or subtrees, and
     `on_causes` is called after each with the contributions found so far.
     """
-    from dtype_engine.runtime.measure.attribution import Attribution, Part, PartDrift
+    from dtype_engine.runtime.measure.attribution import Part, PartDrift
 
     recipe, settings = session.recipe, session.settings
-    rules = tuple(map(str, recipe.rules))
-    assert session.inputs is not None  # `opened_as` has refused a session without
 
     def elsewhere(parts: Sequence[Part]) -> Iterator[tuple[int, PartDrift]]:
         tasks = [PartAlone(recipe, settings, part.name, part.modules) for part in parts]
@@ -166,8 +164,7 @@ def causes(
             yield index, result.value
 
     with unchanged(session.model.identities):
-        attribution = Attribution(session.model, session.inputs, settings, rules)
-        return attribution.report(on_progress, cancelled, elsewhere, on_causes)
+        return session.attribution().report(on_progress, cancelled, elsewhere, on_causes)
 
 
 def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:

@@ -68,6 +68,8 @@ class ModelReady(Event, frozen=True):
     notices: tuple[str, ...]
     no_forward: str | None = None
     """Why the model can't be run, or None if it can."""
+    no_text: str | None = None
+    """Why the model can't generate text, or None if it can."""
     provenance: tuple[str, ...] = ()
     """Lines about how the checkpoint was quantised, as far as its files say."""
     reference: str = "float32"

@@ -105,6 +105,7 @@ def emit_inputs(session: Session, emit: Callable[[events.Event], None]) -> None:
 
 def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool) -> None:
     from dtype_engine.core.opening_progress import OpeningProgress  # the first paint does not need it
+    from dtype_engine.runtime.measure.generation import why_no_text
 
     started = time.perf_counter()
     with OpeningProgress(lambda *progress: emit(events.LoadingProgress(*progress)), model.source.kind) as on_step:
@@ -120,6 +121,7 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
             inputs=session.inputs.description if session.inputs is not None else "none",
             notices=session.model.notices,
             no_forward=session.why_no_forward,
+            no_text=why_no_text(session.model.module),
             provenance=model.provenance,
             reference=reference_name(session.model),
         )

@@ -47,7 +47,7 @@ async def test_the_keys_for_the_node_under_the_cursor_come_first() -> None:
         assert "values" not in lines(app)[4]
         await pilot.press("escape")
         app.query_one(ModuleTree).go_to("model.embed_tokens.weight")
-        await pilot.press("2", "question_mark")
+        await pilot.press("3", "question_mark")
         await pilot.pause()
         assert "Here: model.embed_tokens.weight" in lines(app)[2]
         assert "v its values" in lines(app)[4]

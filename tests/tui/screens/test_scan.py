@@ -99,13 +99,13 @@ async def test_the_tree_shows_the_sum_over_the_weights_of_a_node(size: tuple[int
         await say(app, pilot, events.ScanUpdated(found, True))
         lines = screen(app).splitlines()
         assert "nats bf16" in lines[1]
-        layer = math.fsum(
-            score.score
-            for score in found.weights
-            if score.dtype == "bfloat16" and score.name.startswith("model.layers.3.")
-        )
-        (row,) = (line for line in lines if line.strip(" ▌").startswith("▸ 3 "))
-        assert f"{layer:.1e}" in row
+        (fold,) = (line for line in lines if line.strip(" ▌").startswith("▸ 0 … 5 "))
+        await pilot.press("j", "j", "j", "j", "l")
+        await pilot.pause()
+        (row,) = (line for line in screen(app).splitlines() if line.strip(" ▌").startswith("▸ 3 "))
+        for name, line in (("model.layers.", fold), ("model.layers.3.", row)):
+            scores = (s.score for s in found.weights if s.dtype == "bfloat16" and s.name.startswith(name))
+            assert f"{math.fsum(scores):.1e}" in line
         whole = math.fsum(score.score for score in found.weights if score.dtype == "bfloat16")
         assert f"{whole:.1e}" in lines[2]
 

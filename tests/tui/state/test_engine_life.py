@@ -19,10 +19,12 @@ class Told(EngineLife):
 
     def __init__(self) -> None:
         self.said: list[str] = []
+        self.withdrawn: list[str] = []
         self.drawn = 0
         self.recording = RecordingEngine(lambda event: None)
         self.scan = ScanState()
-        super().__init__(self.recording, self.scan, lambda words, severity: self.said.append(words), self._draw)
+        say, withdraw = lambda words, severity: self.said.append(words), self.withdrawn.append
+        super().__init__(self.recording, self.scan, say, self._draw, withdraw)
 
     def _draw(self) -> None:
         self.drawn += 1
@@ -89,8 +91,10 @@ def test_what_does_not_stop_is_offered_once_and_not_for_longer_than_it_runs(
         "measuring: candidate has not stopped: Esc again ends the engine and starts another, with this recipe"
     ]
     assert measuring.current_activity() == ("not stopped: measuring: candidate", None, "Esc again ends the engine")
+    assert measuring.withdrawn == []
     measuring.follow(end)
     assert not measuring.must_end
+    assert measuring.withdrawn == measuring.said
 
 
 @pytest.mark.usefixtures("_at_once")

@@ -80,6 +80,7 @@ async def test_bars_of_drift_differ_within_a_model() -> None:
     readings = tuple(ModuleDrift(f"model.layers.{i}", 54.0 - 2 * i, 0.1, 0) for i in range(6))
     async with app.run_test(size=(120, 36)) as pilot:
         await ready(app, pilot)
+        await pilot.press("F")
         experiment = app.controller.experiment
         await say(app, pilot, events.Measured(experiment.recipe, report(experiment.recipe, modules=readings)))
         assert experiment.results.sqnr_range[1] == 54.0

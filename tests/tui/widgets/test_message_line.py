@@ -38,7 +38,7 @@ async def test_a_message_that_is_there_when_a_window_opens_holds_no_words_of_the
         await pilot.pause()
         await pilot.pause()
         said = notices(app)[-1]
-        assert "already applied" in said
+        assert said == "the model is bfloat16 already"
         assert str(app.screen.query_one(MessageLine).content) == said
 
 

@@ -12,6 +12,7 @@ from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.worker import events
 from dtype_tui.rendering.worst_lines import shortened_uniquely, worst_lines
 
+SCALE = (0.0, 80.0)
 NAMES = [f"model.layers.{layer}.{part}" for layer in range(12) for part in ("self_attn.o_proj", "mlp.down_proj")]
 
 
@@ -28,17 +29,17 @@ def test_a_cut_name_is_no_other_modules() -> None:
 
 def test_a_name_that_fits_no_line_stands_below_its_figure_in_full() -> None:
     both = ["encoder.layers.1.fc1", "decoder.layers.1.fc1"]
-    drawn = [text.plain for text in worst_lines([ModuleDrift(both[0], 30.0, 1.0, 0)], 22, both)]
+    drawn = [text.plain for text in worst_lines([ModuleDrift(both[0], 30.0, 1.0, 0)], 22, both, SCALE)]
     assert drawn == ["worst 30.00 \n  encoder.layers.1.fc1"]
 
 
 def test_a_track_is_longer_for_more_drift_and_gives_way_to_a_name() -> None:
     worst = [ModuleDrift(NAMES[-1], 20.0, 1.0, 0), ModuleDrift(NAMES[0], 60.0, 1.0, 0)]
-    assert [text.plain for text in worst_lines(worst, 40, NAMES)] == [
+    assert [text.plain for text in worst_lines(worst, 40, NAMES, SCALE)] == [
         "worst 20.00 ▄▄▄▁ …11.mlp.down_proj",
         "dB    60.00 ▄▁▁▁ …0.self_attn.o_proj",
     ]
-    assert [text.plain for text in worst_lines(worst, 34, NAMES)] == [
+    assert [text.plain for text in worst_lines(worst, 34, NAMES, SCALE)] == [
         "worst 20.00 …11.mlp.down_proj",
         "dB    60.00 …0.self_attn.o_proj",
     ]
@@ -61,3 +62,29 @@ async def test_names_are_told_apart_at_every_size(size: tuple[int, int]) -> None
             for line, end in zip(shown, ("10.self_attn.o_proj", "0.self_attn.o_proj", "1.mlp.down_proj"), strict=True):
                 assert f"…{end}" in line or f".{end}" in line, screen(app)
             assert "dB" in screen(app)
+
+
+async def test_a_module_has_the_same_bar_in_the_list_and_in_the_tree() -> None:
+    app = make_app(Tree(tuple(TensorInfo(f"{name}.weight", (8, 8), "float32") for name in NAMES)))
+    decibels = (30.0, 41.0, 46.0, 60.0)
+    modules = tuple(ModuleDrift(f"model.layers.{layer}", value, 1e-3, 0) for layer, value in enumerate(decibels))
+    async with running(app, (120, 36)) as pilot:
+        await ready(app, pilot)
+        app.controller.apply_recipe(MIXED)
+        await say(app, pilot, events.Measured(MIXED, report(MIXED, 1e-2, modules)), events.Idle())
+        await pilot.press("F")
+        app.main.tree_view.go_to("model.layers.0")
+        await pilot.pause()
+        tree, pane = [line[:80] for line in lines(app)], [line[80:] for line in lines(app)]
+        shares = []
+        for value in decibels[:3]:
+            bars = (_after(f" {value:.1f} ", tree), _after(f" {value:.2f} ", pane))
+            shares.append([(bar.count("▄") + bar.count("▖") / 2) / len(bar) for bar in bars])
+        assert all(abs(one - other) <= 1 / 6 for one, other in shares), shares
+        assert shares[0][1] == 1.0, "the worst module has a full bar"
+
+
+def _after(words: str, drawn: list[str]) -> str:
+    """What follows these words, up to the next blank."""
+    (line,) = (line for line in drawn if words in line)
+    return line.split(words)[1].split()[0]

@@ -2,6 +2,7 @@
 
     theme: high-contrast        # dtype-light, high-contrast, or any of Textual's themes
     ascii: auto                 # always, never; auto looks at the locale
+    fold: true                  # false: every layer has a row of its own in the tree
     keys: {cast: "c", measure: "f5"}
     defaults: {device: cpu, sequences: 8}
 
@@ -37,6 +38,8 @@ class Config:
     """The user's keys by binding id, such as {"measure": "f5"}."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of command-line options, not yet converted by click. Each key is an option's name without dashes."""
+    fold: bool = True
+    """Whether the tree folds neighbours that are alike at the start."""
 
 
 def config_path() -> Path:
@@ -72,12 +75,14 @@ def _checked(found: object, actions: list[str], themes: list[str], options: list
     from dtype_engine.core.typed_data import refuse_unknown
 
     given = _mapping("this file", found)
-    refuse_unknown("setting", given, ("theme", "ascii", "keys", "defaults"))
-    theme, ascii_choice = given.get("theme"), given.get("ascii", "auto")
+    refuse_unknown("setting", given, ("theme", "ascii", "fold", "keys", "defaults"))
+    theme, ascii_choice, fold = given.get("theme"), given.get("ascii", "auto"), given.get("fold", True)
     if theme is not None:
         refuse_unknown("theme", (theme,), themes)
     if ascii_choice not in ASCII_CHOICES:
         raise UserError(f"ascii: {_shown(ascii_choice)} is none of {', '.join(ASCII_CHOICES)}")
+    if not isinstance(fold, bool):
+        raise UserError(f"fold: {_shown(fold)} is neither true nor false")
     keys, defaults = _mapping("keys", given.get("keys")), _mapping("defaults", given.get("defaults"))
     refuse_unknown("key's action", keys, actions)
     for action, key in keys.items():
@@ -87,7 +92,7 @@ def _checked(found: object, actions: list[str], themes: list[str], options: list
     if twice:
         raise UserError(f"keys: {_shown(', '.join(sorted(twice)))} is given to more than one action")
     refuse_unknown("default", defaults, options)
-    return Config(theme, ascii_choice, keys, defaults)
+    return Config(theme, ascii_choice, keys, defaults, fold)
 
 
 def _mapping(what: str, value: object) -> dict[str, Any]:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import ModuleDrift
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-BEST_DB = 80.0
-"""The SQNR in dB at which the bar for a module's drift is empty. It is also empty for any higher SQNR."""
 
 
 def name_cell(text: str, width: int) -> str:
@@ -54,6 +52,14 @@ def drift_text(drift: ModuleDrift | None) -> str:
     if math.isinf(drift.sqnr_db):
         return "exact" if drift.sqnr_db > 0 else "-inf"
     return f"{round(drift.sqnr_db, 1) + 0.0:.1f}"  # never -0.0
+
+
+def drift_share(sqnr_db: float, scale: tuple[float, float]) -> float:
+    """Return how much of a module's bar is filled, from 0 to 1. sqnr_db: the SQNR, or NaN if the output is not finite. scale: the
+    SQNRs at which the bar is full and empty.
+    """
+    worst, best = scale
+    return 1.0 if math.isnan(sqnr_db) else max(0.0, min(1.0, (best - sqnr_db) / (best - worst)))
 
 
 def short_bytes(size: int) -> str:

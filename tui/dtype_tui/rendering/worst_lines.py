@@ -10,7 +10,7 @@ from rich.text import Text
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels
-from dtype_tui.rendering.cells import BEST_DB, meter, wrap_dotted
+from dtype_tui.rendering.cells import drift_share, meter, wrap_dotted
 from dtype_tui.rendering.palette import ramp
 
 if TYPE_CHECKING:
@@ -38,12 +38,15 @@ def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | 
     return f"…{end}"
 
 
-def worst_lines(worst: Sequence[ModuleDrift], width: int, others: Collection[str]) -> list[Text]:
+def worst_lines(
+    worst: Sequence[ModuleDrift], width: int, others: Collection[str], scale: tuple[float, float]
+) -> list[Text]:
     """Return the lines about the modules that drift most: a label, the SQNR in dB, a track that is longer for more drift, and the
     end of the name.
 
     If names that are shortened so are ambiguous, the track is left out. If they still are, the full name follows on further lines.
-    worst: the modules to list. width: the width of the lines in cells. others: the names of all modules.
+    worst: the modules to list. width: the width of the lines in cells. others: the names of all modules. scale: the SQNRs at which
+    a track is full and empty.
     """
     numbers = ["not finite" if drift.nonfinite else decibels(drift.sqnr_db).removesuffix(" dB") for drift in worst]
     widest = max(map(len, numbers), default=0)
@@ -59,8 +62,7 @@ def worst_lines(worst: Sequence[ModuleDrift], width: int, others: Collection[str
         degree = math.nan if drift.nonfinite or drift.sqnr_db is None else drift.sqnr_db
         line = Text.assemble((f"{label:<{_LABEL}}", "dim"), (f"{number:>{widest}} ", f"bold {ramp(degree)}"))
         if track:
-            share = 1.0 if math.isnan(degree) else (BEST_DB - degree) / BEST_DB
-            line = Text.assemble(line, *meter(share, track, ramp(degree)), " ")
+            line = Text.assemble(line, *meter(drift_share(degree, scale), track, ramp(degree)), " ")
         line.append(short[index] or "\n  " + wrap_dotted(name, width - 2).replace("\n", "\n  "))
         lines.append(line)
     return lines

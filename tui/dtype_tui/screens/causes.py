@@ -33,7 +33,7 @@ from dtype_tui.state.results import Results
 from dtype_tui.widgets.cursor import cursor_style
 
 _MOST_ROWS = 200
-_STOPPED = "Stopped: close this and press d again."
+_STOPPED = "Stopped: close this and press d to go on."
 
 
 class CausesScreen(ChoiceScreen[str]):

@@ -17,28 +17,33 @@ from dtype_engine.reports.text_losses import loss_words
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.folds import modules_at, node_label
 from dtype_tui.state.full_rows import drift_rows, memory_rows
 from dtype_tui.state.node_rules import effects_on
+from dtype_tui.widgets.tree_rows import worst_drift
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport
 
 
 def details_screen(experiment: Experiment, node: str) -> Overlay:
-    """Return a window with everything that is known about a module or tensor."""
+    """Return a window with everything that is known about a module, a tensor or a fold of modules that are alike."""
     grid = PlainTable.labelled()
     grid.add_row("name", printable(node, 2000) or "the whole model")
-    module = experiment.tree.modules.get(node)
+    modules = modules_at(experiment.tree, node)
+    module = modules[0] if modules else None
     if module is not None:
-        stored = experiment.tree.totals()[node]
-        planned = experiment.totals[node]
+        stored = experiment.tree.totals().of(modules)
+        planned = experiment.totals.of(modules)
+        if len(modules) > 1:
+            grid.add_row("folded", f"{len(modules)} neighbours that are alike; all figures are those of all of them")
         grid.add_row("class", module.class_name or _no_class(experiment))
         exact, short = f"{planned.parameters:,}", parameters_text(planned)
         grid.add_row("parameters", short if planned.unknown or short == exact else f"{exact} ({short})")
         if planned.buffers:
             grid.add_row("buffers", f"{planned.buffers:,} elements, not counted as parameters")
-        if tied := experiment.tree.tied_into(node):
-            names = ", ".join(printable(other.name, 500) for other in tied)
+        if tied := dict.fromkeys(other.name for each in modules for other in experiment.tree.tied_into(each.name)):
+            names = ", ".join(printable(name, 500) for name in tied)
             grid.add_row("tied", f"{names}: counted there, not here")
         grid.add_row("stored", f"{_bytes_by_dtype(stored)}")
         grid.add_row("planned", f"{_bytes_by_dtype(planned)}")
@@ -50,7 +55,7 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
                 grid.add_row(kind, f"{_bytes_by_dtype(below)}, {share} % of the model")
         if module.keep_in_fp32:
             grid.add_row("keep float32", module.keep_in_fp32)
-        drift = experiment.results.modules.get(node)
+        drift = worst_drift(experiment.results.modules, modules)
         if not node:
             for label, words in (*drift_rows(experiment), *memory_rows(experiment)[2:]):
                 grid.add_row(label, words)
@@ -58,7 +63,8 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
             grid.add_row(
                 "drift",
                 f"SQNR {decibels(drift.sqnr_db)}, max |Δ| {drift.max_abs:.4e}, non-finite {drift.nonfinite:,}"
-                + _over(experiment.results.report),
+                + _over(experiment.results.report)
+                + (f"; the worst is {printable(drift.name, 500)}" if len(modules) > 1 else ""),
             )
     tensor = experiment.tree.canonical(node) if module is None else None
     if tensor is not None:
@@ -98,7 +104,7 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         grid.add_row(f"rule {effect.index + 1}", f"{printable(str(effect.rule), 500)}  {verdict}")
     if not effects:
         grid.add_row("rules", "none: as stored")
-    return Overlay(printable(node.rpartition(".")[2], 60) or experiment.model.title, grid)
+    return Overlay(printable(node_label(experiment.tree, node), 60) or experiment.model.title, grid)
 
 
 def _over(report: DriftReport | None) -> str:

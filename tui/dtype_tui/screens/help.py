@@ -25,6 +25,7 @@ from dtype_tui.screens.generation import GenerationScreen
 from dtype_tui.screens.history import MeasurementsScreen
 from dtype_tui.screens.inputs import InputsScreen
 from dtype_tui.screens.jobs import JobsScreen
+from dtype_tui.screens.jump import JumpScreen
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.screens.presets import PresetsScreen
@@ -164,6 +165,7 @@ def sections(
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
         ("Casting and measuring", KEYS),
         ("In the tree", ModuleTree.BINDINGS),
+        ("At the labels", JumpScreen.BINDINGS),
         ("In a pane", Pane.BINDINGS),
         ("In the Recipe pane", RecipePane.BINDINGS),
         ("In the cast prompt", CastPrompt.BINDINGS),
@@ -199,7 +201,7 @@ def keys_for_node(experiment: Experiment, row: Row) -> list[tuple[str, str]]:
     found = [("details", "details"), ("cast", "cast by a pattern"), ("copy-name", "copy its name")]
     if row.tensor is not None:
         found.append(("values", "its values"))
-    elif row.module.children or row.module.tensors:
+    elif row.can_open:
         found.append(("open-or-close", "open or close"))
     if rules_within(experiment.tree, experiment.plan, row.name)[0]:
         found.append(("drop-rules", "drop its rules"))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import History, Recipe, Rule, explain_no_match, make_plan
@@ -32,6 +33,7 @@ from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.rendering.job_names import stopped_sentence
 from dtype_tui.state.activity import Progress
 from dtype_tui.state.engine_life import EngineLife, Severity
+from dtype_tui.state.folds import patterns_for
 from dtype_tui.state.node_rules import not_kept_in_float32, reference_rule, rules_within
 
 if TYPE_CHECKING:
@@ -47,7 +49,8 @@ class Controller:
     """Controls one experiment and the engine that runs it.
 
     notify: a function that shows a sentence until the user has read it. changed: a function that redraws the screen. Every method
-    except `handle` calls `changed` after it has changed the state. read_only: whether no file may be read or written.
+    except `handle` calls `changed` after it has changed the state. read_only: whether no file may be read or written. withdraw: a
+    function that removes a sentence of `notify` which is true no longer.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Controller:
         notify: Callable[[str, Severity], None],
         changed: Callable[[], None],
         read_only: bool = False,
+        withdraw: Callable[[str], None] = ignore,
     ) -> None:
         self.experiment = experiment
         self.read_only = read_only
@@ -64,7 +68,7 @@ class Controller:
         self.engine = engine
         self.notify = notify
         self._changed = changed
-        self.life = EngineLife(engine, experiment.scan, notify, changed)
+        self.life = EngineLife(engine, experiment.scan, notify, changed, withdraw)
         self.activity = self.life.activity
         self.open_error: str | None = None
         """Why the model could not be opened, or None if it is open or still opening."""
@@ -233,6 +237,19 @@ class Controller:
         if broken:
             more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
             self.notify(f"{broken[0]}{more} should stay in float32, as the model's own code declares", "warning")
+
+    def cast_node(self, node: str, dtype: str) -> None:
+        """Cast everything at or below a node, which may be a fold. If all of it already has this dtype, say so and add no rule."""
+        experiment = self.experiment
+        rule = Rule.make(patterns_for(experiment.tree, node)[0], dtype)
+        is_known = not experiment.model.partial and not experiment.plan.pending_classes
+        if is_known and experiment.refusal(rule) is None:
+            after = make_plan(experiment.tree, experiment.rules.then(rule).recipe)
+            if after.dtypes == experiment.plan.dtypes:
+                has = "as stored" if dtype == dtypes.STORED else dtype
+                self.notify(f"{node or 'the model'} is {has} already", "information")
+                return
+        self.add_rule(rule)
 
     def _warn_unmatched(self) -> None:
         experiment, plan = self.experiment, self.experiment.plan

@@ -24,7 +24,7 @@ STOP_WAIT_S = 2.0
 
 class EngineLife:
     """Tracks whether there is an engine, and what the engine is doing. notify: shows a sentence until the user has read it.
-    changed: redraws the screen.
+    changed: redraws the screen. withdraw: removes a sentence of `notify` that is true no longer.
     """
 
     def __init__(
@@ -33,11 +33,13 @@ class EngineLife:
         scan: ScanState,
         notify: Callable[[str, Severity], None],
         changed: Callable[[], None],
+        withdraw: Callable[[str], None],
     ) -> None:
         self._engine = engine
         self._scan = scan
         self._notify = notify
         self._changed = changed
+        self._withdraw = withdraw
         self.activity = Activity()
         self.error: str | None = None
         """Why there is no engine, or None while there is one."""
@@ -51,16 +53,25 @@ class EngineLife:
         """The time, by `time.monotonic`, at which the job in `_stopping` was asked to stop."""
         self.must_end = False
         """Whether the running job has not stopped within `STOP_WAIT_S`. Only ending the engine can then stop the job."""
+        self._offer = ""
+        """The sentence that offered to end the engine, or "" if it was not said or was withdrawn."""
 
     def follow(self, event: Progress) -> None:
         self.activity.follow(event)
         if isinstance(event, events.Idle) or (isinstance(event, events.Jobs) and event.running != self._stopping):
-            self._stopping, self.must_end = None, False
+            self._stop_ended()
+
+    def _stop_ended(self) -> None:
+        """Record that no job is being stopped any more."""
+        self._stopping, self.must_end = None, False
+        if self._offer:
+            self._withdraw(self._offer)
+            self._offer = ""
 
     def note_stopped(self, job: str | None) -> None:
         """Record that the engine has stopped `job`. If `job` is None, the engine has only dropped waiting jobs."""
         if job is not None:
-            self._stopping, self.must_end = None, False
+            self._stop_ended()
 
     def follow_connection(self, event: events.EngineEnded | events.EngineLost | events.EngineBack) -> None:
         """Record that the engine ended, or that its connection was lost or restored. The recipe and its measurements are kept."""
@@ -98,7 +109,8 @@ class EngineLife:
             lost.append("s resumes the scan")
         self.error = error
         self.activity.reset()
-        self._stopping, self.must_end, self.quit_requested, self.lost = None, False, False, False
+        self._stop_ended()
+        self.quit_requested = self.lost = False
         return lost
 
     def begin(self, what: str) -> None:
@@ -171,5 +183,6 @@ class EngineLife:
         ):  # a later stop of another job has its own check
             self.must_end = True
             offer = "Esc again ends the engine and starts another, with this recipe"
-            self._notify(f"{self.activity.what} has not stopped: {offer}", "warning")
+            self._offer = f"{self.activity.what} has not stopped: {offer}"
+            self._notify(self._offer, "warning")
             self._changed()

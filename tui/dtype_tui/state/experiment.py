@@ -22,7 +22,7 @@ from dtype_tui.state.rule_list import RuleList
 from dtype_tui.state.scan import ScanState
 
 if TYPE_CHECKING:
-    from dtype_engine.core.tree import Totals, Tree
+    from dtype_engine.core.tree import NodeTotals, Tree
     from dtype_engine.results.attribution import NoiseFloor
     from dtype_engine.results.drift import DriftReport, ModuleDrift
     from dtype_engine.results.inputs import InputsSummary
@@ -51,6 +51,8 @@ class ModelFacts:
     """A summary of the inputs with which the model is called, or None until the engine has prepared them."""
     no_forward: str | None = None
     """Why the model can't run, or None if it can."""
+    no_text: str | None = None
+    """Why the model can't generate text, or None if it can or if this is not known yet."""
     live: bool = False
     """Whether the engine has opened the model, so that the model's modules exist in memory."""
     has_tree: bool = True
@@ -78,7 +80,7 @@ class Experiment:
     settings: RunSettings = field(default_factory=RunSettings)
     thresholds: Thresholds = field(default_factory=Thresholds)
     plan: Plan = field(init=False)
-    totals: Mapping[str, Totals] = field(init=False)
+    totals: NodeTotals = field(init=False)
     results: Results = field(default_factory=Results)
     before: DriftReport | None = None
     """The drift report that was shown last before the current recipe and settings were chosen, on the same inputs. Shown until the
@@ -96,7 +98,7 @@ class Experiment:
     valid.
     """
 
-    _prepared: tuple[Plan, Mapping[str, Totals]] | None = field(default=None, init=False)
+    _prepared: tuple[Plan, NodeTotals] | None = field(default=None, init=False)
     """The plan of the current recipe for a tree that is about to replace `tree`, and the totals (such as bytes by dtype) of each
     node. `prepare` computes both in advance for the next call of `replace_tree`.
     """
@@ -127,6 +129,7 @@ class Experiment:
             inputs=ready.inputs,
             device=device,
             no_forward=with_keys(ready.no_forward) if ready.no_forward else None,
+            no_text=ready.no_text,
             live=True,
             provenance=ready.provenance,
             reference=ready.reference,

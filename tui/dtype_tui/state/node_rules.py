@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dtype_engine.core import dtypes
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Plan, Rule, RuleEffect, generalisations
+from dtype_tui.state.folds import modules_at
 
 
 def tensor_names(tree: Tree, node: str) -> set[str]:
-    """Return the canonical names of the tensors at or below a node, which may itself be a tensor."""
-    if node in tree.modules:
-        return {tensor.name for tensor in tree.below(node)}
+    """Return the canonical names of the tensors at or below a node, which may be a tensor or a fold."""
+    if modules := modules_at(tree, node):
+        return {tensor.name for module in modules for tensor in tree.below(module.name)}
     found = tree.canonical(node)
     return {found.name} if found else set()
 
@@ -46,8 +47,8 @@ def never_cast_count(tree: Tree, node: str) -> int:
     """Return how many tensors at or below a node can't be cast because they belong to quantised weights, or because the model does
     not use them. Tensors of a dtype that is never cast, such as integers, do not count.
     """
-    if (module := tree.modules.get(node)) is not None:
-        return tree.never_cast[module.end] - tree.never_cast[module.first]
+    if modules := modules_at(tree, node):
+        return tree.never_cast[modules[-1].end] - tree.never_cast[modules[0].first]
     found = tree.canonical(node)
     return int(found is not None and found.uncastable_reason is not None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -71,14 +71,8 @@ class Results:
 
     @cached_property
     def sqnr_range(self) -> tuple[float, float]:
-        """The SQNRs in dB at which a module's bar is full and empty: those of the worst and the best module of this model, and at
-        least the limits of a small drift. Bars thus differ within a model, and are short if nothing drifts much.
-        """
-        measured = [
-            drift.sqnr_db for drift in self.modules.values() if drift.sqnr_db is not None and not drift.nonfinite
-        ]
-        finite = [value for value in measured if math.isfinite(value)]
-        return min([SQNR_FP8, *finite]), max([SQNR_BF16, *finite])
+        """The SQNRs in dB at which a module's bar is full and empty."""
+        return sqnr_range(self.modules.values())
 
     @property
     def origin(self) -> str:
@@ -93,6 +87,15 @@ class Results:
         A remedy for a non-finite output is applied first.
         """
         return self.nonfinite is None or not self.nonfinite.remedy
+
+
+def sqnr_range(modules: Iterable[ModuleDrift]) -> tuple[float, float]:
+    """Return the SQNRs in dB at which a module's bar is full and empty: those of the worst and the best of these modules, and at
+    least the limits of a small drift. Bars thus differ within a model, and are short if nothing drifts much.
+    """
+    measured = [drift.sqnr_db for drift in modules if drift.sqnr_db is not None and not drift.nonfinite]
+    finite = [value for value in measured if math.isfinite(value)]
+    return min([SQNR_FP8, *finite]), max([SQNR_BF16, *finite])
 
 
 def measured_modules(report: DriftReport) -> Mapping[str, ModuleDrift]:

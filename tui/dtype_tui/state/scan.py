@@ -5,7 +5,7 @@ measured drift.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -174,12 +174,12 @@ class ScanState:
         self.measured.append(Point(plan.recipe, plan.planned_bytes, predicted.value, scalar_drift(report.output)))
         self.version += 1
 
-    def cell(self, node: str) -> tuple[str, float]:
-        """Return what the tree shows of a node's score for the dtype shown: the score as text, and its heat, which is the score on
-        the scale from 0 to 1 of `heat`. Without a score, they are "" and 0.
+    def cell(self, nodes: Sequence[str]) -> tuple[str, float]:
+        """Return what the tree shows of the score of a node, or of several together, for the dtype shown: the score as text, and
+        its heat, which is the score on the scale from 0 to 1 of `heat`. Without a score, they are "" and 0.
         """
-        score = self.nodes.get(node)
-        return ("", 0.0) if score is None else (figure(score), self.heat(score))
+        scores = [self.nodes[node] for node in nodes if node in self.nodes]
+        return (figure(sum(scores)), self.heat(sum(scores))) if scores else ("", 0.0)
 
     def heat(self, score: float) -> float:
         """Return a score on a logarithmic scale from 0 to 1: 1 for the score of the whole model, 0 for a thousandth of that or

@@ -6,7 +6,7 @@ of children are created when their node opens. The tree is therefore as fast wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, ClassVar
@@ -15,13 +15,14 @@ from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
-from textual.geometry import Region, Size
+from textual.geometry import Offset, Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from dtype_engine.core.tree import ancestors
 from dtype_tui.config.key_names import with_ids
+from dtype_tui.state.folds import Folds, Members, fold_members, fold_name
 from dtype_tui.state.node_rules import cast_nodes
 from dtype_tui.widgets.cursor import over_cursor
 from dtype_tui.widgets.tree_columns import columns_for, needed_width
@@ -34,9 +35,13 @@ from dtype_tui.widgets.tree_rows import (
     first_opened,
     matching,
     open_rows,
+    ordered,
 )
 
 if TYPE_CHECKING:
+    from dtype_engine.core.tree import Module
+    from dtype_engine.recipe import Plan
+    from dtype_engine.results.drift import DriftReport
     from dtype_tui.state.experiment import Experiment
     from dtype_tui.state.preview import Preview
 
@@ -50,7 +55,9 @@ class ModuleTree(ScrollView, can_focus=True):
     HELP = (
         "Every module and tensor: dtype (or a bar of the mix by bytes, and the name of the largest part), bytes under the recipe, "
         "with a bar of the share of the parent's bytes, and drift as SQNR in dB. The bar of the SQNR is full for the worst module "
-        "and empty for the best. Numbers of parameters appear in a wide terminal."
+        "and empty for the best. Numbers of parameters appear in a wide terminal. Four or more neighbours that are alike, such as "
+        "layers, are folded into one row: they have one structure and one plan, and their SQNRs differ by 6 dB at most. The row "
+        "has the bytes of all and the SQNR of the worst. F folds them or shows each."
     )
 
     DEFAULT_CSS = """
@@ -88,6 +95,8 @@ class ModuleTree(ScrollView, can_focus=True):
     def __init__(self, experiment: Experiment, id: str | None = None) -> None:
         super().__init__(id=id)
         self.experiment = experiment
+        self.folds = True
+        """Whether neighbours that are alike are folded into one row."""
         self.rows: list[Row] = []
         self.cursor = 0
         self.preview: Preview | None = None
@@ -100,25 +109,96 @@ class ModuleTree(ScrollView, can_focus=True):
         self._needed = (0, 0)
         """The widths that the names in all rows need."""
         self._opened = first_opened(experiment.tree)
+        self._unfolded: set[str] = set()
+        """The names of the modules that are members of open folds."""
+        self._report: DriftReport | None = None
+        """The measurement by whose readings modules are folded. It stays until the next one is complete, so that rows do not come
+        and go while the model is measured.
+        """
+        self._folds: Folds
+        self._folds_made_for: tuple[Plan, DriftReport | None] | None = None
         self.rebuild()
 
     # -- what is visible -----------------------------------------------------------------------------------------
 
     def rebuild(self) -> None:
-        """Rebuild the rows. The cursor stays on its node, or goes to the nearest ancestor that is still shown."""
-        name = self.rows[self.cursor].name if self.rows else ""
-        if self.filter_text:
-            self.rows = filtered_rows(self.experiment.tree, self.matches[:MOST_MATCHES])
-        else:
-            self.rows = open_rows(self.experiment, self._opened, self.order)
-        self._needed = needed_width(self.rows, self.experiment.model.title)
-        index_of = {row.name: index for index, row in enumerate(self.rows)}
-        while name not in index_of and name:
-            name = name.rpartition(".")[0]
-        self.cursor = index_of.get(name, 0)
-        self.virtual_size = Size(0, len(self.rows) + 1)
-        self.refresh_changed()
+        """Rebuild the rows. The cursor stays on its node, or goes to the nearest row above it that is still shown."""
+        self._make_rows()
+        self._repaint_changed()
         self._show_cursor()
+
+    def _make_rows(self) -> None:
+        name = self.current.name if self.rows else ""
+        self._find_folds()
+        if self.filter_text:
+            shown = self.matches[:MOST_MATCHES]
+            self.rows = filtered_rows(self.experiment.tree, self._groups, self._is_open, shown)
+        else:
+            self.rows = open_rows(self.experiment.tree, self._ordered_groups, self._is_open)
+        self._needed = needed_width(self.rows, self.experiment.model.title)
+        self.cursor = self._index_of(name)
+        self.virtual_size = Size(0, len(self.rows) + 1)
+
+    @property
+    def _is_remeasured(self) -> bool:
+        """Whether there is a complete measurement by which modules are not folded yet."""
+        report = self.experiment.results.report
+        return report is not None and report is not self._report
+
+    @property
+    def _folds_are_old(self) -> bool:
+        made_for = self._folds_made_for
+        return made_for is None or made_for[0] is not self.experiment.plan or made_for[1] is not self._report
+
+    def _find_folds(self) -> None:
+        """Find the folds again if the plan or the measurement has changed."""
+        experiment = self.experiment
+        if self._folds_are_old:
+            drift = {} if self._report is None else {module.name: module for module in self._report.modules}
+            self._folds = Folds(experiment.tree, experiment.plan.dtypes, drift)
+            self._folds_made_for = experiment.plan, self._report
+
+    def _groups(self, parent: Module) -> list[Members]:
+        return self._folds.below(parent) if self.folds else [(child,) for child in parent.children.values()]
+
+    def _ordered_groups(self, parent: Module) -> list[Members]:
+        return ordered(self.experiment, self._groups(parent), self.order)
+
+    def _is_open(self, row: Row) -> bool:
+        """Return whether the rows below a module or a fold are shown. While there is a filter, only folds can be closed."""
+        if row.members:
+            return row.module.name in self._unfolded
+        return bool(self.filter_text) or row.name in self._opened
+
+    def _index_of(self, name: str) -> int:
+        """Return the index of the row of a node or fold or, if it is not shown, of the nearest row above it."""
+        index_of = {row.name: index for index, row in enumerate(self.rows)}
+        members = fold_members(self.experiment.tree, name) if name not in index_of else ()
+        if members:
+            name = members[0].name
+        while name not in index_of and name:
+            module = self.experiment.tree.modules.get(name)
+            fold = self._fold_around(module) if module is not None else None
+            if fold is not None and fold_name(fold) in index_of:
+                return index_of[fold_name(fold)]
+            name = name.rpartition(".")[0]
+        return index_of.get(name, 0)
+
+    def _fold_around(self, module: Module) -> Members | None:
+        return self._folds.around(module) if self.folds else None
+
+    def _unfold_above(self, name: str) -> None:
+        """Open the folds that a node is in."""
+        if self.folds:
+            for above in (name, *ancestors(name)):
+                module = self.experiment.tree.modules.get(above)
+                self._unfolded.update(member.name for member in (module and self._folds.around(module)) or ())
+
+    def fold(self, folds: bool) -> None:
+        """Fold neighbours that are alike, also those whose fold was opened, or show each of them."""
+        self.folds = folds
+        self._unfolded.clear()
+        self.rebuild()
 
     def sort_by(self, order: str) -> None:
         """Sort the children of every node by one of `ORDERS`. The cursor stays on its node."""
@@ -141,21 +221,28 @@ class ModuleTree(ScrollView, can_focus=True):
         """Go to the next (step > 0) or previous (step < 0) node that matches the filter. Returns False if no node matches the
         filter.
         """
-        indices = [index for index, row in enumerate(self.rows) if row.name in self._match_set]
+        indices = [index for index, row in enumerate(self.rows) if row.name in self._match_set or row.matches]
         if not indices:
             return False
         after = [index for index in indices if (index > self.cursor if step > 0 else index < self.cursor)]
         self.move_to((after[0] if step > 0 else after[-1]) if after else (indices[0] if step > 0 else indices[-1]))
+        while self.current.matches:  # its first or last match is inside this fold
+            at, below = self.cursor, len(self.rows) - self.cursor
+            self._open(self.current)
+            inside = range(at + 1, len(self.rows) - below + 1)
+            found = [index for index in inside if self.rows[index].name in self._match_set or self.rows[index].matches]
+            self.move_to(found[0] if step > 0 else found[-1])
         return True
 
     def show_preview(self, preview: Preview | None) -> None:
         """Highlight the nodes that a rule would match. If `preview` is None, remove the highlight."""
         self.preview = preview
-        self.refresh_changed()
+        self._repaint_changed()
 
     def new_tree(self) -> None:
         """Show the experiment's new tree, which is of the same model. Open nodes stay open."""
         opened = self._opened
+        self._folds_made_for = None
         self._opened = {name for name in opened if name in self.experiment.tree.modules} | {""}
         if len(self._opened) < 2:
             self._opened = first_opened(self.experiment.tree)
@@ -176,17 +263,34 @@ class ModuleTree(ScrollView, can_focus=True):
         self._paint(before)
         self._paint(index)
         self._show_cursor()
+        if self.rows[before].members and self._is_remeasured:
+            self.refresh_changed()  # the measurement may now split the fold
         self.post_message(self.Moved(self.current.name))
 
+    def go_to_row(self, row: Row) -> None:
+        """Put the cursor on the row of this node, if it is still shown."""
+        self.move_to(next((index for index, each in enumerate(self.rows) if each.name == row.name), self.cursor))
+
     def go_to(self, name: str) -> bool:
-        """Put the cursor on the node with this name, and open the nodes above it. Returns False if there is no such node."""
-        if name not in self.experiment.tree.modules and self.experiment.tree.canonical(name) is None:
+        """Put the cursor on the node or fold with this name, and open the nodes and folds above it. Returns False if there is no
+        such node.
+        """
+        tree, members = self.experiment.tree, fold_members(self.experiment.tree, name)
+        if not members and name not in tree.modules and tree.canonical(name) is None:
             return False
-        self._opened.update(ancestors(name))
+        node = members[0].name if members else name
+        self._opened.update(ancestors(node))
+        self._unfold_above(node.rpartition(".")[0] if members else node)
         self.filter_text, self.matches, self._match_set = "", [], frozenset()
         self.rebuild()
-        self.move_to(next((index for index, row in enumerate(self.rows) if row.name == name), self.cursor))
+        self.move_to(self._index_of(name))
         return True
+
+    def rows_on_screen(self) -> Iterator[tuple[Row, Offset]]:
+        """Yield each row that is visible, with the place on the screen where it begins."""
+        top = self.scroll_offset.y
+        for line, row in enumerate(self.rows[top : top + self.size.height - 1], 1):
+            yield row, self.region.offset + Offset(0, line)
 
     def _paint(self, index: int) -> None:
         line = index - self.scroll_offset.y + 1
@@ -215,29 +319,40 @@ class ModuleTree(ScrollView, can_focus=True):
 
     def action_open(self) -> None:
         row = self.current
-        if row.tensor is not None or not (row.module.children or row.module.tensors):
+        if not row.can_open:
             return
-        if row.name in self._opened or self.filter_text:
+        if self._is_open(row):
             self.move_to(self.cursor + 1)
         else:
-            self._opened.add(row.name)
-            self.rebuild()
+            self._open(row)
 
     def action_close(self) -> None:
         row = self.current
-        if row.tensor is None and row.name in self._opened and row.name and not self.filter_text:
-            self._opened.discard(row.name)
-            self.rebuild()
+        if row.tensor is None and row.name and self._is_open(row) and (row.members or not self.filter_text):
+            self._close(row)
         else:
-            self.move_to(next((p for p in reversed(range(self.cursor)) if self.rows[p].depth < row.depth), 0))
+            self.action_parent()
 
     def action_open_or_close(self) -> None:
         row = self.current
-        if row.tensor is None and row.name in self._opened:
-            self._opened.discard(row.name)
-            self.rebuild()
+        if row.tensor is None and self._is_open(row) and (row.members or not self.filter_text):
+            self._close(row)
         else:
             self.action_open()
+
+    def _open(self, row: Row) -> None:
+        if row.members:
+            self._unfolded.update(row.nodes)
+        else:
+            self._opened.add(row.name)
+        self.rebuild()
+
+    def _close(self, row: Row) -> None:
+        if row.members:
+            self._unfolded.difference_update(row.nodes)
+        else:
+            self._opened.discard(row.name)
+        self.rebuild()
 
     def action_sibling(self, step: int) -> None:
         depth = self.current.depth
@@ -258,19 +373,26 @@ class ModuleTree(ScrollView, can_focus=True):
         After the last node comes the first, and before the first comes the last.
         """
         nodes = cast_nodes(self.experiment.tree, self.experiment.plan)
-        if nodes:
-            order = {name: i for i, name in enumerate(self.experiment.tree.names[0])}
-            here = order.get(self.current.name, -1)
-            indices = [order.get(node, -1) for node in nodes]
-            if step > 0:
-                at = next((i for i, index in enumerate(indices) if index > here), 0)
-            else:
-                at = next((i for i in reversed(range(len(indices))) if indices[i] < here), -1)
-            self.go_to(nodes[at])
+        if not nodes:
+            return
+        order = {name: i for i, name in enumerate(self.experiment.tree.names[0])}
+        row = self.current
+        # The members of a closed fold are one step.
+        passes = step > 0 and bool(row.members) and not self._is_open(row) and row.nodes[-1] in nodes
+        here = order.get(row.nodes[-1 if passes else 0], -1)
+        indices = [order.get(node, -1) for node in nodes]
+        if step > 0:
+            at = next((i for i, index in enumerate(indices) if index > here), 0)
+        else:
+            at = next((i for i in reversed(range(len(indices))) if indices[i] < here), -1)
+        module = self.experiment.tree.modules.get(nodes[at])
+        fold = self._fold_around(module) if module is not None else None
+        is_closed = fold is not None and fold[0].name not in self._unfolded
+        self.go_to(fold_name(fold) if fold is not None and is_closed else nodes[at])
 
     def action_expand_all(self) -> None:
         below: list[str] = []
-        stack = [self.current.module]
+        stack = list(self.current.modules)
         while stack and len(below) <= MOST_OPENED:
             node = stack.pop()
             below.append(node.name)
@@ -279,11 +401,17 @@ class ModuleTree(ScrollView, can_focus=True):
             self.app.notify(f"more than {MOST_OPENED:,} nodes below: go to a node with fewer", markup=False)
             return
         self._opened.update(below)
+        self._unfolded.update(below if self.current.members else below[1:])
         self.rebuild()
 
     def action_collapse_all(self) -> None:
-        inside = f"{self.current.module.name}." if self.current.module.name else ""
-        self._opened = {name for name in self._opened if name != inside[:-1] and not name.startswith(inside)} | {""}
+        row = self.current
+        names = {module.name for module in row.modules}
+        inside = tuple(f"{name}." if name else "" for name in names)
+        self._opened = {name for name in self._opened if name not in names and not name.startswith(inside)} | {""}
+        self._unfolded = {name for name in self._unfolded if not name.startswith(inside)}
+        if row.members:
+            self._unfolded -= names
         self.rebuild()
 
     def on_click(self, event: events.Click) -> None:
@@ -299,6 +427,21 @@ class ModuleTree(ScrollView, can_focus=True):
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def refresh_changed(self) -> None:
+        """Show what has changed. If the plan or the measurement is another one, neighbours may be alike no longer."""
+        # A fold under the cursor is not split by a measurement: the next key would act on fewer modules than the user chose.
+        if self._is_remeasured and not (self.rows and self.current.members):
+            self._report = self.experiment.results.report
+        if self.folds and self._folds_are_old:
+            before = self.cursor
+            self._find_folds()
+            if not self.current.members:
+                self._unfold_above(self.current.name)
+            self._make_rows()
+            if self.cursor != before:  # the line under the cursor stays where it is on the screen
+                self.scroll_to(y=self.scroll_offset.y + self.cursor - before, animate=False, immediate=True)
+        self._repaint_changed()
+
+    def _repaint_changed(self) -> None:
         """Repaint only those parts of the visible lines that have changed. A measurement changes only a few cells."""
         for y in range(self.size.height):
             painted, line = self._painted.get(y), self._line(y)
@@ -326,15 +469,15 @@ class ModuleTree(ScrollView, can_focus=True):
         if index >= len(self.rows):
             return Strip.blank(width, base)
         row = self.rows[index]
-        opened = row.name in self._opened or bool(self.filter_text)
+        opened = self._is_open(row)
         state = RowState(
             under_cursor=index == self.cursor,
             lit=self._lit(row),
-            match=row.name in self._match_set,
+            match=row.name in self._match_set or row.matches > 0,
             opened=opened,
             inside=0
             if opened or self.preview is None or row.tensor is not None
-            else self.preview.count_below(row.module),
+            else sum(map(self.preview.count_below, row.modules)),
         )
         segments = Segment.adjust_line_length(row_segments(self.experiment, row, columns, state), width, PLAIN)
         strip = over_cursor(self, segments) if index == self.cursor else Strip(segments)
@@ -352,7 +495,8 @@ class ModuleTree(ScrollView, can_focus=True):
             return False
         if row.tensor is not None:
             return row.tensor.name in self.preview.tensors
-        return row.name in self.preview.modules or any(name in self.preview.modules for name in ancestors(row.name))
+        lit = self.preview.modules
+        return lit.issuperset(row.nodes) or any(name in lit for name in ancestors(row.nodes[0]))
 
 
 def _same_cells(one: Iterable[Segment], other: Iterable[Segment]) -> int:

@@ -14,8 +14,9 @@ from textual.widgets import Static
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.units import human_bytes, human_count, plural
-from dtype_engine.recipe import Rule, generalisations
+from dtype_engine.recipe import Rule
 from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.folds import patterns_for
 from dtype_tui.state.preview import Preview, preview
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.tree_rows import MOST_MATCHES
@@ -68,8 +69,7 @@ class CastPrompt(BottomPrompt):
     def open(self, node: str) -> None:
         """Show the prompt with a rule for the node with this name."""
         self._enter = self._cast
-        module = self.experiment.tree.modules.get(node)
-        steps = generalisations(node, module.class_name if module else None)
+        steps = patterns_for(self.experiment.tree, node)
         # Every pattern is more general than the one before, so if the first matches something, all do.
         self._steps = steps if self._matches_something(steps[0]) else steps[:1]
         self._step = 0

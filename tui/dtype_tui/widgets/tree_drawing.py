@@ -18,11 +18,11 @@ from dtype_engine.core.units import human_count, percent, signed
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import scale_shared_with
 from dtype_engine.reports.text import parameters_text
-from dtype_tui.rendering.cells import drift_text, meter, name_cell, short_bytes, stacked, truncate
+from dtype_tui.rendering.cells import drift_share, drift_text, meter, name_cell, short_bytes, stacked, truncate
 from dtype_tui.rendering.palette import ACCENT, heat, pill, ramp
 from dtype_tui.widgets import cursor
 from dtype_tui.widgets.tree_columns import EDGE, Columns
-from dtype_tui.widgets.tree_rows import Row
+from dtype_tui.widgets.tree_rows import Row, worst_drift
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Totals
@@ -128,8 +128,8 @@ def _add_name(line: _Line, experiment: Experiment, row: Row, end: int, state: Ro
         line.add(before)
         before = ""
     line.add(before + label, style)
-    mark = experiment.results.losses.marks.get(row.name) if row.tensor is None else None
-    if mark is not None:
+    mark = _loss_mark(experiment, row) if row.tensor is None else ""
+    if mark:
         mark = truncate(mark, max(0, end - line.width - 3))
         if len(mark) > 2:
             line.add(f"  {mark}", _LOST)
@@ -142,27 +142,32 @@ def _add_name(line: _Line, experiment: Experiment, row: Row, end: int, state: Ro
     line.fill(end)
 
 
+def _loss_mark(experiment: Experiment, row: Row) -> str:
+    """Return the mark of a module in which casts lose values or, for a fold, how many of its members have such a mark."""
+    marks = [mark for node in row.nodes if (mark := experiment.results.losses.marks.get(node))]
+    return f"⚠ in {len(marks)} of {len(row.members)}" if marks and row.members else "".join(marks)
+
+
 def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tuple[str, str, str]:
     """Return (mark of an open or closed node, name, text after the name), which together fit into `width` cells.
 
-    The text after the name is the module's class or the tensor's shape. For a tied weight, it also names the tensor it is tied to.
+    The text after the name is the module's class, the tensor's shape, or the number of a fold's members. For a tied weight, it also
+    names the tensor it is tied to.
     """
     width -= EDGE + 2 * row.depth + 3
     if row.tensor is None:
-        expandable = bool(row.module.children or row.module.tensors)
-        twist = ("▾ " if state.opened else "▸ ") if expandable else "  "
+        twist = ("▾ " if state.opened else "▸ ") if row.can_open else "  "
         label = name_cell(row.label or experiment.model.title, width)
-        failed = "failed here" if row.name and row.name == experiment.results.failed_module else ""
+        failed = "failed here" if row.name and experiment.results.failed_module in row.nodes else ""
         kept = "keep f32" if row.module.keep_in_fp32 else ""
-        totals = experiment.totals[row.name]
-        elsewhere = experiment.tree.tied_into(row.name) if totals.tied and not totals.nbytes else []
+        totals = experiment.totals.of(row.modules)
+        elsewhere = experiment.tree.tied_into(row.module.name) if totals.tied and not totals.nbytes else []
         tied = f"= {', '.join(tensor.name.removesuffix('.weight') for tensor in elsewhere)}" if elsewhere else ""
         about = " ".join(word for word in (failed, tied, kept, _class_words(row)) if word)
     else:
         twist = "  "
         label = name_cell(row.label, width)
-        shape = " × ".join(map(str, row.tensor.shape)) or "scalar"
-        about = f"= {row.tensor.name}" if row.alias else f"[{shape}]"
+        about = f"= {row.tensor.name}" if row.alias else row.about
     width -= len(label) + 2
     return twist, label, name_cell(about, width) if width >= min(len(about), 5) else ""
 
@@ -170,9 +175,9 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
 def _class_words(row: Row) -> str:
     """Return the class of a row's module or, for a list of modules of one class, their number and this class."""
     classes = {child.class_name for child in row.module.children.values()}
-    if row.module.class_name == "ModuleList" and len(classes) == 1:
+    if not row.members and row.module.class_name == "ModuleList" and len(classes) == 1:
         return f"{len(row.module.children)} × {classes.pop()}"
-    return row.module.class_name or ""
+    return row.about
 
 
 def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
@@ -180,7 +185,7 @@ def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
     scale. If drift is measured from another checkpoint, the dtype there comes first.
     """
     if row.tensor is None:
-        _add_mix(line, experiment.totals[row.name], end)
+        _add_mix(line, experiment.totals.of(row.modules), end)
     else:
         planned = experiment.plan.dtypes[row.tensor.name]
         for before, after in ((row.tensor.reference_dtype, row.tensor.dtype), (row.tensor.dtype, planned)):
@@ -195,7 +200,7 @@ def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
         if mark is not None:
             line.add(f" {mark}" if len(mark) < end - line.width else " ⚠", _LOST)
     weight = row.tensor if row.tensor is not None else row.module.tensors.get("weight")
-    if weight is not None and (shared := scale_shared_with(weight.name, experiment.plan.dtypes)):
+    if weight is not None and not row.members and (shared := scale_shared_with(weight.name, experiment.plan.dtypes)):
         words = (f" scale with {shared}", f" with {shared}")
         line.add(next((word for word in words if len(word) <= end - line.width), ""), DIM)
 
@@ -226,10 +231,10 @@ def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -
     """Add the number of parameters, the bytes, and the bar of the share of the parent's bytes."""
     whole = 0
     if row.tensor is None:
-        totals = experiment.totals[row.name]
+        totals = experiment.totals.of(row.modules)
         parameters = parameters_text(totals) if totals.parameters or totals.unknown else ""
         size = totals.total_bytes
-        whole = experiment.totals[row.name.rpartition(".")[0]].total_bytes if row.name else size
+        whole = experiment.totals[row.module.name.rpartition(".")[0]].total_bytes if row.name else size
     else:
         tensor = row.tensor
         known = human_count(tensor.parameters) if tensor.parameters else ""
@@ -249,14 +254,14 @@ def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -
 
 
 def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
-    """Return the drift of a row's module. For the root of the tree, this is the drift of the model's output, and for a tensor its
-    difference from the checkpoint from which drift is measured. Returns None if it is unknown.
+    """Return the drift of a row's module or of the worst member of a fold. For the root, this is the drift of the model's output;
+    for a tensor, its difference from the checkpoint from which drift is measured. Returns None if it is unknown.
     """
     if row.tensor is not None:
         return experiment.results.weights.get(row.tensor.name)
     if not row.name and experiment.results.report is not None:
         return _as_of_module(experiment.results.report.output)
-    return experiment.results.modules.get(row.name)
+    return worst_drift(experiment.results.modules, row.modules)
 
 
 def _as_of_module(output: OutputDrift) -> ModuleDrift:
@@ -280,9 +285,8 @@ def _add_drift(line: _Line, experiment: Experiment, row: Row, columns: Columns) 
     if columns.track and value == math.inf:
         line.fill(line.width + columns.track - 1)
     elif columns.track:
-        worst, best = experiment.results.sqnr_range
-        share = 1.0 if math.isnan(value) else (best - value) / (best - worst)
-        line.add_pieces(meter(max(0.0, min(1.0, share)), columns.track - 1, name))
+        share = drift_share(value, experiment.results.sqnr_range)
+        line.add_pieces(meter(share, columns.track - 1, name))
 
 
 def _add_comparison(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
@@ -294,7 +298,7 @@ def _add_comparison(line: _Line, experiment: Experiment, row: Row, columns: Colu
     if baseline is not None and row.tensor is None:
         from dtype_engine.results.drift import sqnr_gain
 
-        before = experiment.baseline_modules.get(row.name)
+        before = worst_drift(experiment.baseline_modules, row.modules)
         if not row.name:
             before = _as_of_module(baseline.output)
         now = _drift(experiment, row)
@@ -307,7 +311,7 @@ def _add_comparison(line: _Line, experiment: Experiment, row: Row, columns: Colu
 
 def _add_score(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
     """Add the node's score for the dtype that the scan shows, and the score's bar."""
-    number, share = experiment.scan.cell(row.name)
+    number, share = experiment.scan.cell(row.nodes)
     name = heat(share)
     line.add(f"{number:>{columns.scan}}" + " " * min(1, columns.heat), _style(name) if number else PLAIN)
     if columns.heat:

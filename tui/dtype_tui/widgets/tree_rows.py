@@ -1,15 +1,19 @@
-"""The rows of the module tree and their order. The rows are those of open nodes or, with a filter, those of matching nodes."""
+"""The rows of the module tree and their order. The rows are those of open nodes or, with a filter, those of matching nodes.
+Neighbours that are alike may be folded into one row.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import translate
 from typing import TYPE_CHECKING
 
-from dtype_engine.core.tree import Module, TensorInfo, Tree
+from dtype_engine.core.tree import Module, TensorInfo, Tree, ancestors
+from dtype_tui.state.folds import Members, fold_label, fold_name
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import ModuleDrift
@@ -25,18 +29,47 @@ matches again.
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A visible line of the tree: a module, or one of its tensors."""
+    """A visible line of the tree: a module, one of its tensors, or a fold of modules that are alike."""
 
     name: str
+    """The name of the node or, for a fold, the pattern that matches its members."""
     depth: int
-    """Number of ancestors of the row's node."""
+    """Number of rows above this one in the tree: the ancestors of the node, and the folds that it is in."""
     module: Module
-    """The module itself, or the module that holds `tensor`."""
+    """The module itself, the module that holds `tensor`, or the first member of the fold."""
     tensor: TensorInfo | None = None
+    members: Members = ()
+    """The modules that the row stands for if it is a fold; otherwise empty."""
+    matches: int = 0
+    """How many names that match the filter are inside the fold, if it is closed."""
 
     @property
     def label(self) -> str:
-        return self.name.rpartition(".")[2]
+        return fold_label(self.members) if self.members else self.name.rpartition(".")[2]
+
+    @property
+    def modules(self) -> Members:
+        """The modules that the row stands for: one, or the members of the fold."""
+        return self.members or (self.module,)
+
+    @property
+    def can_open(self) -> bool:
+        """Whether there are rows below this one while it is open."""
+        return bool(self.members) or (self.tensor is None and bool(self.module.children or self.module.tensors))
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The names of the nodes that the row stands for: one, or the members of the fold."""
+        return tuple(member.name for member in self.members) or (self.name,)
+
+    @property
+    def about(self) -> str:
+        """A few words about the node: its class or shape or, for a fold, the numbers of its members and of the filter's matches."""
+        if self.members:
+            return f"{len(self.members)} alike" + (f", {self.matches:,} match" if self.matches else "")
+        if self.tensor is not None:
+            return f"[{' × '.join(map(str, self.tensor.shape))}]" if self.tensor.shape else "[scalar]"
+        return self.module.class_name or ""
 
     @property
     def alias(self) -> bool:
@@ -58,36 +91,53 @@ def first_opened(tree: Tree) -> set[str]:
     return opened
 
 
-def open_rows(experiment: Experiment, opened: set[str], order: str) -> list[Row]:
-    """Return the rows of all nodes that are visible because every node above them is open. opened: the names of the open nodes.
-    order: one of `ORDERS`.
-    """
+ChildrenOf = Callable[[Module], Iterable[Members]]
+"""A function that returns the children of a module in the order of their rows: the members of each fold together, others alone."""
+
+
+def open_rows(tree: Tree, children_of: ChildrenOf, is_open: Callable[[Row], bool]) -> list[Row]:
+    """Return the rows of all nodes that are visible because every node and fold above them is open."""
     rows: list[Row] = []
-    stack: list[tuple[Module, int]] = [(experiment.tree.root, 0)]
+    stack = [Row("", 0, tree.root)]
     while stack:
-        node, depth = stack.pop()
-        rows.append(Row(node.name, depth, node))
-        if node.name in opened:
-            rows.extend(_tensor_rows(node, depth + 1))
-            stack.extend((child, depth + 1) for child in reversed(_ordered(experiment, node, order)))
+        row = stack.pop()
+        rows.append(row)
+        if row.tensor is None and is_open(row):
+            stack.extend(reversed(list(_rows_below(row, children_of))))
     return rows
 
 
-def filtered_rows(tree: Tree, matches: Iterable[str]) -> list[Row]:
-    """Return the rows of the nodes that match the filter, and of all nodes above them."""
-    shown: set[str] = {""}
-    for name in matches:
-        while name not in shown:
-            shown.add(name)
-            name = name.rpartition(".")[0]
+def filtered_rows(
+    tree: Tree, children_of: ChildrenOf, is_open: Callable[[Row], bool], matches: Iterable[str]
+) -> list[Row]:
+    """Return the rows of the nodes that match the filter, and of all nodes above them. Only folds can be closed."""
+    counts = Counter(above for name in matches for above in (name, *ancestors(name)))
     rows: list[Row] = []
-    stack: list[tuple[Module, int]] = [(tree.root, 0)]
+    stack = [Row("", 0, tree.root)]
     while stack:
-        node, depth = stack.pop()
-        rows.append(Row(node.name, depth, node))
-        rows.extend(row for row in _tensor_rows(node, depth + 1) if row.name in shown)
-        stack.extend((child, depth + 1) for child in reversed(node.children.values()) if child.name in shown)
+        row = stack.pop()
+        if row.members and not is_open(row):
+            row = replace(row, matches=sum(counts[member.name] for member in row.members))
+        rows.append(row)
+        if row.tensor is None and not row.matches:
+            below = list(_rows_below(row, children_of))
+            stack.extend(each for each in reversed(below) if any(counts[name] for name in each.nodes))
     return rows
+
+
+def _rows_below(row: Row, children_of: ChildrenOf) -> Iterator[Row]:
+    depth = row.depth + 1
+    if row.members:
+        yield from (Row(member.name, depth, member) for member in row.members)
+        return
+    yield from _tensor_rows(row.module, depth)
+    for members in children_of(row.module):
+        first = members[0]
+        yield (
+            Row(first.name, depth, first)
+            if len(members) == 1
+            else Row(fold_name(members), depth, first, members=members)
+        )
 
 
 def matching(tree: Tree, text: str) -> list[str]:
@@ -102,13 +152,23 @@ def matching(tree: Tree, text: str) -> list[str]:
     return [name for name, low in zip(names, lowered, strict=True) if wanted in low]
 
 
-def _ordered(experiment: Experiment, node: Module, order: str) -> list[Module]:
-    children = list(node.children.values())
+def ordered(experiment: Experiment, groups: list[Members], order: str) -> list[Members]:
+    """Return the children of a node, of which some are folded, in one of `ORDERS`. A fold stands where all its bytes or its worst
+    member put it.
+    """
     if order == "bytes":
-        children.sort(key=lambda child: -experiment.totals[child.name].total_bytes)
-    elif order == "drift":
-        children.sort(key=lambda child: _drift_key(experiment.results.modules.get(child.name)))
-    return children
+        return sorted(groups, key=lambda group: -experiment.totals.of(group).total_bytes)
+    if order == "drift":
+        modules = experiment.results.modules
+        return sorted(groups, key=lambda group: min(_drift_key(modules.get(module.name)) for module in group))
+    return groups
+
+
+def worst_drift(drift: Mapping[str, ModuleDrift], modules: Members) -> ModuleDrift | None:
+    """Return the drift of the module that drifts most, or None if none of them is measured."""
+    if len(modules) == 1:
+        return drift.get(modules[0].name)
+    return min((drift[module.name] for module in modules if module.name in drift), key=_drift_key, default=None)
 
 
 def _drift_key(drift: ModuleDrift | None) -> tuple[float, float]:

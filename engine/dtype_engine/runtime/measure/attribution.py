@@ -115,6 +115,10 @@ class Attribution:
     rules: tuple[str, ...] = ()
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """Facts that passes of the model have shown, such as side effects of its modules, kept for later passes."""
+    known: dict[Part, PartDrift] = field(default_factory=dict)
+    """What an earlier `report` on the same casts, settings and inputs has measured before it was cancelled. A report measures the
+    other modules and subtrees, adds them, and clears all of them when it is complete.
+    """
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0
     _done: int = 0
@@ -164,7 +168,9 @@ class Attribution:
                 on_progress(done, total)
                 on_causes(PartialAttribution(report(found), done, total))
 
-            return report(self._contributions(elsewhere or here, whole, on_part) if whole else ())
+            complete = report(self._contributions(elsewhere or here, whole, on_part) if whole else ())
+            self.known.clear()
+            return complete
 
     def measure(self, part: Part, cancelled: IsCancelled = never) -> PartDrift:
         """Measure one module or subtree, and return its drift. The first call also runs the reference. Raises NoForward,
@@ -253,12 +259,23 @@ class Attribution:
         others: the contributions found before, which `on_part` is given with those of `parts`.
         """
         found: dict[int, Contribution] = {}
-        for index, measured in run(parts):
+
+        def add(index: int, measured: PartDrift) -> None:
             part, drift = parts[index], measured.drift
             share = drift / whole if math.isfinite(whole) and whole else None
             found[index] = Contribution(part.name, len(part.modules), drift, share, measured.local_sqnr_db)
             self._passes += len(self._bases)
             self._done += 1
+
+        for index, part in enumerate(parts):
+            if part in self.known:
+                add(index, self.known[part])
+        if found:
+            on_part((*others, *found.values()), min(total, self._done), total)
+        missing = [index for index in range(len(parts)) if index not in found]
+        for at, measured in run([parts[index] for index in missing]) if missing else ():
+            self.known[parts[missing[at]]] = measured
+            add(missing[at], measured)
             on_part((*others, *found.values()), min(total, self._done), total)
         return [found[index] for index in range(len(parts))]
 

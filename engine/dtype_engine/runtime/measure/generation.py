@@ -43,12 +43,8 @@ def generate(
     If the user gave no prompts, only the first input is continued: the first `PROMPT_TOKENS` of a calibration text, or an image,
     for which a caption is generated. Raises NoForward if the model can't generate or can't be run, KernelError and Cancelled.
     """
-    module = runner.model.module
-    can = getattr(module, "can_generate", None)
-    if not hasattr(module, "generate") or (can is not None and not can() and not _own_generate(module)):
-        raise NoForward(
-            f"a {type(module).__name__} does not generate text; open a model with a language model head or a captioner"
-        )
+    if (why := why_no_text(runner.model.module)) is not None:
+        raise NoForward(why)
     tokenizer = inputs.tokenizer or tokenizer_of(runner.model)
     batches = inputs.batches if inputs.prompts else inputs.batches[:1]
     most = 2 * len(batches) * tokens
@@ -72,6 +68,14 @@ def generate(
         candidate = _write(runner, "candidate", second, tokenizer, tokens, of_candidate, candidate_grows)
         generations.append(Generation(text, reference, candidate))
     return tuple(generations)
+
+
+def why_no_text(module: Any) -> str | None:
+    """Return a sentence that says why a model can't generate text, or None if it can."""
+    can = getattr(module, "can_generate", None)
+    if hasattr(module, "generate") and (can is None or can() or _own_generate(module)):
+        return None
+    return f"a {type(module).__name__} does not generate text; open a model with a language model head or a captioner"
 
 
 def _own_generate(module: Any) -> bool:

@@ -14,7 +14,7 @@ from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
-from dtype_engine.core.options import ClassesDim, Options
+from dtype_engine.core.options import ClassesDim, Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
@@ -31,7 +31,7 @@ from dtype_engine.results.runs import Generation, SpeedReport
 from dtype_engine.results.scan import Prediction, ScanReport, SearchReport
 from dtype_engine.runtime.inputs import Inputs, make_inputs, one_of_each_shape, summarize
 from dtype_engine.runtime.inputs.text import with_next_tokens
-from dtype_engine.runtime.measure.attribution import Attribution, OnCauses
+from dtype_engine.runtime.measure.attribution import Attribution, OnCauses, Part, PartDrift
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
 from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
 from dtype_engine.runtime.measure.generation import OnText, OnTokens, generate
@@ -108,6 +108,8 @@ class Session:
         self._behavior = ModelBehavior()
         self._meter: DriftMeter | None = None
         self._floor: tuple[Inputs, ClassesDim, NoiseFloor] | None = None
+        self._parts: tuple[Recipe, RunSettings, Inputs, dict[Part, PartDrift]] | None = None
+        """The recipe, settings and inputs of the last attribution of drift, and what it has measured if it was cancelled."""
         self._scan = LastScan()
         if inputs is None:
             try:
@@ -474,10 +476,20 @@ class Session:
             >>> [part.name.split(".")[-2] for part in session.causes().causes]
             ['mlp', 'mlp', 'mlp']
         """
-        rules = tuple(map(str, self.recipe.rules))
-        return Attribution(self.model, self.need_inputs(), self.settings, rules, self._behavior).report(
-            on_progress, cancelled, on_causes=on_causes
-        )
+        return self.attribution().report(on_progress, cancelled, on_causes=on_causes)
+
+    def attribution(self) -> Attribution:
+        """Return what attributes the drift of the current recipe. If this was cancelled before for the same recipe, settings and
+        inputs, it continues where it stopped.
+
+        Example:
+            >>> session.attribution().rules == tuple(map(str, session.recipe.rules))
+            True
+        """
+        rules, inputs = tuple(map(str, self.recipe.rules)), self.need_inputs()
+        if self._parts is None or self._parts[:2] != (self.recipe, self.settings) or self._parts[2] is not inputs:
+            self._parts = self.recipe, self.settings, inputs, {}
+        return Attribution(self.model, inputs, self.settings, rules, self._behavior, self._parts[3])
 
     @reading_weights
     def floor(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> NoiseFloor:

@@ -288,3 +288,35 @@ def test_a_weight_is_a_cause_however_it_is_used_first(use: str) -> None:
     (cause,) = session.causes().causes
     assert cause.name == "inner"
     assert cause.drift == pytest.approx(float(difference.square().sum() / reference.square().sum()), rel=1e-6)
+
+
+def test_what_was_stopped_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causes, "MOST_PASSES", 30)  # subtrees, of which some are split
+    session, fresh = de.open(options=text(tmp_path)), de.open(options=text(tmp_path))
+    for each in (session, fresh):
+        each.cast("*", "bfloat16")
+    measured: list[str] = []
+    alone = causes.Attribution._part
+
+    def counted(self: causes.Attribution, runner: Any, part: causes.Part) -> causes.PartDrift:
+        measured.append(part.name)
+        return alone(self, runner, part)
+
+    monkeypatch.setattr(causes.Attribution, "_part", counted)
+    with pytest.raises(Cancelled):
+        session.causes(cancelled=lambda: len(measured) >= 12)
+    before, found = set(measured[:-1]), list[PartialAttribution]()
+    again = session.causes(on_causes=found.append)
+    assert not before & set(measured[12:]), "nothing is measured twice"
+    assert found[0].done > 1
+    assert (found[0].total, found[-1].done) == (30, len(set(measured)))
+    expected = fresh.causes()
+    assert dataclasses.replace(again, seconds=0.0) == dataclasses.replace(expected, seconds=0.0)
+    measured.clear()
+    with pytest.raises(Cancelled):
+        session.causes(cancelled=lambda: len(measured) >= 5)
+    session.cast("*.mlp", "int8")
+    measured.clear()
+    found.clear()
+    session.causes(on_causes=found.append)
+    assert found[0].done == 1, "another recipe has other causes"

@@ -26,6 +26,7 @@ from dtype_tui.rendering.loss_text import loss_rows
 from dtype_tui.rendering.palette import verdict_pill
 from dtype_tui.rendering.worst_lines import worst_lines
 from dtype_tui.state.full_rows import drift_rows
+from dtype_tui.state.results import sqnr_range
 from dtype_tui.widgets.panes.base import Pane
 
 if TYPE_CHECKING:
@@ -100,7 +101,9 @@ class DriftPane(Pane):
 
             before = experiment.before
             figures = self._figures(before.output, before.sequences, before.modules, compares=False)
-            worst = self._worst() or self._worst_lines(worst_modules(before.modules)[:_MOST_WORST])
+            worst = self._worst()
+            if not worst:
+                worst = self._worst_lines(worst_modules(before.modules)[:_MOST_WORST], sqnr_range(before.modules))
             return self._arranged([[_dimmed(line) for line in block] for block in figures], [list(map(_dimmed, worst))])
         return self._arranged([self._waiting(activity)], [self._worst()])
 
@@ -140,10 +143,10 @@ class DriftPane(Pane):
     def _worst(self) -> list[Text]:
         results = self.experiment.results
         most = 2 * _MOST_WORST if self.is_zoomed else _MOST_WORST
-        return self._worst_lines(results.worst_modules(most)) if results.modules else []
+        return self._worst_lines(results.worst_modules(most), results.sqnr_range) if results.modules else []
 
-    def _worst_lines(self, worst: Sequence[ModuleDrift]) -> list[Text]:
-        return worst_lines(worst, self._width, self.experiment.tree.modules)
+    def _worst_lines(self, worst: Sequence[ModuleDrift], scale: tuple[float, float]) -> list[Text]:
+        return worst_lines(worst, self._width, self.experiment.tree.modules, scale)
 
     def _alerts(self) -> Iterator[Text]:
         """Yield lines about what the user has to see first: lost weight values, values that are not finite, and missed limits.

@@ -15,6 +15,7 @@ from dtype_tui.config.bindings import DIGITS
 from dtype_tui.rendering.cells import truncate
 from dtype_tui.rendering.palette import pill
 from dtype_tui.state.controller import Controller
+from dtype_tui.state.folds import node_label
 from dtype_tui.state.node_rules import effects_on, never_cast_count
 from dtype_tui.widgets.cursor import EDGE, EDGE_STYLE, cursor_style
 from dtype_tui.widgets.panes.base import Pane
@@ -195,7 +196,7 @@ class RecipePane(Pane):
             verdict = "decides" if won == taken else "loses" if won == 0 else f"decides {won} of {taken}"
             verdicts.append(f"rule {effect.index + 1} {verdict}")
         verdicts = verdicts or ["as stored"]
-        label = truncate(printable(node.rpartition(".")[2] or "the model", 200), max(8, self.columns - 18)) + "  "
+        label = truncate(printable(node_label(tree, node) or "the model", 200), max(8, self.columns - 18)) + "  "
         if len(label) + len(joined := ", ".join(verdicts)) <= self.columns:
             verdicts = [joined]
         if fixed := never_cast_count(tree, node):

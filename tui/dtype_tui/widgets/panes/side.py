@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.containers import Vertical
+from textual.geometry import Offset
 from textual.widgets import Static
 
 from dtype_tui.rendering.palette import ACCENT
@@ -88,6 +91,16 @@ class SidePanes(Vertical):
             tabs.append(" ")
         tabs.append("  tab: next  +: alone", style="dim")
         self.query_one("#tabs", Static).update(tabs)
+
+    def places(self) -> Iterator[tuple[Pane, Offset]]:
+        """Yield each pane, with the place on the screen where it or its tab begins."""
+        tabs, left = self.query_one("#tabs").region, 1
+        for pane in self.panes:
+            if pane.region:
+                yield pane, pane.region.offset if pane.is_framed else tabs.offset + Offset(left, 0)
+            elif tabs:
+                yield pane, tabs.offset + Offset(left, 0)
+            left += len(pane.title) + 3
 
     def after(self, pane: Pane) -> Pane | None:
         """Return the pane below another one, or None after the last."""

@@ -1,0 +1,61 @@
+"""Which neighbours are alike, against everything that is at or below each of them written out."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from dtype_engine.core.alike import AlikeModules
+from dtype_engine.core.text import Name
+from dtype_engine.core.tree import Module, TensorInfo, Tree
+
+
+def _written_out(module: Module, planned: dict[str, str]) -> Any:
+    """A module's class, tensors and children. A tie is the name of the tensor that it leads to."""
+    tensors = [
+        (local, tensor.name)
+        if tensor.name != f"{module.name}.{local}"
+        else (local, tensor.shape, tensor.dtype, tensor.kind, planned[tensor.name])
+        for local, tensor in module.tensors.items()
+    ]
+    return (
+        module.class_name,
+        tensors,
+        [(label, _written_out(child, planned)) for label, child in module.children.items()],
+    )
+
+
+def _random(seed: int) -> tuple[Tree, dict[str, str]]:
+    """Twelve layers of which a few differ in one thing, with classes and ties or without."""
+    chance = random.Random(seed)
+    classes: dict[str, str] = {}
+    tensors = [TensorInfo(Name("shared.weight"), (4, 4), "float32")]
+    for layer in range(12):
+        odd = chance.randrange(7) if chance.random() < 0.4 else None
+        name = f"layers.{layer}"
+        classes |= {name: "Other" if odd == 0 else "Layer", f"{name}.act": "GELU" if odd == 1 else "SiLU"}
+        kind: Any = "buffer" if odd == 2 else "parameter"
+        dtype, shape = "float16" if odd == 3 else "float32", (4, 8) if odd == 4 else (4, 4)
+        tensors.append(TensorInfo(Name(f"{name}.mlp.{'up' if odd == 5 else 'down'}.weight"), shape, dtype, kind))
+        tied = (Name(f"{name}.head.weight"),) if odd == 6 and seed % 2 else ()
+        tensors.append(TensorInfo(Name(f"{name}.norm.weight"), (4,), "float32", aliases=tied))
+    planned = {each.name: "bfloat16" if chance.random() < 0.1 else each.dtype for each in tensors}
+    return Tree(tensors, classes if seed % 3 else None), planned
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_runs_are_those_of_neighbours_with_the_same_contents(seed: int) -> None:
+    tree, planned = _random(seed)
+    layers = list(tree.modules["layers"].children.values())
+    runs = list(AlikeModules(tree, planned).runs(layers))
+    assert [module for run in runs for module in run] == layers
+    apart = [index for index, (one, other) in enumerate(pairwise(layers)) if _differ(one, other, planned)]
+    ends = [layers.index(run[-1]) for run in runs[:-1]]
+    assert ends == apart
+
+
+def _differ(one: Module, other: Module, planned: dict[str, str]) -> bool:
+    return _written_out(one, planned) != _written_out(other, planned)

@@ -1,0 +1,153 @@
+"""Folds neighbours that are alike, such as the layers of a transformer, into one row of the tree.
+
+The name of a fold is the pattern that matches its members, such as `model.layers.{2..9}`. It can therefore stand wherever the name
+of a node can: in a rule, in the clipboard, and as the saved cursor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from dtype_engine.core.alike import AlikeModules
+from dtype_engine.core.errors import PatternError
+from dtype_engine.core.tree import Module, Tree
+from dtype_engine.recipe import compile_pattern, generalisations
+
+if TYPE_CHECKING:
+    from dtype_engine.results.drift import ModuleDrift
+
+FEWEST = 4
+"""Least number of members of a fold."""
+NEAR_DB = 6.0
+"""Greatest difference in dB between the SQNRs of a fold's members: a factor of two in the error's amplitude. The row shows the
+worst member, so the others are at most this much better.
+"""
+_INVISIBLE_DB = 80.0
+"""SQNRs above this do not count as different, for example that of a module without any drift."""
+_LONGEST_NAME = 2000
+"""Maximum number of characters of a fold's name. It stays far below the limit of a pattern."""
+
+Members = tuple[Module, ...]
+
+
+class Folds:
+    """The folds of a tree under one plan. They are found when a node is opened, since a large checkpoint has thousands of them.
+
+    planned: the planned dtype of each tensor, by tensor name. drift: the drift of each module by name, as far as it is known. A
+    module that drifts otherwise than its neighbours is in no fold with them.
+    """
+
+    def __init__(self, tree: Tree, planned: Mapping[str, str], drift: Mapping[str, ModuleDrift]) -> None:
+        self._tree = tree
+        self._drift = drift
+        self._alike = AlikeModules(tree, planned)
+        self._below: dict[str, list[Members]] = {}
+
+    def below(self, parent: Module) -> list[Members]:
+        """Return the children of a module in the model's order: the members of each fold together, all others alone."""
+        known = self._below.get(parent.name)
+        if known is None:
+            known = self._below[parent.name] = list(self._grouped(parent))
+        return known
+
+    def around(self, module: Module) -> Members | None:
+        """Return the members of the fold that a module is in, or None if it is in none."""
+        parent = self._tree.modules[module.name.rpartition(".")[0]]
+        return next(
+            (members for members in self.below(parent) if len(members) > 1 and any(each is module for each in members)),
+            None,
+        )
+
+    def _grouped(self, parent: Module) -> Iterator[Members]:
+        children = list(parent.children.values())
+        literal = not parent.name or generalisations(parent.name)[0] == parent.name  # without special characters
+        foldable = len(children) >= FEWEST and literal
+        for alike in self._alike.runs(children) if foldable else ([child] for child in children):
+            for run in self._near(alike):
+                if len(run) >= FEWEST and len(fold_name(run)) <= _LONGEST_NAME:
+                    yield tuple(run)
+                else:
+                    yield from ((module,) for module in run)
+
+    def _near(self, modules: Iterable[Module]) -> Iterator[list[Module]]:
+        """Yield the modules in runs of neighbours whose SQNRs differ by at most `NEAR_DB`. Unknown SQNRs differ from none."""
+        run: list[Module] = []
+        lowest, highest = math.inf, -math.inf
+        for module in modules:
+            value = _decibels(self._drift.get(module.name))
+            if value is not None:
+                lowest, highest = min(lowest, value), max(highest, value)
+                if run and highest - lowest > NEAR_DB:
+                    yield run
+                    run, lowest, highest = [], value, value
+            run.append(module)
+        if run:
+            yield run
+
+
+def _decibels(drift: ModuleDrift | None) -> float | None:
+    """Return a module's SQNR as it is compared with others: minus infinity if its output is not finite, None if it is unknown."""
+    if drift is None:
+        return None
+    if drift.nonfinite:
+        return -math.inf
+    return None if drift.sqnr_db is None else max(0.0, min(drift.sqnr_db, _INVISIBLE_DB))
+
+
+def fold_name(members: Sequence[Module]) -> str:
+    """Return the name of a fold: `model.layers.{2..9}` or, if numbers are missing, `model.layers.{{2..4},7,9}`."""
+    runs: list[list[str]] = []
+    for label in (member.label for member in members):
+        if runs and _follows(runs[-1][-1], label):
+            runs[-1].append(label)
+        else:
+            runs.append([label])
+    parts = [f"{{{run[0]}..{run[-1]}}}" if len(run) > 1 else run[0] for run in runs]
+    parent, dot, _ = members[0].name.rpartition(".")
+    return parent + dot + (parts[0] if len(parts) == 1 else f"{{{','.join(parts)}}}")
+
+
+def _follows(one: str, other: str) -> bool:
+    """Return whether a range in a pattern can lead from one label to the other, which excludes `07`."""
+    if not (one.isascii() and other.isascii() and len(other) < 19):
+        return False
+    return other == str(int(one) + 1) and one == str(int(one))
+
+
+def fold_members(tree: Tree, node: str) -> Members:
+    """Return the members of the fold with this name. Returns no modules if it is not the name of a fold."""
+    parent = tree.modules.get(node.partition("{")[0].removesuffix("."))
+    if "{" not in node or parent is None or node in tree.modules or tree.canonical(node) is not None:
+        return ()
+    try:
+        matches = compile_pattern(node).matches
+    except PatternError:  # the saved cursor may be any text
+        return ()
+    return tuple(child for child in parent.children.values() if matches(child.name))
+
+
+def modules_at(tree: Tree, node: str) -> Members:
+    """Return the module with this name, or the members of the fold with this name. Returns no modules for a tensor."""
+    module = tree.modules.get(node)
+    return (module,) if module is not None else fold_members(tree, node)
+
+
+def patterns_for(tree: Tree, node: str) -> list[str]:
+    """Return patterns for a node, which may be a fold, from the most specific to the most general."""
+    modules = modules_at(tree, node)
+    class_name = modules[0].class_name if modules else None
+    if len(modules) < 2:
+        return generalisations(node, class_name)
+    return [node, *generalisations(modules[0].name, class_name)[1:]]
+
+
+def node_label(tree: Tree, node: str) -> str:
+    """Return the last part of a node's name: `mlp`, or `2 … 9` for a fold. Returns "" for the root."""
+    members = fold_members(tree, node)
+    return fold_label(members) if members else node.rpartition(".")[2]
+
+
+def fold_label(members: Sequence[Module]) -> str:
+    return f"{members[0].label} … {members[-1].label}"
