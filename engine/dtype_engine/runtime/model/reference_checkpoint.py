@@ -60,6 +60,7 @@ def use_reference(live: LiveModel, source: Source, options: Options, on_step: On
             weight.info = infos[name] = dataclasses.replace(infos[name], reference_dtype=theirs.info.dtype)
     live.tree = tree_of(live.module, infos.values())
     live.reference = options.reference
+    live.notices += tuple(f"of the reference: {notice}" for notice in other.notices if notice not in live.notices)
     live.files += other.files
     live.identities += other.identities
 

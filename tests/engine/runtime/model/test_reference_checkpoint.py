@@ -299,3 +299,13 @@ def test_a_worker_finds_the_reference_from_any_folder(make_llama: Make, monkeypa
     monkeypatch.chdir(a.parent)
     assert portable(de.Options(reference=a.name), 1).reference == str(a)
     assert portable(de.Options(reference="stored"), 1).reference == "stored"
+
+
+def test_what_is_said_about_the_reference_is_said(make_llama: Make) -> None:
+    a, b = make_llama(), make_llama("other")
+    tensors = load_file(a / "model.safetensors")
+    save_file(tensors | {"extra.weight": torch.ones(2)}, a / "model.safetensors", {"format": "pt"})
+    notices = opened(a, b).drift().notices
+    assert (
+        "of the reference: 1 tensors of the checkpoint are not used by LlamaForCausalLM, first extra.weight" in notices
+    )
