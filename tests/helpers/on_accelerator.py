@@ -55,6 +55,14 @@ def shown(folder: Path, device: str) -> dict[str, Any]:
         report = session.scan(["int8"], draws=4 if way == "estimated" else None, exact=way == "exact")
         found[way] = list(report.scores().values())
     found["float64"] = str(_told(lambda: session.cast("*.mlp", "float64")))
+    found["against"] = []
+    for reference in (str(folder / "twin"), "stored"):
+        session = de.open(
+            str(folder), options=de.Options(device=device, sequence_length=16, sequences=2, reference=reference)
+        )
+        session.cast("*.up_proj", "int8")
+        found["against"] += [session.drift().output.sqnr_db, *(cause.drift for cause in session.causes().causes)]
+        found["against"] += [weight.sqnr_db for weight in session.weight_differences()]
     memory = session.memory()
     found["memory"] = [memory.resident_bytes, memory.device_allocated_bytes, memory.device_peak_bytes]
     return found
@@ -68,7 +76,11 @@ def main() -> None:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
     )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    for parameter in model.parameters():
+        parameter.data += 0.01 * torch.randn_like(parameter)
+    model.bfloat16().save_pretrained(folder / "twin")
     library = fake_accelerator.register()  # torch's engine of backward passes counts the devices when it first runs
     found: dict[str, Any] = {device: shown(folder, device) for device in (fake_accelerator.NAME, "cpu")}
     found["picked"] = {name: _told(lambda name=name: str(pick_device(name))) for name in sys.argv[2:]}  # type: ignore[misc]

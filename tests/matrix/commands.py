@@ -140,6 +140,24 @@ def weights(job: Job) -> str:
     return made.loader
 
 
+def weights_against(job: Job) -> str:
+    """Compared with a file that safetensors wrote, of what plain torch makes of the source."""
+    castable, file = job.made.castable, job.work / "twin.safetensors"
+    twin = {
+        name: tensor.to(BF16) if name in castable else tensor for name, tensor in distinct(job.made.tensors).items()
+    }
+    save_file({name: tensor.contiguous().clone() for name, tensor in twin.items()}, file)
+    found = json.loads(program("weights", *job.model, "--against", str(file), "--json", status=None))
+    rows = {row["name"]: row for row in found["weights"]}
+    truth = outside.round_trip_errors(distinct(castable), BF16)
+    assert truth.keys() <= rows.keys(), found
+    for name, (largest, mean) in truth.items():
+        assert near(rows[name]["max_abs"], largest, 1e-6)
+        assert near(rows[name]["mean_abs"], mean, 1e-5)
+        assert rows[name]["equal"] == (largest == 0)
+    return job.made.loader
+
+
 def check(job: Job) -> str:
     """Nothing is wrong with these files, except where a quantised layer has a plain sibling. After somebody else has written a NaN
     into one of them, that is found as well.
@@ -359,6 +377,17 @@ def _net_names() -> list[str]:
     return list(_net().state_dict())
 
 
+def drift_against(job: Job) -> str:
+    """The export in bfloat16, or the model itself in bfloat16 where the export has no architecture, against the model."""
+    made, target = job.made, job.work / "out"
+    candidate = (str(target),) if (target / "config.json").exists() else (made.model, "--cast", ALL_BF16)
+    found = answer("drift", *job.run, "--against", *candidate)
+    assert made.module is not None, "it ran, and nothing says what is right"
+    assert found["reference"] == made.model
+    _check_drift(made, found["output"]["max_abs"], found["output"]["mean_abs"])
+    return "plain torch"
+
+
 def report(job: Job) -> str:
     made, file = job.made, job.work / "report.md"
     program("report", *job.run, "--cast", ALL_BF16, "-o", str(file))
@@ -428,6 +457,7 @@ def recipe_lint(job: Job) -> str:
 COMMANDS: dict[str, Way] = {
     "inspect": inspect,
     "weights": weights,
+    "weights --against": weights_against,
     "check": check,
     "drift": drift,
     "flow": flow,
@@ -436,6 +466,7 @@ COMMANDS: dict[str, Way] = {
     "verify": verify,
     "verify theirs": verify_theirs,
     "load back": load_back,
+    "drift --against": drift_against,
     "report": report,
     "recipe lint": recipe_lint,
     "recipe convert": recipe_convert,

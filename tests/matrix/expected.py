@@ -8,7 +8,7 @@ from .commands import COMMANDS, LIVE, NO_NAME
 from .screens import SCREENS
 
 WAYS = (*COMMANDS, *SCREENS)
-_RUNNING = ("drift", "flow", "scan", "app: Drift", "app: depth", "app: d", "app: g")
+_RUNNING = ("drift", "drift --against", "flow", "scan", "app: Drift", "app: depth", "app: d", "app: g")
 
 
 def _no_pass(words: str) -> dict[str, str]:
@@ -19,7 +19,7 @@ def _no_pass(words: str) -> dict[str, str]:
 _NO_CONFIG = _no_pass("no config.json")
 _GGUF = _no_pass("GGUF")
 _NO_TEXT = {"app: g": "does not generate text"}
-_CODE = dict.fromkeys(("check", "app: :check"), "is code") | _NO_TEXT
+_CODE = dict.fromkeys(("check", "weights --against", "app: :check"), "is code") | _NO_TEXT
 
 REFUSED: dict[str, dict[str, str]] = {
     "safetensors file": _NO_CONFIG,
@@ -54,7 +54,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "file.py:Class": _CODE,
     "file.py:function": _CODE,
     "file.py, compiled": _CODE,
-    "file.py --weights": _CODE,
+    "file.py --weights": _CODE | {"drift --against": "--weights goes with one model"},
     "file.py, no inputs": _CODE | _no_pass("example_inputs()"),
     "package.module:Name": _CODE,
     "live module": dict.fromkeys((way for way in WAYS if way not in LIVE), NO_NAME),

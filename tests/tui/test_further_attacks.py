@@ -85,6 +85,7 @@ def edited(**changes: Any) -> Path:
         ({"recipes": [["{0..99999999999}=bf16"]]}, "over 100000 numbers"),
         ({"path": 5}, "path: expected a path, got int"),
         ({"scanned": ["\x1b[2J"]}, "unknown dtype '\\x1b[2J'"),
+        ({"reference": "net.py:Net"}, "Python code is named on the command line"),
     ],
 )
 def test_what_the_command_line_would_refuse_is_refused_in_a_session(changes: dict[str, Any], says: str) -> None:

@@ -21,6 +21,7 @@ from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.completeness import IndexReport
     from dtype_engine.checkpoint.components import Component
+    from dtype_engine.checkpoint.provenance import Provenance
 
 Form = Literal["safetensors", "pickle", "gguf", "diffusers", "adapter"]
 
@@ -41,7 +42,7 @@ class Checkpoint:
     config: dict[str, Any] | None = None
     """The contents of `config.json`, or None if there is no such file."""
     metadata: dict[str, str] = field(default_factory=dict)
-    """The merged metadata of all safetensors headers."""
+    """The merged metadata of all safetensors headers, or the descriptive fields of a GGUF file's header."""
     form: Form = "safetensors"
     """The kind of checkpoint, such as "safetensors", "pickle", "gguf" or "adapter", which decides how its files are read."""
     values: Mapping[str, Any] | None = None
@@ -91,6 +92,14 @@ class Checkpoint:
     @cached_property
     def _of_gguf(self) -> tuple[dict[str, EncodedWeight], dict[str, str]]:
         return gguf.read(self.tensors, self.config) if self.form == "gguf" else ({}, {})
+
+    @cached_property
+    def provenance(self) -> Provenance:
+        """What the files say about how the weights were quantised."""
+        from dtype_engine.checkpoint.provenance import provenance  # the first paint needs no reader of YAML
+
+        folder = self.path if self.path.is_dir() else self.path.parent
+        return provenance(folder, self.config, self.metadata)
 
     @cached_property
     def weights(self) -> dict[str, CheckpointTensor]:

@@ -91,7 +91,8 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
 
         tensors, fields = read_gguf(path)
         config = gguf_config(fields, tensors)
-        return Checkpoint(path, (path,), tensors, config, form="gguf", identities=identities)
+        metadata = {name: str(fields[name]) for name in fields if name.startswith(("general.", "quantize."))}
+        return Checkpoint(path, (path,), tensors, config, metadata, form="gguf", identities=identities)
     tensors, metadata = read_header(path)
     config = read_config(path.parent) if path.name == SINGLE else None
     aliases = _aliases(tensors, metadata)

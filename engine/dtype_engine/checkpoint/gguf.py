@@ -18,8 +18,8 @@ _PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 
 def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, Any]]:
-    """Return the tensors of a GGUF file by name, and the fields of its header. Raises UserError, which names the file and the
-    problem.
+    """Return the tensors of a GGUF file by name, and the fields of its header, with the name of the file type in place of its
+    number. Raises UserError, which names the file and the problem.
 
     Types that only GGUF has (block types such as Q4_K or IQ2_XS) keep their own names, in lower case. If the gguf package can
     dequantize such a type, its tensors have float32 values, which may be cast. If not, only the number of bytes is known.
@@ -35,7 +35,19 @@ def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, Any]]:
             raise UserError(f"{path}: the header names {printable(tensor.name)!r} twice")
         tensors[tensor.name] = _specification(path, header, tensor, size, dequantized)
     _check_layout(path, tensors, header.data_start)
-    return tensors, dict(header.fields)
+    return tensors, header.fields | _file_type(header.fields.get("general.file_type"))
+
+
+def _file_type(number: object) -> dict[str, str]:
+    """Return the field with the name of a file type, such as Q4_K_M for 15, or {} for an unknown number."""
+    from gguf.constants import LlamaFileType
+
+    if type(number) is not int:
+        return {}
+    try:
+        return {"general.file_type": LlamaFileType(number).name.removeprefix("MOSTLY_")}
+    except ValueError:
+        return {}
 
 
 def _specification(

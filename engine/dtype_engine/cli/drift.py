@@ -228,7 +228,7 @@ def _generation(text: Generation) -> dict[str, Any]:
     }
 
 
-@click.command(cls=ModelCommand)
+@click.command(cls=ModelCommand, compares=True)
 @json_option
 def flow(request: RunRequest, as_object: bool) -> None:
     """List every implicit cast in one forward pass: module, operation, source dtype, target dtype and number of elements."""

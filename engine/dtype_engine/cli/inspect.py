@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from dtype_engine.checkpoint import Checkpoint
@@ -65,11 +67,13 @@ def inspect(
         for tensor in tree.tensors.values()
     ]  # fmt: skip
     model = totals[""]
+    provenance = planned.checkpoint.provenance if planned.checkpoint is not None else None
     result = {
         "model": source.title,
         "found": coverage.found if coverage is not None else None,
         "expected": coverage.expected if coverage is not None else None,
         "incomplete": list(incomplete),
+        "provenance": as_json(provenance or None),
         "parameters": model.parameters if not model.unknown else None,
         "buffers": model.buffers,
         "stored_bytes": plan.stored_bytes,
@@ -100,6 +104,8 @@ def inspect(
 
     if coverage is not None or incomplete:
         answer("; ".join((*([str(coverage)] if coverage is not None else []), *incomplete)))
+    if provenance:
+        answer("\n".join(provenance.lines()))
     if by is not None:
         answer(kinds_text(tree, plan))
     elif top is not None:
@@ -132,9 +138,30 @@ def _coverage(
 
 
 @click.command(cls=ModelCommand, runs=False)
+@click.option(
+    "--against",
+    metavar="OTHER",
+    help="Compare with the weights of OTHER, a checkpoint of the same architecture, instead of casting.",
+)
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --against: save the comparison to this file. If the file exists, continue from it.",
+)
 @json_option
-def weights(request: RunRequest, as_object: bool) -> None:
-    """Report the effect of the cast on each tensor's values: errors, overflow and underflow. No forward pass is run."""
+def weights(request: RunRequest, against: str | None, save: Path | None, as_object: bool) -> int:
+    """Report the effect of the cast on each tensor's values: errors, overflow and underflow. No forward pass is run.
+
+    With --against, report the difference between each weight of MODEL and of another checkpoint. The exit status is then 1 if
+    anything differs.
+    """
+    if against is not None:
+        from dtype_engine.cli.weights_against import compare_weights
+
+        return compare_weights(request, against, save, as_object)
+    if save is not None:
+        raise UserError("weights --save goes with --against: casts are computed in seconds")
     source = request.locate()
     from dtype_engine.checkpoint import unchanged
     from dtype_engine.runtime.measure.weight_errors import round_trips, round_trips_of_live, skipped
@@ -161,9 +188,10 @@ def weights(request: RunRequest, as_object: bool) -> None:
     if as_object:
         rules = [str(rule) for rule in plan.recipe.rules]
         print_json({"model": source.title, "rules": rules, "weights": as_json(errors), "skipped": as_json(left_out)})
-        return
+        return 0
     from dtype_engine.reports.text import skipped_text, weights_text
 
     answer(weights_text(errors))
     if left_out:
         answer(skipped_text(left_out))
+    return 0

@@ -15,7 +15,7 @@ from dtype_engine.cli.streams import answers_alone
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.input_limits import KINDS
-from dtype_engine.core.options import ClassesDim
+from dtype_engine.core.options import FLOAT32, STORED, ClassesDim
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -93,6 +93,23 @@ _OPENING = (
     ),
     click.Option(["--trust-remote-code"], is_flag=True, help="Run the Python code that comes with the checkpoint."),
     click.Option(["--architecture"], metavar="NAME", help="The checkpoint's model class, if no config.json names it."),
+)
+_OF_CONFIGURATION = click.core.ParameterSource.DEFAULT_MAP
+_REFERENCE = (
+    click.Option(
+        ["--against"],
+        metavar="OTHER",
+        help="Compare OTHER, a checkpoint of the same architecture, with MODEL: OTHER is cast and run, and the reference has the "
+        "weights of MODEL in float32.",
+    ),
+    click.Option(
+        ["--reference"],
+        type=click.Choice([FLOAT32, STORED]),
+        default=FLOAT32,
+        show_default=True,
+        help="What drift is measured from. float32: MODEL's weights in float32 arithmetic. stored: MODEL in its stored dtypes, as "
+        "plain torch runs it.",
+    ),
 )
 _RUNNING = (
     click.Option(
@@ -240,7 +257,8 @@ class ModelCommand(click.Command):
     """A command about one model. Its function receives a `RunRequest` as `request`, and the command's other parameters.
 
     rules: whether the command has --cast, --recipe and --preset. runs: whether it has the options of a forward pass (device, inputs
-    and settings). measures: whether it has the options of a drift measurement. checks_inputs: whether the input files are on this
+    and settings). compares: whether it has the options of the reference. measures: whether it has the options of a drift
+    measurement. checks_inputs: whether the input files are on this
     machine, so that they can be checked first. The argument MODEL is added unless the command has a parameter named `model`.
     """
 
@@ -250,13 +268,14 @@ class ModelCommand(click.Command):
         params: Sequence[click.Parameter] = (),
         rules: bool = True,
         runs: bool = True,
+        compares: bool = False,
         measures: bool = False,
         checks_inputs: bool = True,
         **named: Any,
     ) -> None:
         argument = () if any(parameter.name == "model" for parameter in params) else (_MODEL,)
         rule_options, model_options = _RULES if rules else (), (*_OPENING, *(_RUNNING if runs else ()))
-        model_options += _MEASURING if measures else ()
+        model_options += (*(_REFERENCE if compares or measures else ()), *(_MEASURING if measures else ()))
         super().__init__(name, params=[*argument, *rule_options, *params, *model_options], **named)
         self._runs = runs
         self._checks_inputs = checks_inputs
@@ -287,5 +306,7 @@ class ModelCommand(click.Command):
         default = click.core.ParameterSource.DEFAULT
         explicit = frozenset(name for name in ctx.params if ctx.get_parameter_source(name) is not default)
         values = {name: ctx.params.pop(name) for name in tuple(ctx.params) if name in self._shared}
+        if values.get("against") is not None and ctx.get_parameter_source("reference") is _OF_CONFIGURATION:
+            values["reference"] = FLOAT32  # the default of the user's own configuration, which --against overrides
         ctx.params["request"] = RunRequest.of(values, explicit, self._runs, self._checks_inputs)
         return super().invoke(ctx)

@@ -16,7 +16,7 @@ from dtype_engine.results.as_json import as_json
 from dtype_engine.results.losses import ValueLoss
 
 
-@click.command(cls=ModelCommand)
+@click.command(cls=ModelCommand, compares=True)
 @click.option(
     "-o",
     "--output",
@@ -63,7 +63,11 @@ def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_ob
         reason = str(error)
         lost = _losses(known)
     say("")
-    made = build_report(tree, plan, title, settings, measured, versions(), reason, lost, nonfinite, speed)
+    checkpoint = source.open()
+    provenance = checkpoint.provenance.lines() if checkpoint is not None else ()
+    made = build_report(
+        tree, plan, title, settings, measured, versions(), reason, lost, nonfinite, speed, provenance=provenance
+    )
     written = write_text_atomic(file, render(made, file), replace=force)
     if as_object:
         sizes = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}

@@ -16,7 +16,7 @@ from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.input_args import check_files
 from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.opening_progress import OpeningProgress
-from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.options import FLOAT32, Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan, require_matches
@@ -45,7 +45,9 @@ class RunRequest:
     """The model that the command-line argument MODEL names, the rules for it, and the options for opening and running it."""
 
     model: str | None
-    """The command-line argument MODEL as the user typed it; None if it was left out."""
+    """The model that is opened, cast and run, as the user typed it: the command-line argument MODEL or, if another checkpoint is
+    compared with it, the value of --against. None if MODEL was left out.
+    """
     options: Options
     """The options. They include the settings of the recipe file, except those that the command line overrides."""
     recipe: Recipe = field(default_factory=Recipe)
@@ -86,7 +88,13 @@ class RunRequest:
         if settings is not None and runs:
             given = {name: getattr(options.settings, name) for name in _SETTINGS if name in explicit}
             options = dataclasses.replace(options, settings=dataclasses.replace(settings, **given))
-        return cls(values.get("model"), options, recipe, preset, file, made_for, explicit)
+        model, against = values.get("model"), values.get("against")
+        if against is not None:
+            if "reference" in explicit and options.reference != FLOAT32:
+                raise UserError("--reference stored is MODEL itself: leave it out, or leave out --against")
+            model, options = against, dataclasses.replace(options, reference=model or "demo")
+            explicit |= {"reference"}
+        return cls(model, options, recipe, preset, file, made_for, explicit)
 
     def locate(self, python_only_by: str | None = None) -> Source:
         """Find the model that the command-line argument MODEL names. Raises UserError, also for an option that does not apply to

@@ -80,7 +80,7 @@ class _ScanCommand(ModelCommand):
         return super().make_context(info_name, args, parent, **extra)
 
 
-@click.command(cls=_ScanCommand, rules=False)
+@click.command(cls=_ScanCommand, rules=False, compares=True)
 @scan_options
 @click.option(
     "--shard",
@@ -108,7 +108,7 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     note(report.notices)
 
 
-@click.command(cls=ModelCommand, rules=False)
+@click.command(cls=ModelCommand, rules=False, compares=True)
 @click.option("--budget", metavar="SIZE", help="Maximum size of the weights: 12GiB, 500MB, or 45% of the stored size.")
 @click.option(
     "--max-predicted", type=float, metavar="DRIFT", help="Maximum predicted drift, in the unit of the scan's scores."

@@ -20,7 +20,7 @@ def _unit(output: OutputDrift) -> str:
     return "KL, nats per position" if output.kl_mean is not None else SQUARED
 
 
-@click.command(cls=ModelCommand, rules=False)
+@click.command(cls=ModelCommand, rules=False, compares=True)
 @click.argument("model")
 @click.argument("recipes", nargs=-1, required=True, type=click.Path(path_type=Path))
 @workers_option

@@ -9,6 +9,8 @@ from typing import Literal
 
 from dtype_engine.core.input_limits import InputLimits
 
+FLOAT32, STORED = "float32", "stored"
+"""The two references that are the model itself: its weights in float32 arithmetic, or in the dtypes in which they are stored."""
 ClassesDim = int | Literal["auto", "none"]
 """The type of the setting that says in which dimension of the main output the logits of a distribution lie: an index (from 0, or
 from the end if negative), "auto" to determine it from the model, or "none" if the output is no distribution.
@@ -107,6 +109,11 @@ class Options:
     """Whether to allow running the Python code that comes with the model."""
     reference_bytes: int | None = None
     """Maximum number of bytes of reference outputs kept for later measurements. If None, 1/4 of the free memory, at most 2 GiB."""
+    reference: str = FLOAT32
+    """From what drift is measured. "float32": the stored weights in float32 arithmetic (float64 where they are stored so).
+    "stored": the model as stored, in its own dtypes, as plain torch runs it. Any other text names another checkpoint of the same
+    architecture, as MODEL is named; its weights in float32 arithmetic are then the reference.
+    """
     precision: float | None = None
     """The relative standard error of the drift at which a measurement stops, before it has run all inputs. If None, it runs all
     inputs.
@@ -133,3 +140,8 @@ class Options:
     address such as `tcp://HOST:8786`: on the cluster at this address. None: in the app's single engine. A `Session` always works in
     its own process.
     """
+
+    @property
+    def reference_model(self) -> str | None:
+        """The text that names the checkpoint whose weights are the reference, or None if they are the model's own."""
+        return None if self.reference in (FLOAT32, STORED) else self.reference

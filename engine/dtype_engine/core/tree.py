@@ -62,6 +62,8 @@ class TensorInfo:
     """The number of parameters that this tensor represents, if it stores a quantised weight; "unknown" if that can't be computed.
     If None, each element of the tensor is one parameter.
     """
+    reference_dtype: str | None = None
+    """The dtype in which another checkpoint stores the tensor, if drift is measured from that checkpoint's weights; else None."""
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
     """Bytes of the tensor as stored, scales included."""

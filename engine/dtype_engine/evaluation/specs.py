@@ -151,9 +151,16 @@ def model_text(source: Source) -> str | None:
 
 
 def portable(options: Options, threads: int | None) -> Options:
-    """Return the options for a worker. Paths become absolute, so that they mean the same in any folder, and `threads` is set."""
-    paths = {entry.name: _absolute(getattr(options, entry.name)) for entry in dataclasses.fields(options)}
-    return dataclasses.replace(options, **paths | {"threads": threads, "workers": None})
+    """Return the options for a worker. Paths become absolute, so that they mean the same in any folder, and `threads` is set.
+
+    Raises UserError if the options name a reference that is not there any more.
+    """
+    from dtype_engine.checkpoint.source import locate
+
+    named = {entry.name: _absolute(getattr(options, entry.name)) for entry in dataclasses.fields(options)}
+    if options.reference_model is not None:
+        named["reference"] = model_text(locate(options.reference_model, options.trust_pickle, options.download))
+    return dataclasses.replace(options, **named | {"threads": threads, "workers": None})
 
 
 def _absolute(value: Any) -> Any:

@@ -17,7 +17,7 @@ _DIGITS = 6
 """Significant digits of a metric: enough to compare runs, and few enough that rounding noise does not change the file."""
 
 UNITS: dict[str, str] = {
-    "reference": "dtype in which the reference computes",
+    "reference": "what the drift is measured from",
     "stored_bytes": "tensors as stored",
     "planned_bytes": "under these rules, exact",
     "mean_abs": "of the main output, against the reference",

@@ -22,7 +22,13 @@ from dtype_engine.recipe import Plan
 from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
 from dtype_engine.reports.overview import plain_sentence, size_tile, third_tile, top1_words, verdict_tile
 from dtype_engine.reports.text import WEIGHTS_ONLY, mix_text
-from dtype_engine.reports.text_drift import first_sentence, modules_extent_text, remedy_result, value_sentence
+from dtype_engine.reports.text_drift import (
+    first_sentence,
+    modules_extent_text,
+    reference_words,
+    remedy_result,
+    value_sentence,
+)
 from dtype_engine.reports.text_losses import HELP
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ModuleDrift, worst_modules
@@ -49,6 +55,7 @@ def build_report(
     lost: Sequence[ValueLoss] | None = None,
     nonfinite: NonFiniteDiagnosis | None = None,
     speed: SpeedReport | None = None,
+    provenance: Sequence[str] = (),
 ) -> Report:
     """Return the report of a plan: first the answer in tiles and one sentence, then what it is made of, the most important first.
 
@@ -56,6 +63,7 @@ def build_report(
     lists the weights with values that their cast makes infinite or zero. Without a measurement, drift is None, no_drift says why,
     and lost lists these weights, or is None if they are unknown. nonfinite: where values stop being finite in the measurement, or
     None if all are finite. speed: the times of forward passes under this plan, or None if they were not measured.
+    provenance: lines about how the checkpoint was quantised, as far as its files say.
     """
     losses = drift.lost if drift is not None else lost
     sections = [
@@ -68,7 +76,7 @@ def build_report(
         drift_section(drift, no_drift),
         tree_section(tree, plan),
         _modules(tree, plan, drift),
-        _made_with(settings, drift, versions),
+        _made_with(settings, drift, versions, provenance),
     ]
     tiles = (
         size_tile(plan.stored_bytes, plan.planned_bytes),
@@ -205,7 +213,8 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
         rows.append(("Δp, mean", f"{100 * output.dp_mean:.4f} %", "change of the right token's probability"))
         rows.append(("Δp, RMS", f"{100 * output.dp_rms:.4f} %", ""))
     name = f"{printable(drift.output_name)} ({output.elements:,} elements)"
-    words = f"Of {name}, against {drift.reference} arithmetic on the weights as stored."
+    plain = f"{drift.reference} arithmetic on the weights as stored"
+    words = f"Of {name}, against {plain if drift.reference in dtypes.BY_NAME else reference_words(drift.reference)}."
     return Section("Drift", (words, Table(("figure", "value", "what it is"), tuple(rows)), MEANING_HELP))
 
 
@@ -352,8 +361,11 @@ def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
     return Section("Every module with weights", (Table(head, tuple(rows), 4), *more))
 
 
-def _made_with(settings: RunSettings, drift: DriftReport | None, versions: Mapping[str, str]) -> Section:
+def _made_with(
+    settings: RunSettings, drift: DriftReport | None, versions: Mapping[str, str], provenance: Sequence[str]
+) -> Section:
     rows = [("when", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")]
+    rows += [("checkpoint", printable(line, 1000)) for line in provenance]
     if drift is not None:
         rows += [
             ("inputs", printable(drift.inputs_run, 500)),

@@ -11,7 +11,7 @@ from dtype_engine.core.units import human_bytes, percent
 from dtype_engine.recipe import Plan
 from dtype_engine.reports.blocks import Tile
 from dtype_engine.reports.text import mix_text, speed_cells
-from dtype_engine.reports.text_drift import first_sentence, kl_text, sqnr_text
+from dtype_engine.reports.text_drift import first_sentence, kl_text, reference_words, sqnr_text
 from dtype_engine.reports.text_losses import headline
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport
@@ -96,7 +96,7 @@ def plain_sentence(
         words += f"; its drift was not measured: {(printable(no_drift, 1000) or 'no forward pass was run').rstrip('.')}"
     else:
         said = meaning(drift.output, None, drift.modules)
-        words += f"; its drift from the {drift.reference} reference is {said.word} ({said.why})"
+        words += f"; its drift from {reference_words(drift.reference)} is {said.word} ({said.why})"
     if lost := headline(losses or ()):
         words += f"; in the casts, {lost}"
     return words + "."

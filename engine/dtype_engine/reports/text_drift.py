@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, plural
 from dtype_engine.reports.text_table import table_lines
@@ -21,6 +22,15 @@ _CANCELLING = 1.2
 """Percentages of the whole drift are shown only if every module's own drift is at most this many times the whole drift. Otherwise,
 the drifts of several modules cancel each other.
 """
+
+
+def reference_words(reference: str) -> str:
+    """Return the words for the reference of a drift report, after "drift from": `the float32 reference`, `the model as stored
+    (bfloat16)` or `the weights of path/to/other`.
+    """
+    if reference in dtypes.BY_NAME:
+        return f"the {reference} reference"
+    return f"the model {reference}" if reference.startswith("as stored") else f"the weights of {reference}"
 
 
 def extent_text(extent: Extent) -> str:

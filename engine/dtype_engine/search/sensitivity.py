@@ -43,9 +43,11 @@ def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[st
     total = 0.0
     for name, dtype in plan.dtypes.items():
         tensor = tree.tensors[name]
-        if not (tensor.castable and tensor.persistent) or is_lossless(tensor.dtype, dtype):
+        if not (tensor.castable and tensor.persistent):
             continue
         if (name, dtype) not in scores:
+            if is_lossless(tensor.dtype, dtype):
+                continue
             raise UserError(f"{name} was not scanned in {dtype}: scan with it to predict this recipe")
         total += scores[name, dtype]
     return Prediction(total, report.unit, plan.planned_bytes)

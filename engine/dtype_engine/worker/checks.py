@@ -43,9 +43,7 @@ def check_event(event: object) -> None:
         case events.ScanUpdated():
             if not event.report.dtypes:
                 raise ValueError("a scan of no dtypes")
-            _check_dtypes(
-                (*event.report.dtypes, event.report.reference, *{score.dtype for score in event.report.weights})
-            )
+            _check_dtypes((*event.report.dtypes, *{score.dtype for score in event.report.weights}))
         case events.FilesChecked():
             if unknown := {finding.kind for finding in event.report.findings} - KINDS.keys():
                 raise ValueError(f"there is no finding of the kind {min(unknown)}")

@@ -29,6 +29,7 @@ JobName = Literal[
     "nonfinite",
     "losses",
     "floor",
+    "weights",
 ]
 
 READ_ONLY = "this session is read-only: no files are read or written in it"
@@ -164,6 +165,13 @@ class MeasureFloor(FollowUp, frozen=True):
     """
 
     name = "floor"
+    rank = 4
+
+
+class CompareWeights(FollowUp, frozen=True):
+    """Compare each weight with that of the checkpoint from which drift is measured, when no other command is waiting."""
+
+    name = "weights"
     rank = 4
 
 

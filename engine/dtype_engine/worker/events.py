@@ -52,6 +52,8 @@ class HeadersRead(Event, frozen=True):
 
     tree: Tree
     notices: tuple[str, ...] = ()
+    provenance: tuple[str, ...] = ()
+    """Lines about how the checkpoint was quantised, as far as its files say."""
 
 
 class ModelReady(Event, frozen=True):
@@ -68,6 +70,10 @@ class ModelReady(Event, frozen=True):
     """Why the model can't be run, or None if it can."""
     no_text: str | None = None
     """Why the model can't generate text, or None if it can."""
+    provenance: tuple[str, ...] = ()
+    """Lines about how the checkpoint was quantised, as far as its files say."""
+    reference: str = "float32"
+    """From what drift is measured: the reference's dtype, "as stored" with the stored dtypes, or the name of another checkpoint."""
 
 
 class InputsReady(Event, frozen=True):
@@ -174,6 +180,13 @@ class NoiseFloorMeasured(Event, frozen=True):
     """
 
     floor: dtype_engine.results.attribution.NoiseFloor
+
+
+class WeightsCompared(Event, frozen=True):
+    """Reports how far each weight, as cast by the recipe, is from the weight of the checkpoint from which drift is measured."""
+
+    recipe: Recipe
+    weights: tuple[dtype_engine.results.drift.ModuleDrift, ...]
 
 
 class NonfiniteFound(Event, frozen=True):

@@ -58,6 +58,7 @@ _Tensor = tuple[
     bool,
     tuple[str, ...],
     int | Literal["unknown"] | None,
+    str | None,
 ]
 """A tensor of a tree as it is sent: the values of the `TensorInfo` fields that `_TENSOR` lists, in this order."""
 
@@ -159,8 +160,8 @@ class AnswerDecoder:
     def _take_part(self, part: TreePart) -> None:
         self._with_classes = part.with_classes
         self._modules += part.modules
-        for name, shape, dtype, kind, aliases, packed, why, *others in part.tensors:
-            rest: Any = others
+        for name, shape, dtype, kind, aliases, packed, why, *others, of_reference in part.tensors:
+            rest: Any = (*others, None if of_reference is None else printable(of_reference))
             shape, dtype = self._shapes.setdefault(shape, shape), sys.intern(printable(dtype))
             why = None if why is None else without_controls(why)
             tensor = TensorInfo(name, shape, dtype, kind, aliases, packed, why, *rest)

@@ -42,6 +42,11 @@ class OpenModel:
         """What commands can use: "model" (a live model), "files" (only the checkpoint's files), or "nothing"."""
         return "model" if self.session is not None else "files" if self.checkpoint is not None else "nothing"
 
+    @property
+    def provenance(self) -> tuple[str, ...]:
+        """Lines about how the checkpoint was quantised, as far as its files say. Empty if the model has no files."""
+        return self.checkpoint.provenance.lines() if self.checkpoint is not None else ()
+
     def tree(self) -> Tree:
         """Return the most complete known tree. Raises UserError if nothing is open."""
         if self.session is not None:
@@ -105,6 +110,8 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
     started = time.perf_counter()
     with OpeningProgress(lambda *progress: emit(events.LoadingProgress(*progress)), model.source.kind) as on_step:
         session = _opened(model, emit, read_headers, on_step)
+    from dtype_engine.runtime.modes.reference import reference_name
+
     emit(
         events.ModelReady(
             tree=session.tree,
@@ -115,6 +122,8 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
             notices=session.model.notices,
             no_forward=session.why_no_forward,
             no_text=why_no_text(session.model.module),
+            provenance=model.provenance,
+            reference=reference_name(session.model),
         )
     )
     emit_inputs(session, emit)
@@ -134,7 +143,7 @@ def _opened(
         assert model.checkpoint is not None
         if read_headers:
             # The tree may be large, so it is not kept here.
-            emit(events.HeadersRead(model.checkpoint.tree(), model.checkpoint.notices))
+            emit(events.HeadersRead(model.checkpoint.tree(), model.checkpoint.notices, model.provenance))
         from dtype_engine.checkpoint.memory_fit import shortfall
 
         if reason := shortfall(model.checkpoint):
@@ -165,4 +174,4 @@ def _emit_classes(model: OpenModel, emit: Callable[[events.Event], None]) -> Non
         tree = model.checkpoint.tree()
     if tree.has_classes:
         model.known_tree = tree
-    emit(events.HeadersRead(tree, ()))
+    emit(events.HeadersRead(tree, (), model.provenance))

@@ -18,6 +18,7 @@ from dtype_engine.worker.commands import (
     ApplyRecipe,
     Cancel,
     Command,
+    CompareWeights,
     CountStoredLosses,
     FollowRecipe,
     FollowUp,
@@ -176,7 +177,7 @@ def _add(queue: Queue, command: Command) -> Queue:
         return queue
     kept = (waiting for waiting in queue.waiting if not supersedes(command, waiting))
     running = queue.running
-    stops = isinstance(running, MeasureFloor) or (
+    stops = isinstance(running, MeasureFloor | CompareWeights) or (
         isinstance(command, SetInputs | Measure)
         and running is not None
         and not running.finishes

@@ -20,6 +20,7 @@ from dtype_engine.worker.commands import (
     AttributeDrift,
     CheckFiles,
     Command,
+    CompareWeights,
     CountStoredLosses,
     FindLossRemedy,
     FindNonfinite,
@@ -124,6 +125,9 @@ class CommandRunner:
                 if floor is not self._emitted_floor:
                     self._emitted_floor = floor
                     self._emit(events.NoiseFloorMeasured(floor))
+            case CompareWeights():
+                session.use_recipe(recipe, cancelled=token)
+                self._emit(events.WeightsCompared(recipe, session.weight_differences(token)))
             case TraceCasts():
                 session.use_recipe(recipe, cancelled=token)
                 self._emit(events.ImplicitCastsTraced(recipe, session.flow(token)))
@@ -194,7 +198,8 @@ class CommandRunner:
         )
         self._emit(events.Measured(recipe, report, session.settings))
         floor = () if session.options.floor == "never" else (MeasureFloor(),)
-        return FindNonfinite(report), FindLossRemedy(report), *floor
+        weights = () if session.options.reference_model is None else (CompareWeights(),)
+        return FindNonfinite(report), FindLossRemedy(report), *weights, *floor
 
     def _count_stored_losses(self, recipe: Recipe, command: CountStoredLosses, token: CancelToken) -> None:
         checkpoint = self._model.checkpoint

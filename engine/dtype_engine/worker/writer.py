@@ -199,8 +199,19 @@ def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tup
     )
     tree = context.model.tree()
     plan, losses = context.plan(tree), _losses(context)
-    about = tree, plan, context.title, context.settings
-    report = build_report(*about, drift, versions(), reason, losses, nonfinite, request.speed)
+    report = build_report(
+        tree,
+        plan,
+        context.title,
+        context.settings,
+        drift,
+        versions(),
+        reason,
+        losses,
+        nonfinite,
+        request.speed,
+        provenance=context.model.provenance,
+    )
     return render(report, request.file), (f"without drift: {reason}",) if reason else ()
 
 

@@ -14,6 +14,7 @@ from dtype_engine.cli import cli
 from dtype_engine.cli.options import ModelCommand
 from dtype_engine.cli.program import run
 from dtype_engine.cli.request import RunRequest
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
 from dtype_engine.recipe import file as recipe_file
@@ -126,3 +127,30 @@ def test_headers_are_read_once_per_command(
     headers = counted(monkeypatch, safetensors_header, "open_regular")
     assert run(cli, "dtype-engine", arguments) == 0
     assert [path.name for path in headers] == ["model.safetensors"]
+
+
+def test_the_candidate_of_a_comparison_is_the_model_that_is_opened() -> None:
+    requests: list[RunRequest] = []
+
+    @click.command(cls=ModelCommand, compares=True)
+    def command(request: RunRequest) -> None:
+        requests.append(request)
+
+    for arguments, defaults in (
+        (["a", "--against", "b"], {}),
+        (["--against", "b"], {}),
+        (["a", "--reference", "stored"], {}),
+        (["a"], {"reference": "stored"}),
+        (["a", "--against", "b"], {"reference": "stored"}),  # a configuration's default does not stand in the way
+    ):
+        command.main(arguments, standalone_mode=False, default_map=defaults)
+    found = [(request.model, request.options.reference, "reference" in request.explicit) for request in requests]
+    assert found == [
+        ("b", "a", True),
+        ("b", "demo", True),
+        ("a", "stored", True),
+        ("a", "stored", True),
+        ("b", "a", True),
+    ]
+    with pytest.raises(UserError, match="leave it out, or leave out --against"):
+        command.main(["a", "--against", "b", "--reference", "stored"], standalone_mode=False)

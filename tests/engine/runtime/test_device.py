@@ -42,6 +42,12 @@ def test_scans_are_those_of_the_cpu(way: str, found: dict[str, Any]) -> None:
     assert found["fake"][way] == pytest.approx(found["cpu"][way], rel=1e-2, abs=1e-12)
 
 
+def test_drift_from_another_reference_is_that_of_the_cpu(found: dict[str, Any]) -> None:
+    """From another checkpoint, and from the model as stored."""
+    assert len(found["cpu"]["against"]) > 10
+    assert found["fake"]["against"] == pytest.approx(found["cpu"]["against"], rel=1e-2)
+
+
 def test_text_is_that_of_the_cpu(found: dict[str, Any]) -> None:
     assert found["fake"]["text"] == found["cpu"]["text"]
 

@@ -11,7 +11,7 @@ import pytest
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe
-from dtype_tui.cli.remote import Address, address_of, command_from, command_of, connect
+from dtype_tui.cli.remote import Address, address_of, command_from, command_of, connect, reference_there
 
 
 @pytest.mark.parametrize(
@@ -111,3 +111,24 @@ def test_a_model_or_an_input_that_is_not_there_is_told_before_the_screen_opens()
         connect("/nowhere/at/all", engine, Options(), Recipe())
     with pytest.raises(UserError, match=r"/nowhere/text\.txt"):
         connect("demo", engine, Options(texts=(Path("/nowhere/text.txt"),)), Recipe())
+
+
+@pytest.mark.parametrize(
+    ("model", "reference", "there"),
+    [
+        ("ssh://gpu/b", "ssh://gpu/a", "/a"),
+        ("ssh://me@gpu:22/b", "ssh://me@gpu:22/~/a", "~/a"),
+        ("ssh://gpu/b", "ssh://gpu", "demo"),
+        ("ssh://gpu/b", "stored", "stored"),
+        ("ssh://gpu/b", "a", None),
+        ("b", "ssh://gpu/a", None),
+        ("ssh://gpu/b", "ssh://other/a", None),
+        ("ssh://gpu:22/b", "ssh://gpu/a", None),
+    ],
+)
+def test_both_checkpoints_of_a_comparison_are_on_one_machine(model: str, reference: str, there: str | None) -> None:
+    if there is not None:
+        assert reference_there(model, Options(reference=reference)) == there
+        return
+    with pytest.raises(UserError, match="must be on one machine"):
+        reference_there(model, Options(reference=reference))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.helpers.recording_engine import make_app, running
 from tests.helpers.scenes import Scene, measured_in_part, mixed
@@ -46,6 +48,18 @@ async def test_the_whole_model_has_every_figure_once_its_output_was_compared(
                 label,
                 shown,
             )
+
+
+async def test_the_whole_model_shows_how_it_was_quantised() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await mixed(app, pilot)
+        app.controller.experiment.model = replace(app.controller.experiment.model, provenance=("gptq; 4-bit", "by it"))
+        await pilot.press("less_than_sign", "enter")
+        await pilot.pause()
+        rows = [" ".join(line.split()) for line in lines(app)]
+        for line in ("provenance gptq; 4-bit", "provenance by it"):
+            assert any(line in row for row in rows), screen(app)
 
 
 async def test_the_whole_model_shows_the_bytes_of_each_kind_of_layer() -> None:

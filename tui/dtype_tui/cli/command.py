@@ -113,11 +113,17 @@ def command(
 
         saved = saved_session(model)
         model, options = saved.model, with_saved_options(options, saved.options, request.explicit)
+        if options.reference != saved.options.reference:
+            saved = dataclasses.replace(saved, measured=())  # they are drifts from another reference
     elif model is None and engine_command is None:
         _need_a_terminal()
         model = _chosen(config)
         if model is None:
             return 0
+    if is_address(model) or is_address(options.reference_model):
+        from dtype_tui.cli.remote import reference_there
+
+        options = dataclasses.replace(options, reference=reference_there(model, options))
     request = dataclasses.replace(request, model=model, options=options)
     if in_process:
         # Textual draws on a copy of standard error, because the engine's thread redirects the descriptor while it runs tokenizers.

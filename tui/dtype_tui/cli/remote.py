@@ -70,6 +70,22 @@ def address_of(model: str) -> Address:
     return Address(f"{user}@{host}" if user else host, port, None if path in (None, "/") else path)
 
 
+def reference_there(model: str | None, options: Options) -> str:
+    """Return the value of `Options.reference` for an engine on another machine, which has both checkpoints. model: the candidate.
+
+    Raises UserError unless both are addresses on one machine.
+    """
+    if options.reference_model is None:
+        return options.reference
+    sides = options.reference_model, model
+    there, candidate = (address_of(text) if text is not None and is_address(text) else None for text in sides)
+    if there is None or candidate is None or (there.destination, there.port) != (candidate.destination, candidate.port):
+        raise UserError(
+            "--against: MODEL and OTHER must be on one machine: write both as ssh://HOST/PATH of the same HOST"
+        )
+    return there.model or "demo"
+
+
 def command_of(address: Address) -> EngineCommand:
     """Return the ssh command that starts the engine. ssh reads the user's own configuration.
 

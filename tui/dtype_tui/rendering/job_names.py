@@ -19,6 +19,7 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "write": ("writing", "writing", "e writes"),
     "nonfinite": ("looking for what makes the output finite", "what is not finite", "the drift stays valid"),
     "losses": ("looking for values that are lost", "lost values", "m looks again"),
+    "weights": ("comparing the weights", "weights", "m compares them again"),
     "floor": ("measuring the noise floor", "noise floor", "the drift stays valid"),
 }
 """Maps each job to three texts: its name while it runs, its name while it waits, and what to tell the user after it was stopped."""

@@ -169,7 +169,10 @@ class CausesScreen(ChoiceScreen[str]):
         if self._before is not None and self._results is self._before[1]:
             added = set(self._experiment.recipe.rules[len(self._before[0]) :])
         for index, cause in enumerate(self._rows):
-            put_back = bool(added) and reference_rule(self._experiment.tree, cause.name) in added
+            put_back = (
+                bool(added)
+                and reference_rule(self._experiment.tree, cause.name, self._experiment.model.reference) in added
+            )
             drawn = bar(cause.share, 6) if cause.share is not None and math.isfinite(cause.share) else ""
             drift = "not finite" if math.isinf(cause.drift) else f"{cause.drift:.2e}"
             local = "" if cause.local_sqnr_db is None else decibels(cause.local_sqnr_db)

@@ -48,6 +48,8 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         grid.add_row("stored", f"{_bytes_by_dtype(stored)}")
         grid.add_row("planned", f"{_bytes_by_dtype(planned)}")
         if not node:
+            for line in experiment.model.provenance:
+                grid.add_row("provenance", line)
             for kind, below in totals_by_kind(experiment.tree, experiment.plan.dtypes).items():
                 share = percent(below.total_bytes / planned.total_bytes if planned.total_bytes else 0.0)
                 grid.add_row(kind, f"{_bytes_by_dtype(below)}, {share} % of the model")

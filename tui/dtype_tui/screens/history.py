@@ -12,6 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.widgets import DataTable, Static
 
+from dtype_engine.core.dtypes import BY_NAME
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, seconds_text
@@ -162,6 +163,8 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
                 words.append(f"; over {_time_or_extent(entry)} sequences", style="not bold dim")
             if entry.settings != RunSettings():
                 words.append(f"; {printable(str(entry.settings), 100)}", style="not bold dim")
+            if self._experiment.model.reference not in BY_NAME:
+                words.append(f"; reference: {printable(self._experiment.model.reference, 100)}", style="not bold dim")
             if lost := loss_mark(entry.overflowed, entry.vanished):
                 words.append(f"  {lost}")
             self.query_one("#rules", Static).update(words)

@@ -24,6 +24,11 @@ def weight_screen(experiment: Experiment, name: str, stats: WeightStats) -> Over
     table.add_column(no_wrap=True)
     for _ in range(6):
         table.add_column(no_wrap=True, justify="right")
+    whole = PlainTable.grid()
+    if (found := stats.reference) is not None:
+        words = f"SQNR {decibels(found.sqnr_db)}, max |Δ| {found.max_abs:.2e}"
+        whole.add_row(Text(f"from {printable(experiment.model.reference, 200)}: {words}", style="bold"))
+        whole.add_row(Text(""))
     table.add_row("cast to", "SQNR", "max |Δ|", "→ inf", "clipped", "→ 0", "subnormal", style="dim")
     for error in stats.errors:
         counts = (error.overflowed, error.saturated, error.underflowed, error.subnormal)
@@ -34,7 +39,6 @@ def weight_screen(experiment: Experiment, name: str, stats: WeightStats) -> Over
             f"{error.max_abs:.2e}",
             *cells,
         )
-    whole = PlainTable.grid()
     whole.add_row(table)
     whole.add_row(Text("fp8 and int8 with their scales; shares are of the tensor's values", style="dim"))
     whole.add_row(Text(""))

@@ -116,6 +116,7 @@ class Controller:
         match event:
             case events.HeadersRead():
                 experiment.replace_tree(event.tree)
+                experiment.model = replace(experiment.model, provenance=event.provenance)
                 self._notify_all(event.notices, "information")
                 self._warn_unmatched()
                 if self.open_error is not None:
@@ -295,7 +296,7 @@ class Controller:
         costs.
         """
         experiment, name = self.experiment, node or "the model"
-        rule, before = reference_rule(experiment.tree, node), experiment.plan
+        rule, before = reference_rule(experiment.tree, node, experiment.model.reference), experiment.plan
         rules = experiment.rules.then(rule)
         if make_plan(experiment.tree, rules.recipe).dtypes == before.dtypes:
             self.notify(f"{name} already has the reference's dtype", "information")

@@ -63,6 +63,10 @@ class ModelFacts:
     """The path of the model on this machine, or None if this machine has no file of the model."""
     partial: bool = False
     """Whether only some headers of a large checkpoint have been read, so that sums do not cover the whole model yet."""
+    provenance: tuple[str, ...] = ()
+    """Lines about how the checkpoint was quantised, as far as its files say."""
+    reference: str = "float32"
+    """From what drift is measured: the reference's dtype, "as stored" with the stored dtypes, or the name of another checkpoint."""
 
 
 @dataclass
@@ -129,6 +133,8 @@ class Experiment:
             no_forward=with_keys(ready.no_forward) if ready.no_forward else None,
             no_text=ready.no_text,
             live=True,
+            provenance=ready.provenance,
+            reference=ready.reference,
         )
         self._known.clear()  # the model's code or files may have changed
         self.replace_tree(ready.tree)
@@ -292,6 +298,8 @@ class Experiment:
                 self.measured = remember(self.measured, MeasuredRecipe(*about, partial.output, partial.extent))
             case events.Measured():
                 self._set_report(event.report)
+            case events.WeightsCompared():
+                self.results = replace(results, weights={weight.name: weight for weight in event.weights})
             case events.NonfiniteFound():
                 self.results = replace(results, nonfinite=event.found)
             case events.AttributionGrown():

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from dtype_engine.core.dtypes import BY_NAME
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import change_text, decibels, human_bytes, percent_with_error, plural
@@ -27,7 +28,7 @@ def drift_rows(experiment: Experiment) -> Rows:
     """Return the figures of the output's drift. Empty if there are none yet."""
     report, partial = experiment.results.report, experiment.results.partial_drift
     if report is not None:
-        rows = [("over", extent_text(report.sequences))]
+        rows = [("over", extent_text(report.sequences)), *_reference(experiment)]
         rows.append(("meaning", str(meaning(report.output, experiment.floor, report.modules))))
         if experiment.floor is not None and experiment.floor.ways:
             rows.append(("floor", floor_text(experiment.floor)))
@@ -35,6 +36,12 @@ def drift_rows(experiment: Experiment) -> Rows:
     if partial is not None:
         return [("so far", extent_text(partial.extent)), *_figures(experiment, partial.output, partial.extent)]
     return []
+
+
+def _reference(experiment: Experiment) -> Iterator[tuple[str, str]]:
+    """Yield the reference if it is not the usual one."""
+    if experiment.model.reference not in BY_NAME:
+        yield "reference", printable(experiment.model.reference, 300)
 
 
 def _figures(experiment: Experiment, output: OutputDrift, extent: Extent) -> Iterator[tuple[str, str]]:

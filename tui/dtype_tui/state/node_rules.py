@@ -32,12 +32,14 @@ def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int
     return inside, beyond
 
 
-def reference_rule(tree: Tree, node: str) -> Rule:
+def reference_rule(tree: Tree, node: str, reference: str = "float32") -> Rule:
     """Return the rule that gives the tensors of a node the dtype that they have in the reference. This is float32, and float64 for
     tensors that are stored in float64, so that a node with such tensors is kept as stored unless others need to be widened.
+
+    reference: the name of the reference. If it is the model as stored, every node is kept as stored.
     """
     stored = {tree.tensors[name].dtype for name in tensor_names(tree, node) if tree.tensors[name].castable}
-    keeps = "float64" in stored and stored <= {"float32", "float64"}
+    keeps = reference.startswith("as stored") or ("float64" in stored and stored <= {"float32", "float64"})
     return Rule.make(generalisations(node)[0], dtypes.STORED if keeps else "float32")
 
 

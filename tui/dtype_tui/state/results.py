@@ -51,6 +51,8 @@ class Results:
     """The output's drift over the inputs that have been run so far. Used while there is no final report."""
     modules: Mapping[str, ModuleDrift] = field(default_factory=dict)
     """The drift of each module by name: from the report or, while there is none, from the passes that have finished."""
+    weights: Mapping[str, ModuleDrift] = field(default_factory=dict)
+    """How far each weight is from the reference's, by name, if drift is measured from another checkpoint. Otherwise empty."""
     loss_remedy: LossRemedy | None = None
     """Rules that prevent casts from making weight values infinite or zero, or None if there are none or they were not searched for
     yet.

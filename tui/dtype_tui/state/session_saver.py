@@ -29,6 +29,9 @@ class SessionSaver:
     """
 
     def __init__(self, model: str | None, title: str, path: Path | None, options: Options) -> None:
+        if options.reference_model is not None:
+            named = canonical_model_ref(options.reference_model) or "demo"
+            options = dataclasses.replace(options, reference=named)
         self._about = SavedSession(canonical_model_ref(model), title, path, Path.cwd(), options)
         self._file = SessionFile()
         self._changed = threading.Condition()

@@ -346,6 +346,8 @@ def _refuse_options(options: Options, settings: RunSettings) -> None:
         raise UserError(f"workers: {options.workers} is no address")
     if options.precision is not None and not 0 < options.precision < 1:
         raise UserError(f"precision: {options.precision} is out of range")
+    if is_python(options.reference_model):
+        raise UserError("reference: Python code is named on the command line")
     if settings.compute not in COMPUTE_DTYPES:
         raise UserError(f"compute: {settings.compute} is none of {', '.join(COMPUTE_DTYPES)}")
 

@@ -181,14 +181,15 @@ def _class_words(row: Row) -> str:
 
 def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
     """Add the dtype column: a module's dtypes, or a tensor's cast, such as `f32→bf16`, and the layers that share the tensor's
-    scale.
+    scale. If drift is measured from another checkpoint, the dtype there comes first.
     """
     if row.tensor is None:
         _add_mix(line, experiment.totals.of(row.modules), end)
     else:
         planned = experiment.plan.dtypes[row.tensor.name]
-        if planned != row.tensor.dtype:
-            line.add(f"{dtypes.short_name(row.tensor.dtype)}→", DIM)
+        for before, after in ((row.tensor.reference_dtype, row.tensor.dtype), (row.tensor.dtype, planned)):
+            if before not in (None, after):
+                line.add(truncate(f"{dtypes.short_name(before)}→", end - line.width), DIM)
         _add_pill(line, planned, end)
         if padded(row.tensor.shape, planned):
             line.add(truncate(" padded", end - line.width), DIM)
@@ -252,13 +253,14 @@ def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -
 
 
 def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
-    """Return the drift of a row's module or of the worst member of a fold. For the root, this is the drift of the model's output.
-
-    Returns None for a tensor.
+    """Return the drift of a row's module or of the worst member of a fold. For the root, this is the drift of the model's output;
+    for a tensor, its difference from the checkpoint from which drift is measured. Returns None if it is unknown.
     """
-    if row.tensor is None and not row.name and experiment.results.report is not None:
+    if row.tensor is not None:
+        return experiment.results.weights.get(row.tensor.name)
+    if not row.name and experiment.results.report is not None:
         return _as_of_module(experiment.results.report.output)
-    return worst_drift(experiment.results.modules, row.modules) if row.tensor is None else None
+    return worst_drift(experiment.results.modules, row.modules)
 
 
 def _as_of_module(output: OutputDrift) -> ModuleDrift:

@@ -31,6 +31,7 @@ from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.measure.modules.module_sums import ModuleSums, compare_outputs
 from dtype_engine.runtime.measure.modules.recorder import ModuleRecorder
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.modes.reference import equals_reference
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics, sqnr_db
 from dtype_engine.runtime.passes.class_dimensions import classes_dimension
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
@@ -40,7 +41,7 @@ from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.output_cache import OutputCache
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
-from dtype_engine.search.sensitivity import is_lossless, scalar_drift
+from dtype_engine.search.sensitivity import scalar_drift
 
 MOST_PASSES = 160
 """Maximum number of passes per batch. If a model has more modules than this, subtrees are measured, and those with the most drift
@@ -193,7 +194,7 @@ class Attribution:
             key
             for key, weight in self.model.by_id.items()
             if (weight.info.castable or weight.scale is not None)
-            and (not is_lossless(weight.info.dtype, weight.dtype) or (rounds and quantizes_activations(weight.dtype)))
+            and (not equals_reference(weight, weight.dtype) or (rounds and quantizes_activations(weight.dtype)))
         )
 
     def _run_reference(self, runner: ForwardRunner) -> None:

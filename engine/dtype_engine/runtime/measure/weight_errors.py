@@ -9,12 +9,17 @@ import torch
 
 from dtype_engine.checkpoint import Checkpoint, Watch, refuse_changed
 from dtype_engine.core.cancellation import IsCancelled, never
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
+from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.weights import SkippedTensor, WeightError, WeightStats
-from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.device import has_float64
+from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.mmap_reader import read_tensor
+from dtype_engine.runtime.modes.candidate import candidate_value
+from dtype_engine.runtime.numerics.compare.element_sums import element_sums
+from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
 from dtype_engine.runtime.numerics.quantization_error import exponents, round_trip
 
 
@@ -91,6 +96,12 @@ def inspect_live_weight(
 
     Raises UserError, Cancelled.
     """
+    weight = model.weights.get(name)
+    stats = _inspected(model, name, targets, cancelled)
+    return stats if weight is None else dataclasses.replace(stats, reference=_from_reference(weight))
+
+
+def _inspected(model: LiveModel, name: str, targets: tuple[str, ...], cancelled: IsCancelled) -> WeightStats:
     info = model.tree.canonical(name)
     names = model.checkpoint.names_of(info) if model.checkpoint is not None and info is not None else ()
     if model.checkpoint is not None and len(names) == 1:
@@ -99,6 +110,26 @@ def inspect_live_weight(
     if weight is None:
         raise UserError(f"the model has no tensor {printable(name)}")
     return _reading(name, weight.stored.read(), weight.info.dtype, targets, cancelled)
+
+
+def reference_differences(model: LiveModel, cancelled: IsCancelled = never) -> Iterator[ModuleDrift]:
+    """Yield how far each weight of a model, as it is currently cast, is from the weight that another checkpoint has for it. Yields
+    nothing if the reference has the model's own weights. Raises Cancelled between two weights.
+    """
+    for weight in model.weights.values():
+        if cancelled():
+            raise Cancelled
+        if (found := _from_reference(weight)) is not None:
+            yield found
+
+
+def _from_reference(weight: Weight) -> ModuleDrift | None:
+    if weight.other_reference is None:
+        return None
+    values = candidate_value(weight, torch.float32)
+    values = values if has_float64(values.device) else values.cpu()
+    sums = element_sums(weight.other_reference.read(values.device), values, parallel=True)
+    return ModuleDrift(weight.info.name, sqnr_db(sums.energy, sums.noise), sums.max_abs, sums.nonfinite)
 
 
 def _reading(

@@ -60,6 +60,8 @@ class Weight:
     """
     other_reference: StoredValues | None = None
     """The values of the weight in the reference, if they are others than `stored`; otherwise None."""
+    as_stored: bool = False
+    """Whether the reference computes with this weight in its stored dtype, as plain torch does, instead of in float32."""
     shares: tuple[str, ...] = ()
     """The names of the weights, including this one, that have a common tensor scale now. In NVFP4, these are the weights that
     runtimes fuse.
@@ -175,6 +177,10 @@ class LiveModel:
     """Whether Python code in the folder may run."""
     identities: tuple[FileIdentity, ...] = ()
     """The size, modification time and inode of each of `files`, recorded before anything was read from it, to detect later changes.
+    """
+    reference: str = ""
+    """The name of the reference: of another checkpoint with whose weights the model is compared, or "stored" for the model as
+    stored. "" for float32 arithmetic on the model's own weights.
     """
     coverage: Coverage | None = None
     """How many of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""

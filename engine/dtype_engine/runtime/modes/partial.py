@@ -12,7 +12,13 @@ from dtype_engine.runtime.model.torch_private import base_of
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.candidate import candidate_dtype, candidate_rows, candidate_value
 from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
-from dtype_engine.runtime.modes.reference import holds_reference, reference_dtype, reference_rows, reference_value
+from dtype_engine.runtime.modes.reference import (
+    holds_reference,
+    is_coded,
+    reference_dtype,
+    reference_rows,
+    reference_value,
+)
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
@@ -47,21 +53,21 @@ class PartialCastMode(WeightMode):
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
         if not self.inside(self.module):
-            return reference_dtype(weight)
+            return self.compute if is_coded(weight) else reference_dtype(weight)
         return candidate_dtype(weight, self.compute)
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
         if not self.inside(self.module):
-            return reference_value(weight, self.device)
+            return reference_value(weight, self.device, dtype or self.compute)
         return candidate_value(weight, dtype or self.compute)
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
         if not self.inside(self.module):
-            return reference_rows(weight, ids, self.device)
+            return reference_rows(weight, ids, self.device, self.compute)
         return candidate_rows(weight, ids, self.compute)
 
     def is_quantized(self, weight: Weight) -> bool:
-        return weight.scale is not None and self.inside(self.module)
+        return weight.scale is not None if self.inside(self.module) else is_coded(weight)
 
     def note_use(self, key: int) -> None:
         super().note_use(key)

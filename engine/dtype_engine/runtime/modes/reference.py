@@ -1,4 +1,8 @@
-"""The reference: the stored weights, each widened to float32 when it is used, without a second copy of the model."""
+"""The reference: the stored weights, each widened to float32 when it is used, without a second copy of the model.
+
+If drift is measured from the model as stored, weights stay in their stored dtypes instead. Codes are decoded then as the candidate
+decodes them, so that a model whose weights are not cast equals its reference.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +10,46 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from dtype_engine.core.options import STORED
+from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
 from dtype_engine.runtime.numerics.quantize import dtype_name
+from dtype_engine.search.sensitivity import is_lossless
 
+_MOST_NAMED = 3
 _KEEPS_NO_ARGUMENT = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
 """Operations whose result never shares memory with an argument, so that the memory of a widened weight can be reused at once."""
 
 
 class ReferenceMode(WeightMode):
-    """Runs the model with its stored weights in float32. A weight that the module holds in another dtype is cast to float32
-    ("widened") for each operation that uses it.
+    """Runs the model with the reference's weights in float32. A weight that the module holds in another dtype is cast to float32
+    ("widened") for each operation that uses it. If the reference is the model as stored, no weight is widened.
 
     Weights stored in float64 stay in float64. An embedding look-up widens only the selected rows.
 
     widened: memory that large widened weights use one after another, on a CPU without gradients. Since each weight overwrites the
-    previous one, no other mode may keep the tensors that it sees. If None, each widened weight is in new memory.
+    previous one, no other mode may keep the tensors that it sees. If None, each widened weight is in new memory. compute: the dtype
+    to which codes are decoded for an operation without an activation, if the reference is the model as stored.
     """
 
     def __init__(
-        self, weights: Mapping[int, Weight], device: torch.device, widened: WidenedWeights | None = None
+        self,
+        weights: Mapping[int, Weight],
+        device: torch.device,
+        widened: WidenedWeights | None = None,
+        compute: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(weights, device, (key for key, weight in weights.items() if not holds_reference(weight)))
+        replaced = (key for key, weight in weights.items() if not holds_reference(weight))
+        super().__init__(weights, device, replaced, compute)
         self.widened = widened if device.type == "cpu" else None
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
-        return reference_dtype(weight)
+        return self.compute if is_coded(weight) else reference_dtype(weight)
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
-        return reference_value(weight, self.device)
+        return reference_value(weight, self.device, dtype or self.compute)
 
     def values_of(self, weights: Sequence[Weight], dtype: torch.dtype | None, name: str) -> list[torch.Tensor]:
         if self.widened is not None and name in _KEEPS_NO_ARGUMENT and not torch.is_grad_enabled():
@@ -43,36 +57,72 @@ class ReferenceMode(WeightMode):
         return super().values_of(weights, dtype, name)
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
-        return reference_rows(weight, ids, self.device)
+        return reference_rows(weight, ids, self.device, self.compute)
+
+    def is_quantized(self, weight: Weight) -> bool:
+        return is_coded(weight)
+
+
+def is_coded(weight: Weight) -> bool:
+    """Return whether the reference is the model as stored, and this weight is stored as codes with scales that the module holds.
+    The dtype of such a weight is that of the activation.
+    """
+    return weight.as_stored and weight.reference.scale is not None
 
 
 def holds_reference(weight: Weight) -> bool:
     """Return whether the module already holds a weight with the reference's values and dtype, so that it need not be replaced."""
     values = weight.reference
-    if not weight.info.castable and values.plain:
+    if not weight.info.castable and values.plain and weight.other_reference is None:
         return True
     held = not weight.differs or weight.stashed is not None
     return held and values.plain and values.dtype == reference_dtype(weight)
 
 
 def reference_dtype(weight: Weight) -> torch.dtype:
-    """Return the dtype of a weight in the reference: float64 if it is stored in float64, else float32."""
+    """Return the dtype of a weight in the reference: float64 if it is stored in float64, else float32. If the reference is the
+    model as stored, it is the stored dtype, and for a weight that another program quantised the dtype that the module would hold.
+    """
+    if weight.as_stored and not is_coded(weight):
+        return weight.reference.held(torch.device("cpu")).dtype
     return torch.float64 if weight.reference.dtype == torch.float64 else torch.float32
 
 
-def reference_value(weight: Weight, device: torch.device) -> torch.Tensor:
-    """Return a weight's values in the reference, in its `reference_dtype` and on `device`."""
-    return weight.reference.read(device).to(reference_dtype(weight))
+def reference_value(weight: Weight, device: torch.device, of_codes: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a weight's values in the reference, in its `reference_dtype` and on `device`. of_codes: the dtype if `is_coded`."""
+    return weight.reference.read(device).to(of_codes if is_coded(weight) else reference_dtype(weight))
 
 
-def reference_rows(weight: Weight, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+def reference_rows(
+    weight: Weight, ids: torch.Tensor, device: torch.device, of_codes: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Return some rows of an embedding table [rows, width], with the reference's values: [*ids.shape, width]. ids: the indexes of
-    the rows.
+    the rows. of_codes: the dtype if `is_coded`.
     """
-    return weight.reference.rows(ids.to(device)).to(reference_dtype(weight))
+    dtype = of_codes if is_coded(weight) else reference_dtype(weight)
+    return weight.reference.rows(ids.to(device)).to(dtype)
+
+
+def equals_reference(weight: Weight, dtype: str) -> bool:
+    """Return whether a weight that is cast to `dtype` has the values and arithmetic of the reference, and so causes no drift."""
+    if weight.other_reference is not None:
+        return False
+    return dtype == weight.info.dtype if weight.as_stored else is_lossless(weight.info.dtype, dtype)
 
 
 def reference_name(model: LiveModel) -> str:
-    """Return the name of the dtype in which the reference computes, for reports."""
+    """Return the name of the reference for reports: the dtype in which it computes; "as stored" with the stored dtypes, those of
+    most bytes first; or the other checkpoint whose weights it has.
+    """
+    if model.reference == STORED:
+        sizes: dict[str, int] = {}
+        for tensor in model.tree.tensors.values():
+            if tensor.counted:
+                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+        named = [name for name in sorted(sizes, key=lambda name: -sizes[name]) if sizes[name]]
+        more = ", ..." if len(named) > _MOST_NAMED else ""
+        return f"as stored ({', '.join(named[:_MOST_NAMED])}{more})"
+    if model.reference:
+        return printable(model.reference, 300)
     stored = {weight.reference.dtype for weight in model.weights.values() if weight.info.castable}
     return dtype_name(torch.float64 if torch.float64 in stored else torch.float32)

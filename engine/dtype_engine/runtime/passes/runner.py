@@ -14,7 +14,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.foreign_code import foreign_code
-from dtype_engine.core.options import RunSettings
+from dtype_engine.core.options import STORED, RunSettings
 from dtype_engine.runtime.device import synchronize
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
@@ -87,7 +87,11 @@ class ForwardRunner:
         return partial(self.candidate_batch(batch).run, self.model.module)
 
     def reference_batch(self, batch: Batch) -> Batch:
-        """Return a batch for the reference: float inputs in float32, or in float64 if all weights are stored in float64."""
+        """Return a batch for the reference: float inputs in float32, or in float64 if all weights are stored in float64. The model
+        as stored gets the inputs of the candidate.
+        """
+        if self.model.reference == STORED:
+            return self.candidate_batch(batch)
         dtype = torch.float64 if self._stored_dtypes() == {"float64"} else torch.float32
         return batch.on(self.model.device, dtype)
 
@@ -105,7 +109,7 @@ class ForwardRunner:
         widened = WidenedWeights(reference_dtype) if options.around is None else None
         on_cpu = self.model.device.type == "cpu"  # another device may lack memory for all of them
         with stored_values(self.model) if on_cpu else nullcontext():
-            mode = ReferenceMode(self.model.by_id, self.model.device, widened)
+            mode = ReferenceMode(self.model.by_id, self.model.device, widened, self._compute)
             return self._run(call, mode, options, observer)
 
     def candidate(

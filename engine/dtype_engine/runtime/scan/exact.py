@@ -14,6 +14,7 @@ from pathlib import Path
 from dtype_engine.checkpoint import FileIdentity
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.dtypes import COMPUTE_DTYPES, quantizes_activations
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.recipe import tensor_bytes
@@ -21,7 +22,7 @@ from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import LiveModel, sharing
-from dtype_engine.runtime.modes.reference import reference_name
+from dtype_engine.runtime.modes.reference import equals_reference, reference_name
 from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan import saved as scan_file
@@ -29,7 +30,7 @@ from dtype_engine.runtime.scan.companions import CompanionsMode, added_drift
 from dtype_engine.runtime.scan.routing import Key
 from dtype_engine.runtime.scan.saved import Fingerprint
 from dtype_engine.runtime.scan.scan import OnEstimate, OnStep, scanned_dtypes
-from dtype_engine.search.sensitivity import is_lossless, scalar_drift
+from dtype_engine.search.sensitivity import scalar_drift
 
 _REPORT_EVERY = 64
 """Number of measurements after which the scan reports its intermediate results."""
@@ -41,7 +42,7 @@ def reference_dtypes(model: LiveModel) -> dict[str, str]:
     """
     return {
         name: weight.info.dtype
-        if not weight.info.castable or is_lossless(weight.info.dtype, weight.info.dtype) or not weight.info.persistent
+        if not weight.info.castable or equals_reference(weight, weight.info.dtype) or not weight.info.persistent
         else "float32"
         for name, weight in model.weights.items()
     }
@@ -89,6 +90,8 @@ class ExactScan:
     _seen: FileIdentity | None = None
 
     def __post_init__(self) -> None:
+        if any(weight.other_reference is not None for weight in self.model.weights.values()):
+            raise UserError("--exact measures casts of one checkpoint: leave out --exact or --against")
         self.fingerprint = Fingerprint.of(self.model, self.inputs, self.dtypes, self.settings)
         self.wanted = [
             (name, dtype)
@@ -100,7 +103,7 @@ class ExactScan:
         self._costly = [
             (name, dtype)
             for name, dtype in self.wanted
-            if not is_lossless(self.model.weights[name].info.dtype, dtype) or (rounds and quantizes_activations(dtype))
+            if not equals_reference(self.model.weights[name], dtype) or (rounds and quantizes_activations(dtype))
         ]
         self._base = reference_dtypes(self.model)
         self._companions: dict[str, tuple[str, ...]] = {}

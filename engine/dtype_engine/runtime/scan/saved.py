@@ -21,7 +21,7 @@ import torch
 from dtype_engine.checkpoint import FileIdentity
 from dtype_engine.core.atomic_write import write_text_atomic
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import RunSettings
+from dtype_engine.core.options import STORED, RunSettings
 from dtype_engine.core.regular_files import read_regular, reading
 from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.core.text import printable
@@ -51,6 +51,8 @@ class Fingerprint:
         inputs.
         """
         weights, calls = hashlib.sha256(), hashlib.sha256()
+        if model.reference == STORED:
+            weights.update(STORED.encode())
         for name, weight in model.weights.items():
             weights.update(f"{name} {weight.info.shape} {weight.info.dtype}\n".encode())
             others = () if weight.other_reference is None else weight.other_reference.tensors

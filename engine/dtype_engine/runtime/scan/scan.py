@@ -32,13 +32,13 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.dtypes import quantizes_activations
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.memory_share import memory_budget
-from dtype_engine.core.options import RunSettings
+from dtype_engine.core.options import STORED, RunSettings
 from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel, Weight
-from dtype_engine.runtime.modes.reference import reference_name
+from dtype_engine.runtime.modes.reference import equals_reference, reference_name
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan import saved as scan_file
@@ -46,7 +46,6 @@ from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.saved import Fingerprint
 from dtype_engine.runtime.scan.scores import SequenceScores, combine_scores
 from dtype_engine.runtime.scan.sequence import SequenceScan
-from dtype_engine.search.sensitivity import is_lossless
 
 DEFAULT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 FEWEST_DRAWS, SAMPLES = 4, 24
@@ -119,6 +118,11 @@ class Scan:
     _seen: FileIdentity | None = None
 
     def __post_init__(self) -> None:
+        if self.model.reference == STORED:
+            raise UserError(
+                "a scan estimates drift from float32 arithmetic, and can't see what 16-bit arithmetic adds: measure each cast with "
+                "--exact, or leave out --reference stored"
+            )
         self.backward_passes = self.draws or default_draws(len(self.inputs.batches))
         self.fingerprint = Fingerprint.of(self.model, self.inputs, self.dtypes, self.settings)
         self.wanted = {
@@ -159,7 +163,7 @@ class Scan:
         weight.
         """
         rounds = self.settings.quantize_activations == "weights" and quantizes_activations(dtype)
-        return not rounds and is_lossless(self.model.weights[name].info.dtype, dtype)
+        return not rounds and equals_reference(self.model.weights[name], dtype)
 
     @property
     def parts(self) -> int:

@@ -13,10 +13,11 @@ from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import parse_inputs_line
 from dtype_engine.core.opening_progress import READING_INPUTS
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import STORED, Options
 from dtype_engine.runtime.inputs import from_values
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.load import OnStep, load
+from dtype_engine.runtime.model.reference_checkpoint import use_reference
 from dtype_engine.runtime.session.session import Session
 
 
@@ -71,9 +72,11 @@ def open_session(
     if isinstance(model, nn.Module):
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         live = LiveModel.wrap(model, type(model).__name__, device)
+        _set_reference(live, options, on_step)
         return Session(live, options, given)
     source = model if isinstance(model, Source) else locate(model)
     live = load(source, options, on_step)
+    _set_reference(live, options, on_step)
     refuse_changed(live.identities)
     on_step(READING_INPUTS)
     try:
@@ -83,3 +86,15 @@ def open_session(
             raise
         refused(str(error))
         return Session(live, parse_inputs_line(options, ""), given)
+
+
+def _set_reference(live: LiveModel, options: Options, on_step: OnStep) -> None:
+    """Set what the drift of a model is measured from. Raises UserError if another checkpoint, which `options.reference` may name,
+    can't be compared with the model.
+    """
+    if options.reference == STORED:
+        live.reference = STORED
+        for weight in live.by_id.values():
+            weight.as_stored = True
+    elif options.reference_model is not None:
+        use_reference(live, locate(options.reference_model, options.trust_pickle, options.download), options, on_step)

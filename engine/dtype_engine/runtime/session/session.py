@@ -22,7 +22,7 @@ from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
 from dtype_engine.recipe.minimize import minimize
 from dtype_engine.reports.notebook import session_html
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
-from dtype_engine.results.drift import DriftReport, ImplicitCastStats
+from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
 from dtype_engine.results.export import ExportReport
 from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.results.losses import ValueLoss
@@ -41,6 +41,7 @@ from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remed
 from dtype_engine.runtime.measure.noise_floor import measure_noise_floor
 from dtype_engine.runtime.measure.nonfinite import diagnose_nonfinite
 from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
+from dtype_engine.runtime.measure.weight_errors import reference_differences
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner
@@ -565,6 +566,22 @@ class Session:
             return untried_remedy(self.tree, self.plan, self.lost_values(cancelled), count, reason)
         with self.putting_back():
             return tried_remedy(self._meter, self.tree, self.plan, report, count, on_trial, cancelled)
+
+    @reading_weights
+    def weight_differences(self, cancelled: IsCancelled = never) -> tuple[ModuleDrift, ...]:
+        """Compare each weight, as it is currently cast, with the weight of the checkpoint that `Options.reference` names.
+
+        Args:
+            cancelled: Checked between weights.
+
+        Returns:
+            One entry for each weight, in the model's order. Empty if the reference has the model's own weights. Raises Cancelled.
+
+        Example:
+            >>> session.weight_differences()
+            ()
+        """
+        return tuple(reference_differences(self.model, cancelled))
 
     @reading_weights
     def flow(self, cancelled: IsCancelled = never) -> tuple[ImplicitCastStats, ...]:

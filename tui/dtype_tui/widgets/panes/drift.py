@@ -211,6 +211,8 @@ class DriftPane(Pane):
         """Return lines about the measurement: the noise floor, and what is unusual about the run."""
         floor = self.experiment.floor
         rows = []
+        if report.reference not in dtypes.BY_NAME:
+            rows.append(("reference", printable(report.reference, 200)))
         if floor is not None and floor.ways:
             rows.append(("floor", floor_text(floor)))
         if not report.sequences.whole:

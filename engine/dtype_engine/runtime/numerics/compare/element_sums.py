@@ -58,8 +58,10 @@ class ElementSums:
         self.product += other.product
 
 
-def element_sums(reference: torch.Tensor, candidate: torch.Tensor) -> ElementSums:
+def element_sums(reference: torch.Tensor, candidate: torch.Tensor, parallel: bool = False) -> ElementSums:
     """Return the sums over all elements of two outputs of one shape and any floating dtypes, computed on the candidate's device.
+
+    parallel: on the CPU, whether several threads share the work. This is faster only for some million elements or more.
 
     Raises:
         ValueError: The shapes differ.
@@ -75,8 +77,8 @@ def element_sums(reference: torch.Tensor, candidate: torch.Tensor) -> ElementSum
         widen(candidate[chunk], c)
         return sums_of_small(r, torch.sub(c, r, out=delta)) or sums_of_any(r, c)
 
-    step = _CHUNK_ELEMENTS if on_cpu else _GPU_CHUNK_ELEMENTS
-    return sum_chunks(sums_of, candidate, step, 3)
+    step = _CHUNK_ELEMENTS * (8 if parallel else 1) if on_cpu else _GPU_CHUNK_ELEMENTS
+    return sum_chunks(sums_of, candidate, step, 3, parallel)
 
 
 def sum_chunks(

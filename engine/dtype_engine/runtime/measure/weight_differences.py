@@ -1,0 +1,242 @@
+"""The differences between the weights of two checkpoints, tensor by tensor, without a forward pass and without loading a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dtype_engine.checkpoint import ByteRange, Checkpoint, Watch, refuse_changed
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options
+from dtype_engine.core.regular_files import reading
+from dtype_engine.results.weights import DifferentShape, WeightDifference
+from dtype_engine.runtime.formats.row_blocks import parallel_map
+from dtype_engine.runtime.model.pairing import Pair, Pairing, pair_weights
+from dtype_engine.runtime.model.row_reader import RowReader
+from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, element_sums
+from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
+
+_VALUES_AT_ONCE = 1 << 20
+"""The approximate number of values of each weight that a thread has in memory at once."""
+_BYTES_AT_ONCE = 1 << 22
+_UNLIKE_DB = 3.0
+"""An SQNR in dB below which two weights have nothing in common, as after their rows were permuted. 4-bit weights have over 15."""
+_LIKE_DB = 10.0
+"""An SQNR in dB above which two weights are the same one, rounded to a few bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of a weight: `count` rows from `first` on."""
+
+    reader: RowReader
+    first: int
+    count: int
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        return self.reader.read(self.first + first, self.first + last)
+
+
+class TwoCheckpoints:
+    """Two checkpoints of one architecture whose weights are compared.
+
+    Raises UserError if their weights can't be paired.
+    """
+
+    def __init__(self, reference: Checkpoint, candidate: Checkpoint, options: Options) -> None:
+        self.reference = reference
+        self.candidate = candidate
+        self.pairing: Pairing = pair_weights(reference, candidate, options)
+        """Which weights belong together, and which only one of the checkpoints has."""
+        self._heads = _heads((reference.config, candidate.config))
+        self._watch = Watch((*reference.identities, *candidate.identities))
+
+    def differences(
+        self,
+        known: Mapping[tuple[str, str], WeightDifference],
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Iterator[WeightDifference | DifferentShape]:
+        """Yield the difference between the two values of each weight, in the reference's order. Memory use does not grow with the
+        weights.
+
+        known: differences of earlier runs, by the weight's names in the reference and in the candidate. They are not computed
+        again. `on_progress(done, total)` is called with the numbers of finished and of all bytes. Raises UserError if a file can't
+        be read or has changed since it was opened.
+        """
+        sizes = [self.candidate.weights[pair.candidate].nbytes for pair in self.pairing.pairs]
+        done, total = 0, sum(sizes)
+        for pair, size in zip(self.pairing.pairs, sizes, strict=True):
+            on_progress(done, total)
+            self._watch.look()
+            earlier = known.get((pair.reference, pair.candidate))
+            yield self._difference(pair) if earlier is None else earlier
+            done += size
+        refuse_changed((*self.reference.identities, *self.candidate.identities))
+
+    def _difference(self, pair: Pair) -> WeightDifference | DifferentShape:
+        """Compare the values of one weight."""
+        shapes = self.reference.weights[pair.reference].shape, self.candidate.weights[pair.candidate].shape
+        if shapes[0] == shapes[1] and self._same_bytes(pair):
+            return self._report(pair, shapes[0], ElementSums())
+        readers = RowReader(self.reference, pair.reference), RowReader(self.candidate, pair.candidate)
+        whole = [_Rows(reader, 0, reader.rows) for reader in readers]
+        for index, part in enumerate((pair.reference_part, pair.candidate_part)):
+            if part is not None:
+                rows = whole[1 - index].count
+                matrix = readers[index].rows // readers[index].shape[0] if len(readers[index].shape) > 2 else 0
+                start = (part[0] or 0) * matrix + part[1] * rows
+                whole[index] = _Rows(readers[index], start, rows)
+                shapes = (readers[1 - index].shape,) * 2
+                if start + rows > readers[index].rows:
+                    return DifferentShape(pair.candidate, *(each.shape for each in readers))
+        if shapes[0] != shapes[1] or readers[0].columns != readers[1].columns:
+            return DifferentShape(pair.candidate, *(each.shape for each in readers))
+        left, right = whole
+        sums, order = _sums(left, right), ""
+        if len(shapes[0]) > 1 and _sqnr(sums) < _UNLIKE_DB:
+            sums, order = self._in_another_order(left, right, sums)
+        return self._report(pair, tuple(shapes[0]), sums, order)
+
+    def _in_another_order(self, left: _Rows, right: _Rows, sums: ElementSums) -> tuple[ElementSums, str]:
+        """Return the sums over the same rows and how the candidate orders them, if it has the reference's rows in another order;
+        otherwise the given sums, and "".
+        """
+        for heads in self._heads:
+            if left.count % (2 * heads) == 0 and left.count > 2 * heads:
+                turned = _sums(left, right, heads)
+                if _sqnr(turned) > _LIKE_DB:
+                    return turned, f"permuted as by llama.cpp, {heads} heads"
+        if torch.equal(_hashes(left).sort().values, _hashes(right).sort().values):
+            return ElementSums(elements=sums.elements), "permuted"
+        return sums, ""
+
+    def _same_bytes(self, pair: Pair) -> bool:
+        """Return whether the files have the same bytes in the same form for both weights, so that no value need be compared."""
+        left, right = _stored(self.reference, pair.reference), _stored(self.candidate, pair.candidate)
+        if left is None or right is None or left[0] != right[0] or len(left[1]) != len(right[1]):
+            return False
+        return all(map(_equal_ranges, left[1], right[1]))
+
+    def _report(self, pair: Pair, shape: Sequence[int], sums: ElementSums, order: str = "") -> WeightDifference:
+        elements = max(1, math.prod(shape))
+        return WeightDifference(
+            name=pair.candidate,
+            reference_name=pair.reference,
+            reference=self.reference.dtype(pair.reference),
+            candidate=self.candidate.dtype(pair.candidate),
+            shape=tuple(shape),
+            equal=sums.max_abs == 0.0 and order != "permuted",
+            sqnr_db=_sqnr(sums),
+            max_abs=sums.max_abs,
+            mean_abs=sums.sum_abs / elements,
+            rel_l2=0.0 if sums.noise == 0 else math.sqrt(sums.noise / sums.energy) if sums.energy else math.inf,
+            nonfinite=sums.nonfinite,
+            rows=order,
+        )
+
+
+def _stored(checkpoint: Checkpoint, name: str) -> tuple[object, list[ByteRange]] | None:
+    """Return the form in which a checkpoint stores a weight, and the bytes of all tensors that hold its values. Two weights of one
+    form with the same bytes have the same values. Returns None if the bytes are not contiguous in a file.
+    """
+    own, encoded = checkpoint.quantized.get(name), checkpoint.encoded.get(name)
+    if own is not None:
+        form: object = own.dtype, own.shape
+        tensors = own.tensors
+    elif encoded is not None:
+        form = encoded.format, encoded.shape, sorted(encoded.parts), dict(encoded.settings)
+        tensors = tuple(encoded.parts[role] for role in sorted(encoded.parts))
+    else:
+        form, tensors = "values", (checkpoint.weights[name],)
+    ranges = [tensor.bytes for tensor in tensors]
+    known = [each for each in ranges if each is not None]
+    return ((form, [tensor.dtype for tensor in tensors]), known) if len(known) == len(ranges) else None
+
+
+def _equal_ranges(one: ByteRange, other: ByteRange) -> bool:
+    if one.nbytes != other.nbytes:
+        return False
+    with reading(one.file), open(one.file, "rb") as left, reading(other.file), open(other.file, "rb") as right:
+        left.seek(one.start)
+        right.seek(other.start)
+        for start in range(0, one.nbytes, _BYTES_AT_ONCE):
+            count = min(_BYTES_AT_ONCE, one.nbytes - start)
+            if (piece := left.read(count)) != right.read(count):
+                return False
+            if len(piece) < count:
+                raise UserError(f"{one.file} was cut short while it was read")
+    return True
+
+
+def _heads(configs: Sequence[Mapping[str, Any] | None]) -> list[int]:
+    """Return the numbers of heads that the configurations name: those of the queries, and those of keys and values."""
+    found = dict[int, None]()
+    for config in configs:
+        for part in (config or {}, *(each for each in (config or {}).values() if isinstance(each, dict))):
+            for name in ("num_attention_heads", "num_key_value_heads", "n_head"):
+                if type(value := part.get(name)) is int and value > 0:
+                    found[value] = None
+    return list(found)
+
+
+def _sums(left: _Rows, right: _Rows, heads: int | None = None) -> ElementSums:
+    """Return the sums over the values of two weights.
+
+    heads: if given, the rows of `right` are ordered as llama.cpp orders those of queries and keys: in each of the heads, row i of
+    the first half and row i of the second half are neighbours. (`LlamaModel.permute` of convert_hf_to_gguf.py.)
+    """
+    unit = max(left.reader.unit, right.reader.unit, left.count // heads if heads else 1)
+    step = max(1, _VALUES_AT_ONCE // max(1, left.reader.columns) // unit) * unit
+    pieces = [(first, min(first + step, left.count)) for first in range(0, left.count, step)]
+    found = [ElementSums()] * len(pieces)
+
+    def work(numbers: range) -> None:
+        for number in numbers:
+            first, last = pieces[number]
+            values = right.read(first, last)
+            if heads:
+                size = left.count // heads
+                values = values.view(-1, size // 2, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
+            found[number] = element_sums(_numbers(left.read(first, last)), _numbers(values))
+
+    if left.reader.uses_threads or right.reader.uses_threads:
+        work(range(len(pieces)))
+    else:
+        parallel_map(work, len(pieces))
+    total = ElementSums()
+    for sums in found:
+        total.add(sums)
+    return total
+
+
+def _numbers(values: torch.Tensor) -> torch.Tensor:
+    """Return values that torch can widen to float64: packed codes, which have no such values, as the bytes that hold them."""
+    if values.is_complex():
+        return torch.view_as_real(values)
+    return values.view(torch.uint8) if values.dtype == torch.float4_e2m1fn_x2 else values
+
+
+def _sqnr(sums: ElementSums) -> float:
+    return sqnr_db(sums.energy, sums.noise)
+
+
+def _hashes(rows: _Rows) -> torch.Tensor:
+    """Return a hash of the float32 values of each row: int64 [rows]. Rows with equal values have equal hashes, and zeros of both
+    signs are equal. The products and sums are those of int64, which wrap.
+    """
+    factors = torch.randint(-(1 << 62), 1 << 62, (rows.reader.columns,), generator=torch.Generator().manual_seed(7))
+    step = max(1, _VALUES_AT_ONCE // max(1, rows.reader.columns))
+    found = []
+    for first in range(0, rows.count, step):
+        values = _numbers(rows.read(first, min(first + step, rows.count))).to(torch.float32) + 0.0
+        found.append((values.view(torch.int32).to(torch.int64) * (2 * factors + 1)).sum(1))
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
+
+def sorted_worst_first(found: Sequence[WeightDifference]) -> tuple[WeightDifference, ...]:
+    """Return differences in the order of a report: those with the lowest SQNR first, and equal weights last."""
+    return tuple(sorted(found, key=lambda each: (each.equal, each.sqnr_db)))

@@ -1,0 +1,163 @@
+"""Takes the reference's weights from another checkpoint of the same architecture.
+
+The module is that of the candidate, which is the model that is open. Each of its weights gets the values that the other checkpoint
+has for it, so both run one code with one configuration. Checkpoints whose structure or configuration differs are therefore refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from dtype_engine.checkpoint.source import Source
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.options import FLOAT32, Options
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.model.load import OnStep, load
+from dtype_engine.runtime.model.module_tree import tree_of
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "_name_or_path", "name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "auto_map",
+        "quantization_config", "quantization", "compression_config", "use_cache", "tie_word_embeddings",
+        "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "finetuning_task", "task_specific_params",
+        "output_attentions", "output_hidden_states", "return_dict", "initializer_range", "initializer_factor",
+        "pretraining_tp", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "hidden_dropout_prob",
+        "attention_probs_dropout_prob", "router_aux_loss_coef", "output_router_logits", "gradient_checkpointing",
+    }
+)  # fmt: skip
+"""Entries of a configuration on which the output of a forward pass does not depend, or whose effect is seen in the weights."""
+_SHOWN = 3
+
+
+def use_reference(live: LiveModel, source: Source, options: Options, on_step: OnStep = lambda step: None) -> None:
+    """Give each weight of an open model the values that another checkpoint has for it, as the reference of measurements.
+
+    live: the candidate. source, options: the other checkpoint, and how to open it. Raises UserError if the two have other tensors
+    or shapes, or configurations with which they compute differently.
+    """
+    if options.weights is not None:
+        raise UserError("--weights goes with one model: --against compares two that bring their own weights")
+    of_reference = dataclasses.replace(options, device="cpu", reference=FLOAT32)
+    try:
+        other = load(source, of_reference, lambda step: on_step(f"reference: {step}"))
+    except NoForward as error:
+        raise UserError(f"the reference can't be used: {error.sentence}") from None
+    sides = printable(source.title, 100), printable(live.title, 100)
+    _refuse_other_structure(other, live, sides)
+    _refuse_other_configuration(other, live, sides)
+    by_any_name = {name: weight for weight in other.weights.values() for name in weight.info.names}
+    infos = dict(live.tree.tensors)
+    for name, weight in live.weights.items():
+        if weight.info.persistent and _has_numbers(weight):
+            theirs = by_any_name[name]
+            weight.other_reference = theirs.stored
+            weight.info = infos[name] = dataclasses.replace(infos[name], reference_dtype=theirs.info.dtype)
+    live.tree = tree_of(live.module, infos.values())
+    live.reference = options.reference
+    live.notices += tuple(f"of the reference: {notice}" for notice in other.notices if notice not in live.notices)
+    live.files += other.files
+    live.identities += other.identities
+
+
+def _has_numbers(weight: Weight) -> bool:
+    """Return whether the values of a weight are floats, so that they are compared. Integers are indexes and counters."""
+    return weight.stored.dtype.is_floating_point
+
+
+def _refuse_other_structure(other: LiveModel, live: LiveModel, sides: tuple[str, str]) -> None:
+    """Raise UserError unless both models have the same tensors in the same shapes. sides: the titles of both."""
+    theirs, ours = _shapes(other), _shapes(live)
+    for mine, missing in ((sides, [*theirs.keys() - ours.keys()]), (sides[::-1], [*ours.keys() - theirs.keys()])):
+        if missing:
+            first = ", ".join(printable(name, 100) for name in sorted(missing)[:_SHOWN])
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            raise UserError(f"{mine[0]} has tensors that {mine[1]} lacks, so they can't be compared: {first}{more}")
+    for name, shape in theirs.items():
+        if shape != ours[name]:
+            raise UserError(
+                f"{printable(name, 200)} is {list(shape)} in {sides[0]} and {list(ours[name])} in {sides[1]}, "
+                "so they can't be compared"
+            )
+    for weight in live.weights.values():
+        holders = {id(held): held for held in other.weights.values() if set(held.info.names) & set(weight.info.names)}
+        if len(holders) > 1:
+            names = " and ".join(printable(held.info.name, 100) for held in holders.values())
+            raise UserError(f"{names} are two tensors in {sides[0]} and one in {sides[1]}, so they can't be compared")
+
+
+def _shapes(model: LiveModel) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each persistent tensor of a module, by each of its names."""
+    return {
+        name: weight.stored.shape
+        for weight in model.weights.values()
+        if weight.info.persistent
+        for name in weight.info.names
+    }
+
+
+def _refuse_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[str, str]) -> None:
+    """Raise UserError if the reference's weights would run with another configuration than their own. sides: the titles of both."""
+    theirs, ours = (dict(_entries(_configuration(model))) for model in (other, live))
+    scaled = any(name.endswith("rope_type") and kind not in ("default", None) for name, kind in ours.items())
+    differing = [
+        name
+        for name in sorted(theirs.keys() | ours.keys())
+        # The longest text has a part in rotary frequencies only if they are scaled; learned positions are weights.
+        if not _alike(theirs.get(name), ours.get(name)) and (scaled or not name.endswith("max_position_embeddings"))
+    ]
+    if not differing:
+        differing = [f"the buffer {name}" for name in _different_buffers(other, live)]
+        if differing:
+            raise UserError(f"{sides[0]} and {sides[1]} compute differently: they have other values in {differing[0]}")
+        return
+    shown = "; ".join(
+        f"{printable(name, 60)} is {printable(str(theirs.get(name)), 60)} in {sides[0]} and "
+        f"{printable(str(ours.get(name)), 60)} in {sides[1]}"
+        for name in differing[:_SHOWN]
+    )
+    more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    raise UserError(
+        f"the two checkpoints compute differently, so their weights can't be compared in one model: {shown}{more}"
+    )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether two values of a configuration are equal. GGUF files hold numbers in float32."""
+    if isinstance(one, float) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return bool(one == other)
+
+
+def _configuration(model: LiveModel) -> Any:
+    to_dict = getattr(getattr(model.module, "config", None), "to_dict", None)
+    return to_dict() if to_dict is not None else {}
+
+
+def _entries(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a configuration on which results depend, those of nested configurations with dotted names."""
+    for name, value in settings.items() if isinstance(settings, Mapping) else ():
+        if name in _WITHOUT_EFFECT:
+            continue
+        if isinstance(value, Mapping):
+            yield from _entries(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _different_buffers(other: LiveModel, live: LiveModel) -> list[str]:
+    """Return the names of the buffers that are computed from the configuration and differ, such as rotary frequencies."""
+    theirs, ours = (
+        {name: weight.stored.read() for name, weight in model.weights.items() if not weight.info.persistent}
+        for model in (other, live)
+    )
+    return [
+        name
+        for name, values in ours.items()
+        if name in theirs and values.shape == theirs[name].shape and not torch.equal(values, theirs[name])
+    ]

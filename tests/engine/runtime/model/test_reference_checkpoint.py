@@ -1,0 +1,311 @@
+"""Drift from another checkpoint's weights: plain transformers runs both checkpoints, each loaded on its own."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tests.helpers.checkpoint_folders import tokenizer
+
+import dtype_engine as de
+from dtype_engine.cli import cli
+from dtype_engine.cli.program import run
+from dtype_engine.evaluation.specs import portable
+
+Make = Callable[..., Path]
+IDS = torch.arange(60).reshape(2, 30) % 64
+
+
+def opened(reference: Path, candidate: Path) -> de.Session:
+    return de.open(str(candidate), options=de.Options(reference=str(reference)), inputs={"input_ids": IDS})
+
+
+def plain(folder: Path, dtype: str = "auto") -> torch.Tensor:
+    """The logits that transformers computes, in float64."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with torch.no_grad():
+        return model(IDS).logits.double()
+
+
+def kl(reference: torch.Tensor, candidate: torch.Tensor) -> float:
+    p, q = (torch.log_softmax(logits, -1) for logits in (reference, candidate))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def assert_figures(session: de.Session, reference: torch.Tensor, candidate: torch.Tensor) -> None:
+    output, delta = session.drift().output, (candidate - reference).abs()
+    assert output.kl_mean == pytest.approx(kl(reference, candidate), rel=1e-6)
+    assert output.mean_abs == pytest.approx(float(delta.mean()), rel=1e-6)
+    assert output.max_abs == pytest.approx(float(delta.max()), rel=1e-6)
+
+
+def rewritten(source: Path, folder: Path, change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> Path:
+    """A copy of a checkpoint with other names or values."""
+    folder.mkdir()
+    tensors = dict(change(name, tensor) for name, tensor in load_file(source / "model.safetensors").items())
+    config = json.loads((source / "config.json").read_text())
+    (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    return folder
+
+
+def tuned(source: Path, folder: Path, part: str = "", dtype: torch.dtype = torch.float32, size: float = 0.02) -> Path:
+    """A fine-tune: noise is added to the weights whose names have `part`."""
+    generator = torch.Generator().manual_seed(1)
+
+    def change(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        noise = size * torch.randn(tensor.shape, generator=generator)
+        return name, (tensor.float() + noise * (part in name)).to(dtype)
+
+    return rewritten(source, folder, change)
+
+
+def test_a_bfloat16_twin(make_llama: Make, tmp_path: Path) -> None:
+    a = make_llama()
+    b = rewritten(a, tmp_path / "b", lambda name, tensor: (name, tensor.bfloat16()))
+    assert_figures(opened(a, b), plain(a), plain(b))
+    assert_figures(opened(b, a), plain(b, "float32"), plain(a))
+
+
+def test_a_fine_tune_without_the_prefix(make_llama: Make, tmp_path: Path) -> None:
+    """transformers gives the prefix back."""
+    a = make_llama(dtype="bfloat16")
+    b = tuned(a, tmp_path / "b")
+    short = rewritten(b, tmp_path / "short", lambda name, tensor: (name.removeprefix("model."), tensor))
+    assert_figures(opened(a, short), plain(a, "float32"), plain(b))
+    assert_figures(opened(short, a), plain(b), plain(a))
+
+
+def test_our_own_float8_export_as_candidate_and_as_reference(make_llama: Make, tmp_path: Path) -> None:
+    a = make_llama()
+    session = de.open(str(a))
+    session.cast("*.{mlp,self_attn}", "fp8")
+    session.export(tmp_path / "b")
+
+    def change(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        stored = load_file(tmp_path / "b" / "model.safetensors")
+        if (scale := stored.get(f"{name}_scale")) is None:
+            return name, stored[name]
+        return name, stored[name].float() * scale.float().reshape(-1, 1)
+
+    values = rewritten(a, tmp_path / "values", change)
+    assert not np.allclose(plain(values), plain(a), rtol=1e-4)
+    assert_figures(opened(a, tmp_path / "b"), plain(a), plain(values))
+    assert_figures(opened(tmp_path / "b", a), plain(values), plain(a))
+
+
+def test_float8_blocks_of_another_program(make_llama: Make, tmp_path: Path) -> None:
+    a = make_llama(dtype="bfloat16")
+    b = tmp_path / "b"
+    stored, values = {}, {}
+    for name, tensor in load_file(a / "model.safetensors").items():
+        stored[name] = values[name] = tensor
+        if ".mlp." in name:
+            scale = tensor.float().abs().amax().reshape(1, 1) / 448
+            stored[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+            values[name] = (stored[name].float() * scale).bfloat16()
+    b.mkdir()
+    config = json.loads((a / "config.json").read_text())
+    described = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+    (b / "config.json").write_text(json.dumps(config | {"quantization_config": described}))
+    save_file(stored, b / "model.safetensors", {"format": "pt"})
+    decoded = rewritten(a, tmp_path / "values", lambda name, tensor: (name, values[name]))
+    assert_figures(opened(a, b), plain(a, "float32"), plain(decoded))
+
+
+def test_a_gguf_twin(make_llama: Make, tmp_path: Path) -> None:
+    """In Q8_0, with the rows of queries and keys as llama.cpp has them. Its header has the settings in float32."""
+    a = make_llama(num_attention_heads=4, num_key_value_heads=2)
+    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "llama")
+    for name, value in (("block_count", 2), ("embedding_length", 32), ("feed_forward_length", 48), ("head_count", 4),
+                        ("head_count_kv", 2), ("vocab_size", 64), ("layer_norm_rms_eps", 1e-6)):  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    names, kind = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2), gguf.GGMLQuantizationType.Q8_0
+    rounded = {}
+    for name, tensor in load_file(a / "model.safetensors").items():
+        values = rounded[name] = tensor.numpy()
+        new = names.get_name(name, (".weight",))
+        assert new is not None
+        for part, heads in (("q_proj", 4), ("k_proj", 2)):
+            if part in name:
+                values = values.reshape(heads, 2, len(values) // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
+        if values.ndim == 2 and values.shape[1] % 32 == 0:
+            rounded[name] = gguf.quants.dequantize(gguf.quants.quantize(rounded[name], kind), kind)
+            writer.add_tensor(new, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(new, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    b = rewritten(a, tmp_path / "values", lambda name, tensor: (name, torch.from_numpy(rounded[name])))
+    assert_figures(opened(a, tmp_path / "b.gguf"), plain(a), plain(b))
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, moe_intermediate_size=12, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=3, num_experts_per_tok=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "a")
+    b = tuned(tmp_path / "a", tmp_path / "b")
+    assert_figures(opened(tmp_path / "a", b), plain(tmp_path / "a"), plain(b))
+
+
+def test_rules_apply_to_the_candidate(make_llama: Make, tmp_path: Path) -> None:
+    a = make_llama()
+    b = tuned(a, tmp_path / "b", dtype=torch.bfloat16)
+    session = opened(a, b)
+    assert {tensor.dtype for tensor in session.tree.tensors.values() if tensor.persistent} == {"bfloat16"}
+    session.cast("*", "float16")
+    c = rewritten(b, tmp_path / "c", lambda name, tensor: (name, tensor.half()))
+    assert_figures(session, plain(a), plain(c))
+    session.undo()
+    assert_figures(session, plain(a), plain(b))
+
+
+def test_a_single_changed_weight_is_the_only_cause(make_llama: Make, tmp_path: Path) -> None:
+    a = make_llama()
+    b = tuned(a, tmp_path / "b", "layers.1.mlp.down_proj")
+    session = opened(a, b)
+    report = session.causes()
+    assert [cause.name for cause in report.causes if cause.drift > 1e-12] == ["model.layers.1.mlp.down_proj"]
+    assert report.whole == pytest.approx(kl(plain(a), plain(b)), rel=1e-6)
+    worst = {module.name for module in session.drift().modules if module.sqnr_db < 100}
+    assert "model.layers.1.mlp.down_proj" in worst
+    assert not [name for name in worst if "layers.0" in name]
+
+
+def test_a_scan_scores_each_weight_of_the_candidate_alone(make_llama: Make, tmp_path: Path) -> None:
+    """The truth: transformers runs the reference with one weight of the candidate in it."""
+    a = make_llama(num_hidden_layers=1, tie_word_embeddings=False)
+    b = tuned(a, tmp_path / "b", size=0.001)
+    session = opened(a, b)
+    scores = session.scan(["bfloat16"], draws=64).scores()
+    model = transformers.AutoModelForCausalLM.from_pretrained(a)
+    other = load_file(b / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        held = copy.deepcopy(parameter.data)
+        parameter.data = other[name]
+        with torch.no_grad():
+            truth = kl(plain(a), model(IDS).logits.double())
+        parameter.data = held
+        assert scores[name, "float32"] == pytest.approx(truth, rel=0.5)
+    with pytest.raises(de.UserError, match="leave out --exact or --against"):
+        session.scan(["bfloat16"], exact=True)
+
+
+def test_both_sides_continue_a_prompt(make_llama: Make, tmp_path: Path) -> None:
+    a = make_llama()
+    b = tuned(a, tmp_path / "b")
+    for folder in (a, b):
+        tokenizer().save_pretrained(folder)
+    session = de.open(str(b), options=de.Options(reference=str(a), prompts=("a b c",)))
+    (text,) = session.generate(8)
+    ids = tokenizer()("a b c", return_tensors="pt")["input_ids"]
+    for written, folder in ((text.reference, a), (text.candidate, b)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        expected = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+        assert list(written.ids) == expected.tolist()
+
+
+def test_the_command_names_both_sides(make_llama: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = make_llama()
+    b = tuned(a, tmp_path / "twin")
+    for folder in (a, b):
+        tokenizer().save_pretrained(folder)
+    arguments = [str(a), "--against", str(b), "--prompt", "a b c d e f"]
+    assert run(cli, "dtype-engine", ["drift", *arguments, "--json", "--causes"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["model"], shown["reference"]) == ("twin", str(a))
+    mean = shown["output"]["kl_mean"]
+    assert mean > 1e-4
+    assert run(cli, "dtype-engine", ["drift", *arguments, "--max-kl", str(mean / 2)]) == 1
+    assert f"reference {a}" in capsys.readouterr().out
+    assert run(cli, "dtype-engine", ["drift", *arguments, "--max-kl", str(mean * 2)]) == 0
+    assert run(cli, "dtype-engine", ["flow", *arguments, "--cast", "*.mlp=bf16", "--json"]) == 0
+    capsys.readouterr()
+    assert run(cli, "dtype-engine", ["report", *arguments, "-o", str(tmp_path / "r.md")]) == 0
+    assert "drift from the weights of " in (tmp_path / "r.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_hidden_layers": 1}, r"llama has tensors that other lacks, .* model\.layers\.1\..* and 6 more"),
+        ({"num_hidden_layers": 3}, r"other has tensors that llama lacks"),
+        ({"vocab_size": 66}, r"model\.embed_tokens\.weight is \[64, 32\] in llama and \[66, 32\] in other"),
+        ({"rms_norm_eps": 1e-3}, r"compute differently, .* rms_norm_eps is 1e-06 in llama and 0\.001 in other"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+            r"rope_parameters\.rope_theta is 10000\.0 in llama and 500\.0 in other",
+        ),
+    ],
+)
+def test_checkpoints_that_compute_differently_are_refused(
+    make_llama: Make, settings: dict[str, Any], words: str
+) -> None:
+    a, b = make_llama(), make_llama("other", **settings)
+    with pytest.raises(de.UserError, match=words):
+        opened(a, b)
+
+
+def test_ties(make_llama: Make, tmp_path: Path) -> None:
+    """A tied weight is the reference of both weights that are not tied; two weights are no reference of one."""
+    a, b = make_llama(), make_llama("untied", tie_word_embeddings=False)
+    assert_figures(opened(a, b), plain(a), plain(b))
+    with pytest.raises(de.UserError, match="are two tensors in untied and one in llama"):
+        opened(b, a)
+
+
+def test_what_else_is_refused(make_llama: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = make_llama()
+    save_file(load_file(a / "model.safetensors"), tmp_path / "alone.safetensors")
+    for reference, words in (
+        (tmp_path / "alone.safetensors", "the reference can't be used: alone.safetensors: no forward pass"),
+        (tmp_path / "nothing", "no such folder or file"),
+    ):
+        with pytest.raises(de.UserError, match=words):
+            opened(reference, a)
+    arguments = ["drift", str(a), "--against", str(a), "--reference", "stored"]
+    assert run(cli, "dtype-engine", arguments) == 2
+    assert "leave it out, or leave out --against" in capsys.readouterr().err
+
+
+def test_a_changed_file_of_the_reference_is_noticed(make_llama: Make, tmp_path: Path) -> None:
+    a = make_llama()
+    session = opened(a, tuned(a, tmp_path / "b"))
+    (a / "model.safetensors").touch()
+    with pytest.raises(de.UserError, match="was written to"):
+        session.drift()
+
+
+def test_a_worker_finds_the_reference_from_any_folder(make_llama: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = make_llama()
+    monkeypatch.chdir(a.parent)
+    assert portable(de.Options(reference=a.name), 1).reference == str(a)
+    assert portable(de.Options(reference="stored"), 1).reference == "stored"
+
+
+def test_what_is_said_about_the_reference_is_said(make_llama: Make) -> None:
+    a, b = make_llama(), make_llama("other")
+    tensors = load_file(a / "model.safetensors")
+    save_file(tensors | {"extra.weight": torch.ones(2)}, a / "model.safetensors", {"format": "pt"})
+    notices = opened(a, b).drift().notices
+    assert (
+        "of the reference: 1 tensors of the checkpoint are not used by LlamaForCausalLM, first extra.weight" in notices
+    )

@@ -1,0 +1,79 @@
+"""The model as stored as the reference: plain torch runs it in its own dtypes, for the right figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import dtype_engine as de
+from dtype_engine.cli import cli
+from dtype_engine.cli.program import run
+
+Make = Callable[..., Path]
+IDS = torch.arange(60).reshape(2, 30) % 64
+
+
+def opened(folder: Path) -> de.Session:
+    return de.open(str(folder), options=de.Options(reference="stored"), inputs={"input_ids": IDS})
+
+
+def test_what_is_not_cast_does_not_drift(make_llama: Make, tmp_path: Path) -> None:
+    for folder in (make_llama(dtype="bfloat16"), make_llama("mixed", dtypes={"mlp": "bfloat16", "norm": "float16"})):
+        report = opened(folder).drift()
+        assert report.output.max_abs == 0.0
+        assert report.reference.startswith("as stored (")
+    session = de.open(str(folder))
+    session.cast("*", "fp8")
+    session.export(tmp_path / "fp8")
+    assert opened(tmp_path / "fp8").drift().output.max_abs == 0.0
+
+
+def test_a_cast_drifts_from_the_model_as_plain_torch_runs_it(make_llama: Make) -> None:
+    folder = make_llama(dtype="bfloat16")
+    session = opened(folder)
+    session.cast("*", "float32")
+    with torch.no_grad():
+        before, after = (
+            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(IDS).logits.double()
+            for dtype in ("bfloat16", "float32")
+        )
+    delta, output = (after - before).abs(), session.drift().output
+    assert output.max_abs == pytest.approx(float(delta.max()), rel=1e-6)
+    assert output.mean_abs == pytest.approx(float(delta.mean()), rel=1e-6)
+
+
+def test_causes_put_one_module_at_a_time_in_the_model_as_stored(make_llama: Make) -> None:
+    session = opened(make_llama(dtype="bfloat16"))
+    session.cast("*.layers.0.mlp.up_proj", "fp8")
+    report = session.causes()
+    assert [cause.name for cause in report.causes] == ["model.layers.0.mlp.up_proj"]
+    assert report.causes[0].drift == report.whole == session.drift().output.kl_mean > 0
+
+
+def test_an_exact_scan_starts_from_the_model_as_stored(make_llama: Make) -> None:
+    session = opened(make_llama(dtype="bfloat16", num_hidden_layers=1))
+    scan = session.scan(["fp8"], exact=True)
+    assert scan.reference == "as stored (bfloat16)"
+    scores, name = scan.scores(), "model.layers.0.mlp.up_proj.weight"
+    assert scores[name, "bfloat16"] == 0.0
+    session.cast(name, "fp8")
+    assert scores[name, "float8_e4m3fn"] == session.drift().output.kl_mean > 0
+    with pytest.raises(de.UserError, match="measure each cast with --exact"):
+        session.scan(["fp8"])
+
+
+def test_scans_of_two_references_are_not_mixed(make_llama: Make, tmp_path: Path) -> None:
+    folder, saved = make_llama(dtype="bfloat16", num_hidden_layers=1), tmp_path / "scan.json"
+    opened(folder).scan(["fp8"], exact=True, save=saved)
+    with pytest.raises(de.UserError, match="was made with another model"):
+        de.open(str(folder), inputs={"input_ids": IDS}).scan(["fp8"], exact=True, save=saved)
+
+
+def test_the_command_names_the_reference(make_llama: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, "dtype-engine", ["drift", "--reference", "stored", "--prompt", "a b c", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["reference"] == "as stored (float32)"
