@@ -58,7 +58,7 @@ def whole_drift(made: Made, dtype: torch.dtype, distribution: bool) -> float:
     """Mean KL divergence in nats, or the relative squared error, of the main output with everything in `dtype`."""
     assert made.module is not None
     reference = call(made.module, made.inputs)
-    return _divergence(reference, call(in_dtype(made.module, dtype, made.wide), made.inputs, dtype), distribution)
+    return _divergence(reference, call(in_dtype(made.module, dtype), made.inputs, dtype), distribution)
 
 
 def _divergence(reference: torch.Tensor, candidate: torch.Tensor, distribution: bool) -> float:
@@ -72,7 +72,7 @@ def module_sqnr(made: Made, dtype: torch.dtype, name: str) -> float:
     """SQNR in dB of the output of one module, everything in `dtype` against everything in float32."""
     assert made.module is not None
     outputs: list[torch.Tensor] = []
-    twins = ((made.module, torch.float32), (in_dtype(made.module, dtype, made.wide), dtype))
+    twins = ((made.module, torch.float32), (in_dtype(made.module, dtype), dtype))
     for module, kind in twins:
         hook = module.get_submodule(name).register_forward_hook(
             lambda layer, given, output: outputs.append(first_tensor(output).double())
