@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from tests.helpers.recording_engine import make_app, report
 from tests.helpers.screen_text import screen, until
 
 from dtype_engine.checkpoint.source import DEMO
-from dtype_engine.core.options import RunSettings
+from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.recipe import Recipe, Rule
 from dtype_tui.state.measurement_log import measured
 from dtype_tui.state.rule_list import RuleList
+from dtype_tui.state.session_saver import SessionSaver
 from dtype_tui.state.session_store import SavedSession
 
 MLP = Recipe((Rule("*.mlp", "float16"),))
@@ -31,3 +35,35 @@ async def test_what_was_measured_is_in_the_history_and_goes_back() -> None:
         assert app.controller.experiment.recipe.rules == (Rule("*.mlp", "float16"),)
         await pilot.press("u")
         assert app.controller.experiment.recipe.rules == (Rule("*", "bfloat16"),)
+
+
+def test_a_signal_at_any_line_of_an_update_saves_the_session() -> None:
+    """Its handler runs between two lines of whatever the app does, and saves and closes."""
+    experiment = make_app().controller.experiment
+    reached = 0
+    for interrupted in range(100):
+        saver = SessionSaver("demo", "demo", DEMO, Options())
+        lines = 0
+
+        def trace(frame: FrameType, event: str, _: object, saver: SessionSaver = saver, at: int = interrupted) -> Any:
+            nonlocal lines
+            if frame.f_code is not SessionSaver.update.__code__:
+                return None
+            lines += event == "line"
+            if lines == at + 1:
+                sys.settrace(None)
+                saver.update(experiment, "model")
+                saver.close()
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        saver.update(experiment, "model")
+        sys.settrace(before)
+        if lines <= interrupted:
+            saver.close()
+            break
+        reached += 1
+        assert saver._file.path is not None
+        assert saver._file.path.exists(), f"at line {interrupted} of update"
+    assert reached > 5

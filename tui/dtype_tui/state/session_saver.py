@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import queue
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -23,7 +25,8 @@ _CLOSE_WAIT_S = 3.0
 
 
 class SessionSaver:
-    """Writes the session in a thread whenever it has changed. Only `close` waits for the disk.
+    """Writes the session in a thread whenever it has changed. Only `close` waits for the disk. A signal's handler may call `update`
+    and `close` while the same thread is in one of them, so neither holds a lock that the writing thread needs.
 
     If the session can't be written, `say` is called once with a sentence for the user, and the program continues without saving.
     """
@@ -34,13 +37,14 @@ class SessionSaver:
             options = dataclasses.replace(options, reference=named)
         self._about = SavedSession(canonical_model_ref(model), title, path, Path.cwd(), options)
         self._file = SessionFile()
-        self._changed = threading.Condition()
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """An entry for each change of `_now`, and True for the end."""
         self._now: SavedSession | None = None
         self._written: SavedSession | None = None
-        self._closed = False
-        self._thread: threading.Thread | None = None
         self._trouble: str | None = None
         self.say: Callable[[str], None] = lambda trouble: None
+        self._thread = threading.Thread(target=self._work, name="dtype-session", daemon=True)
+        self._thread.start()
 
     def update(self, experiment: Experiment, cursor: str) -> None:
         """Save the current state if it has changed since the last save. cursor: the node under the cursor. Called several times a
@@ -62,33 +66,24 @@ class SessionSaver:
                 self.say(self._trouble)
                 self._trouble = ""
             return
-        with self._changed:
-            self._now = session
-            self._changed.notify()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="dtype-session", daemon=True)
-                self._thread.start()
+        self._now = session
+        self._wake.put(False)
 
     def close(self) -> None:
         """Write the last changes, and end the thread."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_WAIT_S)
+        self._wake.put(True)
+        self._thread.join(_CLOSE_WAIT_S)
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while self._now == self._written and not self._closed:
-                    self._changed.wait()
-                if self._closed and self._now == self._written:
-                    return
-                now = self._now
-                if not self._closed and self._only_the_cursor_moved(now):
-                    self._changed.wait(_REST_S)  # any change in the meantime is written with it
-                    now = self._now
-            assert now is not None
+        closed = False
+        while not closed:
+            closed = self._wake.get()
+            if not closed and self._only_the_cursor_moved(self._now):
+                with contextlib.suppress(queue.Empty):
+                    closed = self._wake.get(timeout=_REST_S)  # any change in the meantime is written with it
+            now = self._now
+            if now is None or now == self._written:
+                continue
             try:
                 self._file.save(dataclasses.replace(now, saved=datetime.now(UTC)))
             except UserError as error:
