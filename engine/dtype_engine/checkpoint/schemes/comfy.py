@@ -65,9 +65,7 @@ def _read_weight(
             parts["input_scale"] = of_inputs
         settings |= {"code": "e2m1", "high_first": True}
         shape, of_blocks = (rows, 2 * columns), ("float8_e4m3fn",)
-        return describe(
-            name, SCHEME, kind, shape, (1, 16), parts, tensors, scales=of_blocks, settings=settings, beside=(mark,)
-        )
+        return describe(name, SCHEME, kind, shape, (1, 16), parts, scales=of_blocks, settings=settings, beside=(mark,))
     if kind == "mxfp8" and codes.dtype in FP8:
         return describe(
             name,
@@ -76,7 +74,6 @@ def _read_weight(
             codes.shape,
             (1, 32),
             parts,
-            tensors,
             scales=EXPONENTS,
             settings=settings,
             beside=(mark,),
@@ -94,7 +91,7 @@ def _read_weight(
     else:
         return None
     for block in ("tensor", "channel"):
-        weight = describe(name, SCHEME, element, codes.shape, block, parts, tensors, settings=settings, beside=(mark,))
+        weight = describe(name, SCHEME, element, codes.shape, block, parts, settings=settings, beside=(mark,))
         if weight is not None:
             return weight
     return None

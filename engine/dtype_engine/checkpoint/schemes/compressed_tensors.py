@@ -16,7 +16,7 @@ from typing import Any
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared, matches, size, sizes
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
-from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe, same_grid
+from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid
 
 SCHEME = "ct"
 _UNREAD = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
@@ -83,8 +83,8 @@ def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> E
         if zero is None or zero.dtype != "int8" or not same_grid(zero.shape, scale.shape):
             return None
         parts["zero_point"], zero, kind = zero, None, f"u{kind}"
-    scales = ("float32", "bfloat16", "float16", *(EXPONENTS if block == (1, 32) else ()))
-    return describe(name, SCHEME, kind, codes.shape, block, parts, tensors, scales=scales, beside=(zero,))
+    scales = (*FLOATS, *(EXPONENTS if block == (1, 32) else ()))
+    return describe(name, SCHEME, kind, codes.shape, block, parts, scales=scales, beside=(zero,))
 
 
 def _read_words(
@@ -126,7 +126,7 @@ def _read_words(
             return None
     settings = {"code": "words", "bits": bits, "dense": dense}
     kind = f"{'uint' if 'zero_point' in parts else 'int'}{bits}"
-    return describe(name, SCHEME, kind, shape, block, parts, tensors, settings=settings, beside=(held, *beside))
+    return describe(name, SCHEME, kind, shape, block, parts, settings=settings, beside=(held, *beside))
 
 
 def _read_small_floats(
@@ -143,12 +143,12 @@ def _read_small_floats(
         settings = {"code": "six bits", "element": "mxfp6_e2m3"}
         if shape[-1] % 16:
             return None
-        return describe(name, SCHEME, "mxfp6_e2m3", shape, block, parts, tensors, scales=EXPONENTS, settings=settings)
+        return describe(name, SCHEME, "mxfp6_e2m3", shape, block, parts, scales=EXPONENTS, settings=settings)
     if block == (1, 32):
-        return describe(name, SCHEME, "mxfp4", shape, block, parts, tensors, scales=EXPONENTS, settings=settings)
+        return describe(name, SCHEME, "mxfp4", shape, block, parts, scales=EXPONENTS, settings=settings)
     parts["tensor_scale"] = tensors.get(f"{name}_global_scale")
     settings["divide"] = True
-    return describe(name, SCHEME, "nvfp4", shape, block, parts, tensors, scales=("float8_e4m3fn",), settings=settings)
+    return describe(name, SCHEME, "nvfp4", shape, block, parts, scales=("float8_e4m3fn",), settings=settings)
 
 
 def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:

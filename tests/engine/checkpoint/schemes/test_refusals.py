@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.quantised_files import (
+from tests.helpers.quantized_files import (
     Made,
     awq,
     bnb_4bit,
@@ -76,7 +76,7 @@ def undeclared(made: Made) -> None:
 
 
 STATE = "m.weight.quant_state.bitsandbytes__nf4"
-LARGE = torch.zeros(1 << 17, dtype=torch.uint8)
+LARGE = torch.zeros((1 << 20) + 1, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def _dequantize(weight: EncodedWeight, rows: torch.Tensor) -> torch.Tensor:
     block, width = GGML_QUANT_SIZES[kind]
     blocks = rows.contiguous().view(-1, width)
     step = max(1, _VALUES_AT_ONCE // block)
-    values = torch.empty(len(blocks) * block)
+    values = torch.empty(len(blocks) * block, dtype=torch.float32)
     with failures_as(UserError, f"{part.file}: the gguf package can't dequantize {printable(part.name)}"):
         for first in range(0, len(blocks), step):
             piece = _values(blocks[first : first + step], kind)

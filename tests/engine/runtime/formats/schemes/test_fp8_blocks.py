@@ -9,17 +9,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.helpers.quantized_files import e4m3
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.runtime.model.mmap_reader import read_encoded
 
 _BLOCK = (128, 128)
-
-
-def _value(code: int) -> float:
-    """The value of a code in float8_e4m3fn by the definition of the format: sign, 4 bits of exponent, 3 bits of mantissa."""
-    sign, exponent, mantissa = -1.0 if code & 128 else 1.0, code >> 3 & 15, code & 7
-    return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(256, 128), (576, 320), (5, 130)])
@@ -41,7 +36,7 @@ def test_each_value_is_its_code_times_the_scale_of_its_block(tmp_path: Path, row
     weight = checkpoint.encoded["x.weight"]
     right = np.array(
         [
-            [np.float32(_value(int(codes[i, j]))) * scales[i // 128, j // 128] for j in range(columns)]
+            [np.float32(e4m3(int(codes[i, j]))) * scales[i // 128, j // 128] for j in range(columns)]
             for i in range(rows)
         ],
         np.float32,
