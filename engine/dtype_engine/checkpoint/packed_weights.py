@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
 
 _FP8 = frozenset({"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"})
 _BYTES = frozenset({"int8", "uint8"})
@@ -229,7 +230,7 @@ def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
     bits = declared.get("bits") or (4 if declared.get("load_in_4bit") else 8 if declared.get("load_in_8bit") else None)
     if method == "fp8" and declared.get("weight_block_size"):
         return "fp8 with block scales"
-    return f"quantised by {method}" + (f", {bits} bit" if isinstance(bits, int) else "")
+    return f"quantised by {printable(method)}" + (f", {bits} bit" if isinstance(bits, int) else "")
 
 
 def names_of_parts(weights: Iterable[PackedWeight], tensors: Mapping[str, Stored]) -> set[str]:

@@ -12,7 +12,7 @@ Kept apart are `convrot_w4a4`, `asym_w4a8_int8` and `awq_w4a16`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
@@ -102,10 +102,11 @@ def _is_read(about: Mapping[str, Any]) -> bool:
     return about.get("format") in (("int8_tensorwise",) if about.get("convrot") else _READ)
 
 
-def in_other_format(name: str, tensors: Tensors, metadata: Mapping[str, str]) -> bool:
-    """Return whether the description of a weight's layer names a format that is not read. name: the name of the weight's codes."""
-    about = _about(name, tensors, _layers(metadata))
-    return about is not None and not _is_read(about)
+def in_other_formats(names: Iterable[str], tensors: Tensors, metadata: Mapping[str, str]) -> set[str]:
+    """Return those of the names of weights' codes whose layers are described as being in a format that is not read."""
+    described = _layers(metadata)
+    about = {name: _about(name, tensors, described) for name in names}
+    return {name for name, layer in about.items() if layer is not None and not _is_read(layer)}
 
 
 def _mark(name: str) -> str:

@@ -32,12 +32,16 @@ def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str
     groups = settings.get("config_groups")
     if settings.get("quant_method") not in ("compressed-tensors", None) or not isinstance(groups, Mapping):
         return {}
+    if _transforms_inputs(settings.get("transform_config")):
+        return {}
     found = {}
     for scale in tensors:
         name = scale.removesuffix("_scale")
         if name == scale or not name.endswith("weight"):
             continue
-        for arguments in _arguments(name.rpartition(".")[0], groups, settings.get("format")):
+        zero = f"{name}_zero_point" in tensors
+        arguments_of = _arguments(name.rpartition(".")[0], groups, settings.get("format"))
+        for arguments in sorted(arguments_of, key=lambda each: (each.get("symmetric") is False) != zero):
             weight = _read_weight(name, arguments, tensors)
             if weight is not None:
                 found[name] = weight
@@ -45,20 +49,43 @@ def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str
     return found
 
 
+def _transforms_inputs(transforms: object) -> bool:
+    """Return whether the model also transforms the inputs or outputs of layers. Then its weights have other values than those of a
+    model without these transforms. transforms: the setting `transform_config`.
+    """
+    groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
+    places = (
+        [group.get("apply") for group in groups.values() if isinstance(group, Mapping)]
+        if isinstance(groups, Mapping)
+        else []
+    )
+    uses = [
+        use for place in places for use in (place if isinstance(place, list) else [place]) if isinstance(use, Mapping)
+    ]
+    return any(not str(use.get("location")).startswith("weight") for use in uses)
+
+
 def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Mapping[str, Any]]:
     """Return the `weights` settings that may apply to a module: those of groups that name it or, if none does, of all groups, since
-    headers do not tell the class of a module. usual: the format of groups that do not declare one.
+    headers do not tell the class of a module. Groups that name a class come before those that name other modules. usual: the format
+    of groups that do not declare one.
     """
     named: list[Mapping[str, Any]] = []
+    of_classes: list[Mapping[str, Any]] = []
     others: list[Mapping[str, Any]] = []
     for group in groups.values():
         arguments = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(arguments, Mapping) or (group.get("format") or usual) in _UNREAD:
             continue
         targets = group.get("targets")
-        name_it = any(matches(target, module) for target in (targets if isinstance(targets, list) else ()))
-        (named if name_it else others).append(arguments)
-    return named or others
+        targets = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
+        if any(matches(target, module) for target in targets):
+            named.append(arguments)
+        elif any(target.isidentifier() for target in targets):
+            of_classes.append(arguments)
+        else:
+            others.append(arguments)
+    return named or of_classes + others
 
 
 def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> EncodedWeight | None:
@@ -117,6 +144,8 @@ def _read_words(
     if index is None and block != "channel" and arguments.get("actorder") in ("group", "dynamic"):
         return None
     if index is not None and block != "channel":
+        if len(shape) != 2:
+            return None
         groups = _group_indices(index, shape[-1])
         if groups == {-1}:  # the columns are in their order
             beside.append(index)

@@ -13,6 +13,8 @@ from dtype_engine.core.regular_files import reading
 
 CODES = "codes"
 """The part of every encoded weight that has a code for each value."""
+MOST_EXPERTS = 4096
+"""The most experts of a stack that are weights of their own."""
 _LARGEST_PART = 1 << 20
 
 

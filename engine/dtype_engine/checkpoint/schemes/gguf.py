@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, MOST_EXPERTS, EncodedWeight, read_small
 from dtype_engine.core import dtypes
 
 SCHEME = "gguf"
@@ -56,7 +56,6 @@ _EXPERT_FIELDS = {
 }  # fmt: skip
 _ROPE_FACTORS = "rope_freqs.weight"
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_MOST_EXPERTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +225,7 @@ def _changes(local: str, family: _Family, config: Mapping[str, Any]) -> dict[str
 def _experts(name: str, tensor: CheckpointTensor) -> dict[str, EncodedWeight]:
     """Return a weight for each expert of a tensor [experts, out, in], whose bytes lie one after the other in the file."""
     count = tensor.shape[0] if len(tensor.shape) == 3 else 0
-    if not 0 < count <= _MOST_EXPERTS or tensor.nbytes % count or tensor.start is None:
+    if not 0 < count <= MOST_EXPERTS or tensor.nbytes % count or tensor.start is None:
         return {}
     each = tensor.nbytes // count
     found = {}

@@ -15,7 +15,7 @@ from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, MOST_EXPERTS, EncodedWeight
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
 
 SCHEME = "mlx"
@@ -62,7 +62,8 @@ def read(
         kind = f"affine{bits}@g{size}" if mode == "affine" else mode
         shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits)
         weight = EncodedWeight(codes.name, shape, SCHEME, f"{SCHEME}:{kind}", parts, {"mode": mode, "bits": bits})
-        found |= {expert.name: expert for expert in _experts(weight)} if _STACKED in name else {weight.name: weight}
+        stacked = _STACKED in name and len(shape) == 3 and shape[0] <= MOST_EXPERTS
+        found |= {expert.name: expert for expert in _experts(weight)} if stacked else {weight.name: weight}
     return found
 
 

@@ -67,7 +67,7 @@ def read(
     hf_quant_config.json can't be read.
     """
     settings = dict(declared(config))
-    if settings.get("quant_method") not in ("modelopt", "modelopt_fp4", None) or not tensors:
+    if not str(settings.get("quant_method") or "modelopt").startswith("modelopt") or not tensors:
         return {}
     beside = next(iter(tensors.values())).file.parent / _BESIDE_CONFIG
     if beside.is_file():

@@ -67,7 +67,8 @@ def _read_weight(
     block = {"per_tensor": "tensor", "per_channel": "channel", "per_block": sizes(settings.get("block_size"))}.get(
         str(scheme), None if columns is None else (1, columns)
     )
-    if block is None or settings.get("ch_axis") not in (None, 0, 1, -1):
+    axes = {"per_channel": (None, 0), "per_group": (None, 1, -1)}.get(str(scheme), (None, 0, 1, -1))
+    if block is None or settings.get("ch_axis") not in axes:
         return None
     parts: dict[str, CheckpointTensor | None] = {CODES: codes, "scale": scale}
     if dtype in _PACKED and codes.dtype == "uint8" and scheme == "per_group":

@@ -19,8 +19,22 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 
 def same_grid(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Return whether two shapes differ at most in dimensions of one element, as [rows] and [rows, 1] do."""
-    return [extent for extent in shape if extent != 1] == [extent for extent in wanted if extent != 1]
+    """Return whether a tensor has a number for each block of a grid, in the grid's order. wanted: the shape of the grid, [rows,
+    columns] or [experts, rows, columns]. Dimensions of one element may be missing at its end, and the only row, too. ModelOpt
+    writes [rows, 1, columns, 1].
+    """
+    if len(wanted) == 3:
+        return shape[:1] == wanted[:1] and same_grid(shape[1:], wanted[1:])
+    if len(shape) == 4 and shape[1::2] == (1, 1):
+        shape = shape[::2]
+    return _trimmed(wanted) in (_trimmed(shape), _trimmed((1, *shape)))
+
+
+def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without the dimensions of one element at its end."""
+    while shape[-1:] == (1,):
+        shape = shape[:-1]
+    return shape
 
 
 @lru_cache(4096)  # the layers of a model have a few shapes

@@ -2,7 +2,8 @@
 
 `x._weight_qdata` holds the codes of `x.weight`, and `x._weight_scale`, `x._weight_zero_point`, ... what belongs to them. Integers
 of fewer than 8 bits are stored as int8. Scales of MX formats and NVFP4 may be in the order of the tensor cores (see
-`rows_of_tiles` in `runtime/formats/schemes/block_scaled.py`).
+`runtime/formats/schemes/block_scaled.py`). `x._weight_act_pre_scale` has a factor for each input of the layer, which multiplies its
+inputs by them, so they are factors of the weight's columns here.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def read(
 def _weight(name: str, text: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWeight | None:
     kind, data = _description(text)
     module, _, local = name.rpartition(".")
-    roles = {CODES: "qdata", "scale": "scale", "zero_point": "zero_point", "tensor_scale": "per_tensor_scale"}
+    roles = {
+        CODES: "qdata", "scale": "scale", "zero_point": "zero_point", "tensor_scale": "per_tensor_scale",
+        "input_scale": "act_pre_scale",
+    }  # fmt: skip
     parts = {role: tensors.get(f"{module}._{local}_{end}") for role, end in roles.items()}
     own = {role: part for role, part in parts.items() if part is not None}
     if CODES not in own or "scale" not in own or len(own[CODES].shape) != 2 or not own[CODES].nbytes:
