@@ -166,3 +166,15 @@ def test_blocks_of_a_vision_tower_that_stays_plain(tmp_path: Path) -> None:
     reasons = {tensor.name: tensor.uncastable_reason for tensor in checkpoint.tree().tensors.values()}
     assert reasons == dict.fromkeys((*plain, f"{prefix}.weight"))
     np.testing.assert_array_equal(read_encoded(checkpoint.encoded[f"{prefix}.weight"]).numpy(), case.right["x.weight"])
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [(gptq, "m.qzeros"), (gptq, "m.scales"), (gptq, "m.qweight"), (lambda: CASES["modelopt nvfp4"](), "x.weight")],
+)
+def test_a_part_without_dimensions_makes_no_weight(made: Callable[[], Made | Case], name: str, tmp_path: Path) -> None:
+    changed = made()
+    changed.tensors[name] = changed.tensors[name].reshape(-1)[0].clone()
+    checkpoint = changed.open(tmp_path) if isinstance(changed, Made) else open_checkpoint(changed.save(tmp_path))
+    assert_unread(checkpoint)
+    check(checkpoint, "model")
