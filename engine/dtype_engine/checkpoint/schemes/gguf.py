@@ -110,7 +110,7 @@ _BY_MODEL_TYPE = {family.model_type: family for family in _FAMILIES.values()}
 
 def config_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]) -> dict[str, Any] | None:
     """Return what config.json says in the checkpoint from which a GGUF file was made, or None for an architecture that is not
-    known here, or whose header lacks a field that every such model has.
+    known here, or whose header lacks a field that every such model has, or has a number for each block in its place.
 
     fields: the fields of the header; a list of texts is given by its length. tensors: the tensors of the file by name. Raises
     UserError if the factors of the rotary embedding can't be read.
@@ -126,9 +126,13 @@ def config_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
     found = {entry: own[name] for name, entry in family.fields.items() if name in own}
     found.setdefault("vocab_size", own.get("tokenizer.ggml.tokens"))
     needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    if not all(_count(found.get(entry)) for entry in needed):
+    given = (entry for entry in ("num_key_value_heads", "head_dim") if entry in found)
+    if not all(_count(found.get(entry)) for entry in (*needed, *given)):
         return None
     found.setdefault("head_dim", found["hidden_size"] // found["num_attention_heads"])
+    for name, entry in (("blk.0.attn_q.weight", "num_attention_heads"), ("blk.0.attn_k.weight", "num_key_value_heads")):
+        if name in tensors and entry in found and tensors[name].shape[:1] != (found[entry] * found["head_dim"],):
+            return None  # the field is a list with a number for each block
     config = {
         "model_type": family.model_type,
         "architectures": [family.model_class],

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.helpers.quantized_files import Made, awq, gptq, mlx_affine, torchao_blocks
+from tests.helpers.quantized_files import Made, awq, bnb_4bit, gptq, mlx_affine, torchao_blocks
 from tests.helpers.scaled_weights import CASES, Case, ct
 
 from dtype_engine.checkpoint import Checkpoint, open_checkpoint
@@ -178,3 +178,55 @@ def test_a_part_without_dimensions_makes_no_weight(made: Callable[[], Made | Cas
     checkpoint = changed.open(tmp_path) if isinstance(changed, Made) else open_checkpoint(changed.save(tmp_path))
     assert_unread(checkpoint)
     check(checkpoint, "model")
+
+
+def _fp8(*shape: int) -> torch.Tensor:
+    return torch.ones(shape).to(torch.float8_e4m3fn)
+
+
+UNREAD: dict[str, dict[str, torch.Tensor]] = {
+    "stacked experts of ModelOpt": {"m.gate_up_proj": _fp8(2, 8, 8), "m.gate_up_proj_weight_scale": torch.ones(2)},
+    "experts of Llama 4, with scales of columns": {
+        "m.gate_up_proj": _fp8(2, 8, 8),
+        "m.gate_up_proj_scale": torch.ones(2, 1, 8),
+    },
+    "TensorRT-LLM": {"m.weight": _fp8(8, 8), "m.weights_scaling_factor": torch.ones(1)},
+    "Mistral": {"m.weight": _fp8(8, 8), "m.qscale_weight": torch.ones(1), "m.qscale_act": torch.ones(1)},
+    "one scale for each of three fused layers": {"m.weight": _fp8(24, 8), "m.weight_scale": torch.ones(3)},
+    "a convolution": {"m.weight": _fp8(8, 8, 3, 3), "m.weight_scale": torch.ones(())},
+    "Marlin": {"m.B": torch.ones(8, 8, dtype=torch.int32), "m.s": torch.ones(1, 8)},
+    "QuIP#": {"m.Qidxs": torch.ones(8, 8, dtype=torch.int16), "m.SU": torch.ones(8), "m.SV": torch.ones(8)},
+    "bitsandbytes in bfloat16 without a description": {
+        "m.weight": torch.ones(64, 1).bfloat16(),
+        "m.weight.absmax": torch.ones(4),
+    },
+    "sparse": {"m.compressed": torch.ones(8, 4), "m.bitmask": torch.ones(8, 1, dtype=torch.uint8)},
+}
+"""Tensors of weights that are not read, most of them floats."""
+
+
+@pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", None])
+@pytest.mark.parametrize("name", UNREAD)
+def test_floats_of_weights_that_are_not_read_are_not_plain_values(
+    name: str, method: str | None, tmp_path: Path
+) -> None:
+    declared = {"quant_method": method, "quant_algo": "FP8", "config_groups": {}}
+    checkpoint = open_checkpoint(
+        Case(UNREAD[name], {}, "", {"quantization_config": declared} if method else {}).save(tmp_path)
+    )
+    assert not checkpoint.encoded
+    floats = [tensor for tensor in checkpoint.tree().tensors.values() if tensor.dtype.startswith(("float", "bfloat"))]
+    assert floats
+    assert all(tensor.uncastable_reason for tensor in floats)
+
+
+def test_float8_without_scales_is_plain(tmp_path: Path) -> None:
+    tensors = {"m.weight": _fp8(8, 8), "m.bias": torch.ones(8), "m.input_scale": torch.ones(1)}
+    tree = open_checkpoint(Case(tensors, {}, "", {}).save(tmp_path)).tree()
+    assert tree.tensors["m.weight"].uncastable_reason is None
+
+
+def test_codes_of_bitsandbytes_may_be_stored_as_bfloat16(tmp_path: Path) -> None:
+    made = bnb_4bit()
+    made.tensors["m.weight"] = made.tensors["m.weight"].view(-1).view(torch.bfloat16)[:, None]
+    made.check(tmp_path, "bnb:nf4@64")
