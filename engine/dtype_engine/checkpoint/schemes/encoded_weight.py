@@ -57,7 +57,9 @@ def read_small(tensor: CheckpointTensor) -> bytes:
     if tensor.nbytes > _LARGEST_PART or tensor.start is None:
         raise UserError(f"{tensor.file}: {tensor.name} has {tensor.nbytes} bytes, too many for what it describes")
     with reading(tensor.file):
-        file = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)  # a file object takes twice as long, for each of many weights
+        file = os.open(
+            tensor.file, os.O_RDONLY | os.O_CLOEXEC
+        )  # a file object takes twice as long, for each of many weights
         try:
             found = os.pread(file, tensor.nbytes, tensor.start)
         finally:
