@@ -47,6 +47,21 @@ def test_each_value_is_its_code_times_the_scale_of_its_block(tmp_path: Path, row
     np.testing.assert_array_equal(read_encoded(weight, 3, 5).numpy(), right[3:5])
 
 
+def test_stacked_experts_whose_rows_are_no_multiple_of_a_block(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    codes = random.integers(0, 120, (3, 130, 140), dtype=np.uint8)
+    scales = random.uniform(0.5, 2, (3, 2, 2)).astype(np.float32)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors = {name: torch.from_numpy(codes).view(torch.float8_e4m3fn), f"{name}_scale_inv": torch.from_numpy(scales)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(_BLOCK)}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weight = open_checkpoint(tmp_path).encoded[name]
+    right = np.vectorize(e4m3)(codes).astype(np.float32) * scales.repeat(128, 1).repeat(128, 2)[:, :130, :140]
+    np.testing.assert_array_equal(read_encoded(weight).numpy(), right)
+    np.testing.assert_array_equal(read_encoded(weight, 1, 2).numpy(), right[1:2])
+
+
 def test_scales_that_do_not_cover_the_blocks_make_no_weight(tmp_path: Path) -> None:
     save_file(
         {"x.weight": torch.zeros(576, 128).to(torch.float8_e4m3fn), "x.weight_scale_inv": torch.ones(4, 1)},
