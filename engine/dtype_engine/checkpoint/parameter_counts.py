@@ -53,7 +53,7 @@ def _count(weight: PackedWeight, tensors: Mapping[str, Stored], config: Mapping[
     size = prod(codes.shape)
     if layout is GPTQ:
         zeros = tensors.get(weight.part("qzeros"))
-        if zeros is not None and zeros.shape[-1:] not in ((), (0,)) and len(scale.shape) == 2:
+        if zeros is not None and zeros.shape[-1:] != (0,) and len(scale.shape) == 2:
             return size * scale.shape[-1] // zeros.shape[-1]  # both are packed alike, and scales are not packed
         return _of_words(size, 32, _bits(config))
     if layout is MLX:
@@ -71,9 +71,7 @@ def _count(weight: PackedWeight, tensors: Mapping[str, Stored], config: Mapping[
         return 2 * size if halves else None
     if codes.dtype == "uint8":
         in_pairs = weight.part("_scale_2") in tensors or (
-            layout is SCALED
-            and len(scale.shape) == 2
-            and scale.shape[:1] == tuple(2 * rows for rows in codes.shape[:1])
+            layout is SCALED and len(scale.shape) == 2 and scale.shape[0] == 2 * codes.shape[0]
         )
         return 2 * size if in_pairs else "unknown"
     return None
