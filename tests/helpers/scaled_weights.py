@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from tests.helpers.quantized_files import swizzled
 
 Array = np.ndarray[Any, Any]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -108,17 +109,8 @@ def words(codes: Array, bits: int, dense: bool = True) -> torch.Tensor:
     return torch.from_numpy(np.stack(rows).copy())
 
 
-def swizzled(scales: torch.Tensor) -> torch.Tensor:
-    """Put scales [rows, blocks] in the order of cuBLAS: tiles of 128 x 4, each as 32 x 4 x 4 by row % 32, row // 32 and block."""
-    rows, blocks = scales.shape
-    down, across = -(-rows // 128), -(-blocks // 4)
-    out = torch.zeros(down * across * 512, dtype=torch.uint8)
-    for row in range(rows):
-        for block in range(blocks):
-            tile = row // 128 * across + block // 4
-            at = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
-            out[at] = scales.view(torch.uint8)[row, block]
-    return out.view(scales.dtype).view(down * 128, across * 4)
+def _in_tiles(scales: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(swizzled(scales.view(torch.uint8).numpy())).view(scales.dtype)
 
 
 def _group(arguments: dict[str, Any], form: str, targets: tuple[str, ...] = ("Linear",)) -> dict[str, Any]:
@@ -333,12 +325,12 @@ def _comfy(form: str) -> Case:
     about = json.dumps({"format": form.split()[0], "convrot": "rotated" in form, "convrot_groupsize": 16})
     if form == "nvfp4":
         codes, fp8 = _random(3).integers(0, 16, (rows, columns)), _fp8_codes((rows, 5)) & 127
-        tensors = {"x.weight": nibbles(codes, True), "x.weight_scale": swizzled(_as_fp8(fp8))}
+        tensors = {"x.weight": nibbles(codes, True), "x.weight_scale": _in_tiles(_as_fp8(fp8))}
         tensors["x.weight_scale_2"] = torch.tensor(0.017)
         right, kind = E2M1[codes] * spread(E4M3[fp8] * np.float32(0.017), (1, 16), (rows, columns)), "nvfp4"
     elif form == "mxfp8":
         codes, (stored, scale) = _fp8_codes((rows, 96)), _exponents((rows, 3))
-        tensors = {"x.weight": _as_fp8(codes), "x.weight_scale": swizzled(stored).view(torch.float8_e8m0fnu)}
+        tensors = {"x.weight": _as_fp8(codes), "x.weight_scale": _in_tiles(stored).view(torch.float8_e8m0fnu)}
         right, kind = E4M3[codes] * spread(scale, (1, 32), (rows, 96)), "mxfp8"
     elif form.startswith("int8_tensorwise"):
         codes = _random(3).integers(-128, 128, (rows, columns), dtype=np.int8)
@@ -423,12 +415,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "ct int3 with gaps": lambda: _ct_words(3, (13, 96), 32, False, dense=False),
     "ct int5": lambda: _ct_words(5, (3, 64), 32, True),
     "ct int2": lambda: _ct_words(2, (3, 64), 32, True),
+    "ct int4 of one row": lambda: _ct_words(4, (1, 64), 32, False),
     "ct int4 stacked": _ct_stacked,
     "ct int8": lambda: _ct_int8(True),
     "ct int8 with zero points": lambda: _ct_int8(False),
     "ct fp8 by rows": lambda: _ct_fp8("channel"),
     "ct fp8 with one scale": lambda: _ct_fp8("tensor"),
     "ct fp8 in blocks": lambda: _ct_fp8("block"),
+    "ct fp8 of one row": lambda: _ct_fp8("block", (1, 48)),
     "ct nvfp4": lambda: _ct_floats(4, 16),
     "ct mxfp4": lambda: _ct_floats(4, 32),
     "ct mxfp6": lambda: _ct_floats(6, 32),

@@ -19,8 +19,10 @@ _FP8 = frozenset({"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m
 _BYTES = frozenset({"int8", "uint8"})
 _WORDS = frozenset({"int32", "uint32"})
 _CODES = _FP8 | _BYTES | _WORDS | {"int16", "uint16", "float4_e2m1fn_x2"}
-_SCALE_WORD = re.compile(r"scale|zero|absmax|quant|codebook|g_idx|_shift|^q?biases$")
+_SCALE_WORD = re.compile(r"scal(e|ing)|zero|absmax|quant|codebook|g_idx|_shift|^q?biases$|^s$|^S[UV]$")
 """Found in the last part of a tensor's name, such as `weight_scale` or `qzeros`, if the tensor accompanies codes."""
+_OF_INPUTS = re.compile(r"(^|_)([kvq]|kv|input|output|activation)_scale$|scale_input$|_act$")
+"""Found in the last part of the name of a scale that belongs to inputs, outputs or the cache, and not to codes."""
 
 
 class Stored(Protocol):
@@ -75,7 +77,7 @@ SCALED = Layout(
      "comfy_quant"),
 )  # fmt: skip
 BNB_4BIT = Layout(
-    "4-bit by bitsandbytes", "", ".absmax", frozenset({"uint8"}),
+    "4-bit by bitsandbytes", "", ".absmax", frozenset({"uint8", "bfloat16", "float16", "float32"}),
     (".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.bitsandbytes__nf4",
      ".quant_state.bitsandbytes__fp4"),
     alone=(".absmax", ".quant_map"),
@@ -108,6 +110,10 @@ COMFY_MARK = "scaled_fp8"
 COMFY = Layout(
     "fp8 with scales (ComfyUI)", "weight", "scale_weight", _FP8, ("scale_input",), alone=(".scale_weight", COMFY_MARK)
 )
+SPARSE = Layout(
+    "sparse (compressed-tensors)", "compressed", "bitmask", frozenset({"bfloat16", "float16", "float32", *_FP8}),
+    ("shape", "row_offsets", "scale"), ("weight_scale",),
+)  # fmt: skip
 LAYOUTS = (
     BLOCK_SCALED,
     COMPRESSED,
@@ -122,6 +128,7 @@ LAYOUTS = (
     TORCHAO,
     QUANTO,
     COMFY,
+    SPARSE,
 )
 _SCALE_ENDS = tuple({layout.scale for layout in LAYOUTS})
 _ALONE_ENDS = tuple(end for layout in LAYOUTS for end in layout.alone)
@@ -209,6 +216,9 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
             codes = in_module[module][0]
             held = dtypes.short_name(tensors[codes].dtype)
             found[name] = f"belongs to {codes.rpartition('.')[2]} by its name, which holds {held} codes"
+            for other in in_module[module] if not _OF_INPUTS.search(local) else ():
+                if tensors[other].dtype in _FP8:  # all others are never cast
+                    found.setdefault(other, f"holds {held} codes, to which {printable(local)} belongs by its name")
     return found
 
 

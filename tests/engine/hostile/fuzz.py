@@ -29,12 +29,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.engine.hostile import fuzz_events, fuzz_inputs
+from tests.engine.hostile import fuzz_events, fuzz_inputs, fuzz_quantized
 from tests.helpers import preloaded
 from tests.helpers.mutations import STRANGE, changed
 
 PROGRAM = preloaded.module("tests.engine.hostile.fuzz")
-KINDS = ("gguf", "pth", "recipe", "config", "session", "scan", *fuzz_inputs.KINDS, *fuzz_events.KINDS)
+_OTHERS = (fuzz_inputs, fuzz_events, fuzz_quantized)
+KINDS = ("gguf", "pth", "recipe", "config", "session", "scan", *(kind for other in _OTHERS for kind in other.KINDS))
 LONGEST_S = 20
 MOST_BYTES = 1_500_000_000
 _ADDRESS_SPACE = 12 << 30  # of which torch maps several without using them
@@ -55,10 +56,9 @@ def make_good(kind: str, folder: Path) -> list[bytes]:
     """Several good files of a kind, small enough that most mutations hit something. Also what they are tried with: the model that
     recipes are for, say.
     """
-    if kind in fuzz_inputs.KINDS:
-        return fuzz_inputs.make_good(kind, folder)
-    if kind in fuzz_events.KINDS:
-        return fuzz_events.make_good(kind, folder)
+    for other in _OTHERS:
+        if kind in other.KINDS:
+            return other.make_good(kind, folder)
     import torch
     from safetensors.torch import save_file
 
@@ -203,9 +203,9 @@ def mutated(kind: str, good: list[bytes], seed: int) -> bytes:
     content = good[seed % len(good)] if kind in fuzz_inputs.KINDS else chooser.choice(good)
     if chooser.random() < 0.02:
         return content
-    own = fuzz_inputs if kind in fuzz_inputs.KINDS else fuzz_events if kind in fuzz_events.KINDS else None
-    if own is not None and (made := own.mutated(kind, content, chooser)) is not None:
-        return made
+    for other in _OTHERS:
+        if kind in other.KINDS and (made := other.mutated(kind, content, chooser)) is not None:
+            return made
     if kind == "pth" and content[:2] == b"PK" and chooser.random() < 0.6:
         return _with_another_pickle(content, chooser)
     if kind in ("session", "scan") and chooser.random() < 0.7:
@@ -324,6 +324,8 @@ def run_case(kind: str, content: bytes, folder: Path, seed: int) -> tuple[int, s
             return _run_app(kind, content, folder), said.getvalue()
         if kind in fuzz_events.KINDS:
             return fuzz_events.run_case(content, folder, seed), said.getvalue()
+        if kind in fuzz_quantized.KINDS:
+            return fuzz_quantized.run_case(content, folder, seed), "refused\n"
         if kind in fuzz_inputs.KINDS:
             with fuzz_inputs.children_are_forked():
                 status = run(cli, "dtype-engine", fuzz_inputs.command(kind, content, folder, seed))

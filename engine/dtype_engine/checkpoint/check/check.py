@@ -156,7 +156,12 @@ def _bad_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: P
         layout, scale = weight.layout, tensors[weight.scale]
         exponents = scale.dtype == "uint8" and layout in (COMPRESSED, SCALED, GPT_OSS, MLX)
         signed = layout in (MLX, HQQ, GPTQ)
-        padded = layout in (TORCHAO, COMFY, BNB_4BIT) or weight.stem.rpartition(".")[0] + ".comfy_quant" in tensors
+        in_words = layout is GPTQ and scale.shape[:1] == tensors[weight.codes].shape[:1]  # AWQ's "gemv" fills words
+        padded = (
+            in_words
+            or layout in (TORCHAO, COMFY, BNB_4BIT)
+            or weight.stem.rpartition(".")[0] + ".comfy_quant" in tensors
+        )
         if scale.dtype != "uint8" or exponents:
             wanted[weight.scale] = exponents, signed, padded
         for suffix in _SCALE_PARTS:

@@ -157,9 +157,10 @@ def find_unread(
     metadata: the metadata of the files' headers.
     """
     kinds = {(weight.layout, tensors[weight.codes].dtype) for weight in weights if weight.codes in read}
+    known = comfy.in_other_formats((weight.codes for weight in weights if weight.codes not in read), tensors, metadata)
     for weight in weights:
         module = weight.codes.rpartition(".")[0]
-        if weight.codes in read or module in reported or comfy.in_other_format(weight.codes, tensors, metadata):
+        if weight.codes in read or module in reported or weight.codes in known:
             continue
         if (weight.layout, tensors[weight.codes].dtype) in kinds:
             what = "belongs to a weight whose tensors do not fit together as the configuration declares"

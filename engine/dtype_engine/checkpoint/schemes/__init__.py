@@ -7,6 +7,7 @@ requires. All other tensors stay what they are, and `check` reports those that l
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from dtype_engine.checkpoint.schemes import (
     torchao,
 )
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
+from dtype_engine.core.gc_pause import gc_paused
 
 __all__ = ["CODES", "EncodedWeight", "read_encoded", "read_small"]
 
@@ -49,6 +51,11 @@ _READERS: tuple[Reader, ...] = (
     quanto.read,
     comfy.read,
 )
+_BESIDE = (
+    ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".k_scale", ".v_scale",
+    ".activation_scale", ".scale_input",
+)  # fmt: skip
+"""Tensors of a module that belong to its inputs, its outputs or the cache."""
 
 
 def read_encoded(
@@ -60,7 +67,15 @@ def read_encoded(
     headers. Raises UserError if a small tensor that describes a weight can't be read.
     """
     found: dict[str, EncodedWeight] = {}
-    for read in _READERS:
-        for name, weight in read(tensors, config or {}, metadata).items():
-            found.setdefault(name, weight)
+    with gc_paused():
+        for read in _READERS:
+            found = read(tensors, config or {}, metadata) | found
+    beside: dict[str, tuple[CheckpointTensor, ...]] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(_BESIDE):
+            module = name.rpartition(".")[0]
+            beside[module] = (*beside.get(module, ()), tensor)
+    for name, weight in found.items() if beside else ():
+        if more := beside.get(name.rpartition(".")[0]):
+            found[name] = dataclasses.replace(weight, beside=(*weight.beside, *more))
     return found

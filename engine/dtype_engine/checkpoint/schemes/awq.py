@@ -12,17 +12,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.declared import (
-    FLOATS,
+from dtype_engine.checkpoint.schemes.configuration import (
     block_name,
+    declared,
     declared_numbers,
     group_size,
     quant_method,
-    quantization,
 )
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
 
-SCHEME = "awq"
+SCHEME, GEMV = "awq", "awq gemv"
+_GEMM = {"code": "row words", "order": (0, 2, 4, 6, 1, 3, 5, 7), "signed": False}
 
 
 def read(
@@ -31,36 +32,35 @@ def read(
     """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
     metadata: the metadata of the files' headers.
     """
-    declared = quantization(config)
-    method = quant_method(declared)
-    rounded = method == "auto-round" and declared.get("packing_format") in ("auto_round:auto_awq", "auto_round:awq")
-    if (method != "awq" and not rounded) or 4 not in declared_numbers(declared, "bits"):
+    settings = declared(config)
+    method = quant_method(settings)
+    rounded = method == "auto-round" and settings.get("packing_format") in ("auto_round:auto_awq", "auto_round:awq")
+    if (method != "awq" and not rounded) or 4 not in declared_numbers(settings, "bits"):
         return {}
-    sizes = declared_numbers(declared, "group_size")
+    sizes = declared_numbers(settings, "group_size")
     found = {}
     for name, codes in tensors.items():
+        if not name.endswith("qweight"):
+            continue
         stem = name.removesuffix("qweight")
         scale, zero = (tensors.get(stem + end) for end in ("scales", "qzeros"))
-        if stem == name or scale is None or zero is None or scale.dtype not in FLOATS:
+        if scale is None or zero is None or scale.dtype not in FLOATS:
             continue
-        if (
-            codes.dtype != "int32"
-            or zero.dtype != "int32"
-            or not codes.nbytes
-            or any(len(part.shape) != 2 for part in (codes, scale, zero))
-        ):
+        if (codes.dtype, zero.dtype) != ("int32", "int32") or not codes.nbytes:
+            continue
+        if any(len(part.shape) != 2 for part in (codes, scale, zero)):
             continue
         layout = _layout(codes, scale, zero, sizes)
         if layout is None:
             continue
-        which, rows, columns, size = layout
+        scheme, rows, columns, size = layout
         found[f"{stem}weight"] = EncodedWeight(
             f"{stem}weight",
             (rows, columns),
-            SCHEME,
+            scheme,
             f"{method}:int4@{block_name(size, columns)}",
-            {CODES: codes, "scale": scale, "zero": zero},
-            {"layout": which, "group": size},
+            {CODES: codes, "scale": scale, "zero_point": zero},
+            {"block": (1, size), **_GEMM},
         )
     return found
 
@@ -68,18 +68,18 @@ def read(
 def _layout(
     codes: CheckpointTensor, scale: CheckpointTensor, zero: CheckpointTensor, sizes: set[int]
 ) -> tuple[str, int, int, int] | None:
-    """Return the name of the layout, the rows and columns of the weight and the columns of a group, or None if no layout fits.
+    """Return the scheme of the layout, the rows and columns of the weight and the columns of a group, or None if no layout fits.
 
     sizes: the numbers of columns of a group that are declared.
     """
     (columns, words), (groups, rows) = codes.shape, scale.shape
     if rows == 8 * words and zero.shape == (groups, words):
         size = group_size(sizes, columns, groups)
-        return ("gemm", rows, columns, size) if size is not None and columns % size == 0 else None
+        return (SCHEME, rows, columns, size) if size is not None and columns % size == 0 else None
     (rows, words), (_, places) = codes.shape, scale.shape
     columns = 8 * words
     if zero.shape == (rows, places / 8) and scale.shape[0] == rows:
         for size in sorted(sizes):
             if size > 0 and columns % size == 0 and 0 <= places - columns // size < 8 * max(128 // size, 1):
-                return "gemv", rows, columns, size
+                return GEMV, rows, columns, size
     return None

@@ -12,7 +12,7 @@ Kept apart are `convrot_w4a4`, `asym_w4a8_int8` and `awq_w4a16`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
@@ -65,9 +65,7 @@ def _read_weight(
             parts["input_scale"] = of_inputs
         settings |= {"code": "e2m1", "high_first": True}
         shape, of_blocks = (rows, 2 * columns), ("float8_e4m3fn",)
-        return describe(
-            name, SCHEME, kind, shape, (1, 16), parts, tensors, scales=of_blocks, settings=settings, beside=(mark,)
-        )
+        return describe(name, SCHEME, kind, shape, (1, 16), parts, scales=of_blocks, settings=settings, beside=(mark,))
     if kind == "mxfp8" and codes.dtype in FP8:
         return describe(
             name,
@@ -76,7 +74,6 @@ def _read_weight(
             codes.shape,
             (1, 32),
             parts,
-            tensors,
             scales=EXPONENTS,
             settings=settings,
             beside=(mark,),
@@ -94,7 +91,7 @@ def _read_weight(
     else:
         return None
     for block in ("tensor", "channel"):
-        weight = describe(name, SCHEME, element, codes.shape, block, parts, tensors, settings=settings, beside=(mark,))
+        weight = describe(name, SCHEME, element, codes.shape, block, parts, settings=settings, beside=(mark,))
         if weight is not None:
             return weight
     return None
@@ -105,10 +102,11 @@ def _is_read(about: Mapping[str, Any]) -> bool:
     return about.get("format") in (("int8_tensorwise",) if about.get("convrot") else _READ)
 
 
-def in_other_format(name: str, tensors: Tensors, metadata: Mapping[str, str]) -> bool:
-    """Return whether the description of a weight's layer names a format that is not read. name: the name of the weight's codes."""
-    about = _about(name, tensors, _layers(metadata))
-    return about is not None and not _is_read(about)
+def in_other_formats(names: Iterable[str], tensors: Tensors, metadata: Mapping[str, str]) -> set[str]:
+    """Return those of the names of weights' codes whose layers are described as being in a format that is not read."""
+    described = _layers(metadata)
+    about = {name: _about(name, tensors, described) for name in names}
+    return {name for name, layer in about.items() if layer is not None and not _is_read(layer)}
 
 
 def _mark(name: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared, matches, size, sizes
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
-from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe, same_grid
+from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid
 
 SCHEME = "ct"
 _UNREAD = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
@@ -32,12 +32,16 @@ def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str
     groups = settings.get("config_groups")
     if settings.get("quant_method") not in ("compressed-tensors", None) or not isinstance(groups, Mapping):
         return {}
+    if _transforms_inputs(settings.get("transform_config")):
+        return {}
     found = {}
     for scale in tensors:
         name = scale.removesuffix("_scale")
         if name == scale or not name.endswith("weight"):
             continue
-        for arguments in _arguments(name.rpartition(".")[0], groups, settings.get("format")):
+        zero = f"{name}_zero_point" in tensors
+        arguments_of = _arguments(name.rpartition(".")[0], groups, settings.get("format"))
+        for arguments in sorted(arguments_of, key=lambda each: (each.get("symmetric") is False) != zero):
             weight = _read_weight(name, arguments, tensors)
             if weight is not None:
                 found[name] = weight
@@ -45,20 +49,43 @@ def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str
     return found
 
 
+def _transforms_inputs(transforms: object) -> bool:
+    """Return whether the model also transforms the inputs or outputs of layers. Then its weights have other values than those of a
+    model without these transforms. transforms: the setting `transform_config`.
+    """
+    groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
+    places = (
+        [group.get("apply") for group in groups.values() if isinstance(group, Mapping)]
+        if isinstance(groups, Mapping)
+        else []
+    )
+    uses = [
+        use for place in places for use in (place if isinstance(place, list) else [place]) if isinstance(use, Mapping)
+    ]
+    return any(not str(use.get("location")).startswith("weight") for use in uses)
+
+
 def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Mapping[str, Any]]:
     """Return the `weights` settings that may apply to a module: those of groups that name it or, if none does, of all groups, since
-    headers do not tell the class of a module. usual: the format of groups that do not declare one.
+    headers do not tell the class of a module. Groups that name a class come before those that name other modules. usual: the format
+    of groups that do not declare one.
     """
     named: list[Mapping[str, Any]] = []
+    of_classes: list[Mapping[str, Any]] = []
     others: list[Mapping[str, Any]] = []
     for group in groups.values():
         arguments = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(arguments, Mapping) or (group.get("format") or usual) in _UNREAD:
             continue
         targets = group.get("targets")
-        name_it = any(matches(target, module) for target in (targets if isinstance(targets, list) else ()))
-        (named if name_it else others).append(arguments)
-    return named or others
+        targets = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
+        if any(matches(target, module) for target in targets):
+            named.append(arguments)
+        elif any(target.isidentifier() for target in targets):
+            of_classes.append(arguments)
+        else:
+            others.append(arguments)
+    return named or of_classes + others
 
 
 def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> EncodedWeight | None:
@@ -83,8 +110,8 @@ def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> E
         if zero is None or zero.dtype != "int8" or not same_grid(zero.shape, scale.shape):
             return None
         parts["zero_point"], zero, kind = zero, None, f"u{kind}"
-    scales = ("float32", "bfloat16", "float16", *(EXPONENTS if block == (1, 32) else ()))
-    return describe(name, SCHEME, kind, codes.shape, block, parts, tensors, scales=scales, beside=(zero,))
+    scales = (*FLOATS, *(EXPONENTS if block == (1, 32) else ()))
+    return describe(name, SCHEME, kind, codes.shape, block, parts, scales=scales, beside=(zero,))
 
 
 def _read_words(
@@ -117,6 +144,8 @@ def _read_words(
     if index is None and block != "channel" and arguments.get("actorder") in ("group", "dynamic"):
         return None
     if index is not None and block != "channel":
+        if len(shape) != 2:
+            return None
         groups = _group_indices(index, shape[-1])
         if groups == {-1}:  # the columns are in their order
             beside.append(index)
@@ -126,7 +155,7 @@ def _read_words(
             return None
     settings = {"code": "words", "bits": bits, "dense": dense}
     kind = f"{'uint' if 'zero_point' in parts else 'int'}{bits}"
-    return describe(name, SCHEME, kind, shape, block, parts, tensors, settings=settings, beside=(held, *beside))
+    return describe(name, SCHEME, kind, shape, block, parts, settings=settings, beside=(held, *beside))
 
 
 def _read_small_floats(
@@ -143,12 +172,12 @@ def _read_small_floats(
         settings = {"code": "six bits", "element": "mxfp6_e2m3"}
         if shape[-1] % 16:
             return None
-        return describe(name, SCHEME, "mxfp6_e2m3", shape, block, parts, tensors, scales=EXPONENTS, settings=settings)
+        return describe(name, SCHEME, "mxfp6_e2m3", shape, block, parts, scales=EXPONENTS, settings=settings)
     if block == (1, 32):
-        return describe(name, SCHEME, "mxfp4", shape, block, parts, tensors, scales=EXPONENTS, settings=settings)
+        return describe(name, SCHEME, "mxfp4", shape, block, parts, scales=EXPONENTS, settings=settings)
     parts["tensor_scale"] = tensors.get(f"{name}_global_scale")
     settings["divide"] = True
-    return describe(name, SCHEME, "nvfp4", shape, block, parts, tensors, scales=("float8_e4m3fn",), settings=settings)
+    return describe(name, SCHEME, "nvfp4", shape, block, parts, scales=("float8_e4m3fn",), settings=settings)
 
 
 def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:

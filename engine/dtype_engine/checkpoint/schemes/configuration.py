@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -42,3 +42,35 @@ def matches(pattern: object, module: str) -> bool:
         return re.match(pattern.removeprefix("re:"), module) is not None
     except re.error:
         return False
+
+
+def quant_method(settings: Mapping[str, Any]) -> str:
+    """Return the declared `quant_method`, such as "gptq", or "" if there is none. AutoRound was "intel/auto-round" at first."""
+    return str(settings.get("quant_method") or "").removeprefix("intel/")
+
+
+def declared_numbers(settings: Mapping[str, Any], key: str) -> set[int]:
+    """Return the numbers that are declared under a key, such as "bits": that of the whole model, and those of single modules, which
+    GPTQModel declares in `dynamic` and AutoRound in `extra_config`.
+    """
+    found = [settings.get(key)]
+    for overrides in (settings.get("dynamic"), settings.get("extra_config")):
+        if isinstance(overrides, Mapping):
+            found += [module.get(key) for module in overrides.values() if isinstance(module, Mapping)]
+    return {number for number in found if type(number) is int}
+
+
+def group_size(sizes: Iterable[int], columns: int, groups: int) -> int | None:
+    """Return the number of columns of a group, or None if no declared size divides the columns into this number of groups. The last
+    group may be smaller. A declared size of -1 means one group for the whole row.
+    """
+    for each in sorted(sizes):
+        wide = columns if each == -1 else each
+        if min(columns, wide) > 0 and -(-columns // wide) == groups:
+            return wide
+    return None
+
+
+def block_name(wide: int, columns: int) -> str:
+    """Return the name of a block in a format's name: "channel" for whole rows, or such as "g128" for groups of 128 columns."""
+    return "channel" if wide >= columns else f"g{wide}"

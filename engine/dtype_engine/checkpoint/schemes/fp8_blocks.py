@@ -17,10 +17,10 @@ from typing import Any
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared, sizes
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
-from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe
+from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe
 
 SCHEME, DEEPSEEK = "fp8", "deepseek"
-_SCALES = ("float32", "bfloat16", "float16", *EXPONENTS)
+_SCALES = (*FLOATS, *EXPONENTS)
 _FP4_BLOCK = (1, 32)
 """The block of DeepSeek-V4's experts, which its configuration does not name."""
 
@@ -37,24 +37,23 @@ def read(
     if method not in ("fp8", "fbgemm_fp8") or block is None:
         return {}
     found = {}
+    ends = (".scale", "_scale_inv") if declared_block else (".scale", "_scale", "_scale_inv")
     for name, scale in tensors.items():
+        if not name.endswith(ends):
+            continue
         stem, scheme = name.removesuffix("_inv").removesuffix("_scale"), SCHEME
         if name.endswith(".scale"):
             stem, scheme = name.removesuffix("scale") + "weight", DEEPSEEK
-        elif not name.endswith("_scale_inv" if declared_block else ("_scale", "_scale_inv")):
-            continue
         codes = tensors.get(stem)
         if codes is None:
             continue
         parts, experts = {CODES: codes, "scale": scale}, (settings.get("expert_dtype"), config.get("expert_dtype"))
         weight = None
         if codes.dtype in FP8:
-            weight = describe(stem, scheme, FP8[codes.dtype], codes.shape, block, parts, tensors, scales=_SCALES)
+            weight = describe(stem, scheme, FP8[codes.dtype], codes.shape, block, parts, scales=_SCALES)
         elif scheme == DEEPSEEK and codes.dtype == "int8" and codes.shape and "fp4" in experts:
             shape, packed = (*codes.shape[:-1], 2 * codes.shape[-1]), {"code": "e2m1"}
-            weight = describe(
-                stem, scheme, "mxfp4", shape, _FP4_BLOCK, parts, tensors, scales=EXPONENTS, settings=packed
-            )
+            weight = describe(stem, scheme, "mxfp4", shape, _FP4_BLOCK, parts, scales=EXPONENTS, settings=packed)
         if weight is not None:
             found[stem] = weight
     return found

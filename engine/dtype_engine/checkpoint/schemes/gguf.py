@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, MOST_EXPERTS, EncodedWeight, read_small
 from dtype_engine.core import dtypes
 
 SCHEME = "gguf"
@@ -56,7 +56,6 @@ _EXPERT_FIELDS = {
 }  # fmt: skip
 _ROPE_FACTORS = "rope_freqs.weight"
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_MOST_EXPERTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ _BY_MODEL_TYPE = {family.model_type: family for family in _FAMILIES.values()}
 
 def config_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]) -> dict[str, Any] | None:
     """Return what config.json says in the checkpoint from which a GGUF file was made, or None for an architecture that is not
-    known here, or whose header lacks a field that every such model has.
+    known here, or whose header lacks a field that every such model has, or has a number for each block in its place.
 
     fields: the fields of the header; a list of texts is given by its length. tensors: the tensors of the file by name. Raises
     UserError if the factors of the rotary embedding can't be read.
@@ -127,9 +126,13 @@ def config_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
     found = {entry: own[name] for name, entry in family.fields.items() if name in own}
     found.setdefault("vocab_size", own.get("tokenizer.ggml.tokens"))
     needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    if not all(_count(found.get(entry)) for entry in needed):
+    given = (entry for entry in ("num_key_value_heads", "head_dim") if entry in found)
+    if not all(_count(found.get(entry)) for entry in (*needed, *given)):
         return None
     found.setdefault("head_dim", found["hidden_size"] // found["num_attention_heads"])
+    for name, entry in (("blk.0.attn_q.weight", "num_attention_heads"), ("blk.0.attn_k.weight", "num_key_value_heads")):
+        if name in tensors and entry in found and tensors[name].shape[:1] != (found[entry] * found["head_dim"],):
+            return None  # the field is a list with a number for each block
     config = {
         "model_type": family.model_type,
         "architectures": [family.model_class],
@@ -226,7 +229,7 @@ def _changes(local: str, family: _Family, config: Mapping[str, Any]) -> dict[str
 def _experts(name: str, tensor: CheckpointTensor) -> dict[str, EncodedWeight]:
     """Return a weight for each expert of a tensor [experts, out, in], whose bytes lie one after the other in the file."""
     count = tensor.shape[0] if len(tensor.shape) == 3 else 0
-    if not 0 < count <= _MOST_EXPERTS or tensor.nbytes % count or tensor.start is None:
+    if not 0 < count <= MOST_EXPERTS or tensor.nbytes % count or tensor.start is None:
         return {}
     each = tensor.nbytes // count
     found = {}

@@ -34,9 +34,7 @@ def read(
         experts, rows, blocks, _ = codes.shape
         stored, settings = (experts, rows, 2 * _BYTES * blocks), {"code": "e2m1", "transposed": True}
         parts = {CODES: codes, "scale": tensors.get(f"{stem}_scales")}
-        weight = describe(
-            stem, SCHEME, "mxfp4", stored, (1, 2 * _BYTES), parts, tensors, scales=EXPONENTS, settings=settings
-        )
+        weight = describe(stem, SCHEME, "mxfp4", stored, (1, 2 * _BYTES), parts, scales=EXPONENTS, settings=settings)
         if weight is not None:
             found[stem] = replace(weight, shape=(experts, stored[2], rows))
     return found

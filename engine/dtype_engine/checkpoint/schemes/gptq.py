@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.declared import (
-    FLOATS,
+from dtype_engine.checkpoint.schemes.configuration import (
     block_name,
+    declared,
     declared_numbers,
     group_size,
     quant_method,
-    quantization,
 )
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
 
 SCHEME = "gptq"
 _WORDS = ("int32", "uint32")
@@ -37,18 +37,20 @@ def read(
     """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
     metadata: the metadata of the files' headers.
     """
-    declared = quantization(config)
-    method = quant_method(declared)
-    usual = declared.get("checkpoint_format") or declared.get("format") or "gptq"
-    added = _ADDED.get((method, str(declared.get("packing_format") if method == "auto-round" else usual)))
+    settings = declared(config)
+    method = quant_method(settings)
+    usual = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    added = _ADDED.get((method, str(settings.get("packing_format") if method == "auto-round" else usual)))
     if added is None:
         return {}
-    widths, sizes = declared_numbers(declared, "bits"), declared_numbers(declared, "group_size")
+    widths, sizes = declared_numbers(settings, "bits"), declared_numbers(settings, "group_size")
     found = {}
     for name, codes in tensors.items():
+        if not name.endswith("qweight"):
+            continue
         stem = name.removesuffix("qweight")
         scale, zero, order = (tensors.get(stem + end) for end in ("scales", "qzeros", "g_idx"))
-        if stem == name or scale is None or zero is None or scale.dtype not in FLOATS:
+        if scale is None or zero is None or scale.dtype not in FLOATS:
             continue
         if any(part.dtype not in _WORDS or len(part.shape) != 2 for part in (codes, zero)) or len(scale.shape) != 2:
             continue

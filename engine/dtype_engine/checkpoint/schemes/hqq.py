@@ -13,8 +13,9 @@ from typing import Any
 
 from dtype_engine.checkpoint.packed_weights import HQQ
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.declared import FLOATS, block_name
+from dtype_engine.checkpoint.schemes.configuration import block_name
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
+from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
 
 SCHEME = "hqq"
 _PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}

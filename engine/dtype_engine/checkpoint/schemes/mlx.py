@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.declared import FLOATS, quantization
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.configuration import declared
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, MOST_EXPERTS, EncodedWeight
+from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
 
 SCHEME = "mlx"
 _AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
@@ -32,16 +33,18 @@ def read(
     """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
     metadata: the metadata of the files' headers.
     """
-    declared = config.get("quantization")
-    declared = declared if isinstance(declared, Mapping) else quantization(config)
+    settings = config.get("quantization")
+    settings = settings if isinstance(settings, Mapping) else declared(config)
     found: dict[str, EncodedWeight] = {}
     for name, scale in tensors.items():
+        if not name.endswith(".scales"):
+            continue
         module = name.removesuffix(".scales")
         codes = tensors.get(f"{module}.weight")
-        if module == name or codes is None or codes.dtype != "uint32":
+        if codes is None or codes.dtype != "uint32":
             continue
-        own = declared.get(module)
-        described = _described(own if isinstance(own, Mapping) else declared, codes, scale)
+        own = settings.get(module)
+        described = _described(own if isinstance(own, Mapping) else settings, codes, scale)
         parts = {CODES: codes, "scale": scale}
         if described is None:
             continue
@@ -59,7 +62,8 @@ def read(
         kind = f"affine{bits}@g{size}" if mode == "affine" else mode
         shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits)
         weight = EncodedWeight(codes.name, shape, SCHEME, f"{SCHEME}:{kind}", parts, {"mode": mode, "bits": bits})
-        found |= {expert.name: expert for expert in _experts(weight)} if _STACKED in name else {weight.name: weight}
+        stacked = _STACKED in name and len(shape) == 3 and shape[0] <= MOST_EXPERTS
+        found |= {expert.name: expert for expert in _experts(weight)} if stacked else {weight.name: weight}
     return found
 
 

@@ -16,12 +16,11 @@ from typing import Any
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared, matches, size
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
-from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe
+from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe
 from dtype_engine.checkpoint.weight_files import read_json
 
 SCHEME = "modelopt"
 _BESIDE_CONFIG = "hf_quant_config.json"
-_FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class _Layout:
     """"channel" or "tensor" for one scale for a row or for all values, otherwise the number of columns in a block that ModelOpt
     takes if its settings do not say it.
     """
-    scales: tuple[str, ...] = _FLOATS
+    scales: tuple[str, ...] = FLOATS
     settings: Mapping[str, Any] = field(default_factory=dict)
     tensor_scale: bool = False
     """Whether the weight has a scale for the whole tensor."""
@@ -46,7 +45,7 @@ class _Layout:
 _FP8 = _Layout("e4m3", tuple(FP8), "tensor")
 _NVFP4 = _Layout("nvfp4", ("uint8",), 16, ("float8_e4m3fn",), {"code": "e2m1"}, True)
 _MXFP4 = _Layout("mxfp4", ("uint8",), 32, EXPONENTS, {"code": "e2m1"})
-_INT4 = _Layout("int4", ("uint8",), 128, _FLOATS, {"code": "row pairs"})
+_INT4 = _Layout("int4", ("uint8",), 128, FLOATS, {"code": "row pairs"})
 _INT8 = _Layout("int8", ("int8",), "channel")
 _LAYOUTS: Mapping[str, _Layout] = {
     "FP8": _FP8,
@@ -68,7 +67,7 @@ def read(
     hf_quant_config.json can't be read.
     """
     settings = dict(declared(config))
-    if settings.get("quant_method") not in ("modelopt", "modelopt_fp4", None) or not tensors:
+    if not str(settings.get("quant_method") or "modelopt").startswith("modelopt") or not tensors:
         return {}
     beside = next(iter(tensors.values())).file.parent / _BESIDE_CONFIG
     if beside.is_file():
@@ -122,6 +121,6 @@ def _read_weight(
     if of_inputs is not None:
         parts["input_scale"] = of_inputs
     return describe(
-        name, SCHEME, layout.kind, shape, block, parts, tensors, scales=layout.scales, settings=layout.settings,
+        name, SCHEME, layout.kind, shape, block, parts, scales=layout.scales, settings=layout.settings,
         beside=(of_tensor,),
     )  # fmt: skip

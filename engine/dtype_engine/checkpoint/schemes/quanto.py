@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.declared import FLOATS
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, FP8
 
 SCHEME = "quanto"
-_CODES = {"int8": "int8", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float8_e4m3fnuz": "e4m3fnuz"}
+_CODES = {"int8": "int8", "float8_e4m3fnuz": "e4m3fnuz", **FP8}
 
 
 def read(
@@ -24,20 +24,14 @@ def read(
     """
     found = {}
     for name, codes in tensors.items():
+        if not name.endswith("._data"):
+            continue
         stem = name.removesuffix("._data")
         scale = tensors.get(f"{stem}._scale")
-        if stem == name or scale is None or codes.dtype not in _CODES or scale.dtype not in FLOATS:
+        if scale is None or codes.dtype not in _CODES or scale.dtype not in FLOATS:
             continue
         if len(codes.shape) < 2 or not codes.nbytes or scale.shape != (codes.shape[0], *(1 for _ in codes.shape[1:])):
             continue
-        module = stem.rpartition(".")[0]
-        beside = (tensors.get(f"{module}.input_scale"), tensors.get(f"{module}.output_scale"))
-        found[stem] = EncodedWeight(
-            stem,
-            codes.shape,
-            SCHEME,
-            f"{SCHEME}:{_CODES[codes.dtype]}@channel",
-            {CODES: codes, "scale": scale},
-            beside=tuple(tensor for tensor in beside if tensor is not None),
-        )
+        form = f"{SCHEME}:{_CODES[codes.dtype]}@channel"
+        found[stem] = EncodedWeight(stem, codes.shape, SCHEME, form, {CODES: codes, "scale": scale})
     return found

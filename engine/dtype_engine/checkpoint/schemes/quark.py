@@ -15,11 +15,10 @@ from typing import Any
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared, matches, size, sizes
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
-from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe, same_grid
+from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid
 
 SCHEME = "quark"
 _IN_ORDER, _REORDERED = (0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 4, 6, 1, 3, 5, 7)
-_FLOATS = ("float32", "bfloat16", "float16")
 _PACKED = {
     "fp4": ("mxfp4", "e2m1", 4),
     "fp6_e2m3": ("mxfp6_e2m3", "six bits", 6),
@@ -68,7 +67,8 @@ def _read_weight(
     block = {"per_tensor": "tensor", "per_channel": "channel", "per_block": sizes(settings.get("block_size"))}.get(
         str(scheme), None if columns is None else (1, columns)
     )
-    if block is None or settings.get("ch_axis") not in (None, 0, 1, -1):
+    axes = {"per_channel": (None, 0), "per_group": (None, 1, -1)}.get(str(scheme), (None, 0, 1, -1))
+    if block is None or settings.get("ch_axis") not in axes:
         return None
     parts: dict[str, CheckpointTensor | None] = {CODES: codes, "scale": scale}
     if dtype in _PACKED and codes.dtype == "uint8" and scheme == "per_group":
@@ -77,7 +77,7 @@ def _read_weight(
         if shape[1] % 16:
             return None
         packed = {"code": packing, "element": kind}
-        return describe(name, SCHEME, kind, shape, block, parts, tensors, scales=EXPONENTS, settings=packed)
+        return describe(name, SCHEME, kind, shape, block, parts, scales=EXPONENTS, settings=packed)
     zero = tensors.get(f"{name}_zero_point")
     if dtype in ("int4", "uint4") and codes.dtype == "int32" and scheme == "per_group" and columns is not None:
         words = {"code": "row words", "order": order, "signed": dtype == "int4"}
@@ -88,14 +88,14 @@ def _read_weight(
             return None
         parts["zero_point"] = zero
         turned = replace(scale, shape=scale.shape[::-1])
-        weight = describe(name, SCHEME, dtype, shape, block, {**parts, "scale": turned}, tensors, settings=words)
+        weight = describe(name, SCHEME, dtype, shape, block, {**parts, "scale": turned}, settings=words)
         return weight and replace(weight, parts={**weight.parts, "scale": scale})
     if dtype.startswith("fp8") and codes.dtype in FP8:
-        return describe(name, SCHEME, FP8[codes.dtype], codes.shape, block, parts, tensors, beside=(zero,))
+        return describe(name, SCHEME, FP8[codes.dtype], codes.shape, block, parts, beside=(zero,))
     if dtype == codes.dtype == "int8" and scheme != "per_group":
         if zero is not None:
-            if zero.dtype not in ("int8", *_FLOATS) or not same_grid(zero.shape, scale.shape):
+            if zero.dtype not in ("int8", *FLOATS) or not same_grid(zero.shape, scale.shape):
                 return None
             parts["zero_point"] = zero
-        return describe(name, SCHEME, "int8", codes.shape, block, parts, tensors)
+        return describe(name, SCHEME, "int8", codes.shape, block, parts)
     return None

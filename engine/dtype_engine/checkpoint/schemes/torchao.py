@@ -2,7 +2,8 @@
 
 `x._weight_qdata` holds the codes of `x.weight`, and `x._weight_scale`, `x._weight_zero_point`, ... what belongs to them. Integers
 of fewer than 8 bits are stored as int8. Scales of MX formats and NVFP4 may be in the order of the tensor cores (see
-`runtime/formats/schemes/swizzled.py`).
+`runtime/formats/schemes/block_scaled.py`). `x._weight_act_pre_scale` has a factor for each input of the layer, which multiplies its
+inputs by them, so they are factors of the weight's columns here.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.declared import FLOATS
+from dtype_engine.checkpoint.schemes.configuration import sizes
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, FP8, describe
 
 SCHEME = "torchao"
-_FLOAT8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _MX = {"float8_e4m3fn": "mxfp8", "float8_e5m2": "mxfp8_e5m2", "uint8": "mxfp4"}
 _NAMES = tuple(f"int{bits}" for bits in range(1, 9))
 _INTEGERS = ("IntxUnpackedToInt8Tensor", "Int8Tensor")
@@ -35,34 +36,41 @@ def read(
 def _weight(name: str, text: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWeight | None:
     kind, data = _description(text)
     module, _, local = name.rpartition(".")
-    roles = {CODES: "qdata", "scale": "scale", "zero": "zero_point", "global_scale": "per_tensor_scale"}
+    roles = {
+        CODES: "qdata", "scale": "scale", "zero_point": "zero_point", "tensor_scale": "per_tensor_scale",
+        "input_scale": "act_pre_scale",
+    }  # fmt: skip
     parts = {role: tensors.get(f"{module}._{local}_{end}") for role, end in roles.items()}
     own = {role: part for role, part in parts.items() if part is not None}
     if CODES not in own or "scale" not in own or len(own[CODES].shape) != 2 or not own[CODES].nbytes:
         return None
-    codes, scale = own[CODES], own["scale"]
+    codes, scale, zero = own[CODES], own["scale"], own.get("zero_point")
     rows, columns = codes.shape[0], codes.shape[1] * (2 if codes.dtype == "uint8" else 1)
     block = data.get("block_size")
     if kind in ("MXTensor", "NVFP4Tensor"):
         block = [1, block]
-    if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+    pair, word = sizes(block), _word(kind, data, codes, scale)
+    if pair is None or word is None or columns % min(pair[1], columns):
         return None
-    high, wide = min(block[0], rows), min(block[1], columns)
-    grid = (-(-rows // high), columns // wide)
-    swizzled = data.get("is_swizzled_scales") is True
-    stored = (-(-grid[0] // 128) * 32, -(-grid[1] // 4) * 16) if swizzled else grid
-    single = scale.shape in ((), (1,)) and grid == (1, 1)
-    word = _word(kind, data, codes, scale)
-    if word is None or columns % wide or (scale.shape != stored and not single):
+    if zero is not None and (zero.shape != scale.shape or kind not in _INTEGERS or zero.dtype != "int8"):
         return None
-    if "zero" in own and (own["zero"].shape != scale.shape or kind not in _INTEGERS or own["zero"].dtype != "int8"):
+    if "tensor_scale" in own and kind != "NVFP4Tensor":
         return None
-    if "global_scale" in own and (own["global_scale"].shape not in ((), (1,)) or kind != "NVFP4Tensor"):
-        return None
-    return EncodedWeight(
-        name, (rows, columns), SCHEME, f"{SCHEME}:{word}{_block_words(kind, (high, wide), (rows, columns))}", own,
-        {"block": (high, wide), "swizzled": swizzled},
-    )  # fmt: skip
+    area = min(pair[0], rows), min(pair[1], columns)
+    words = {(1, columns): "channel", (rows, columns): "tensor"}
+    settings = {
+        "swizzled": data.get("is_swizzled_scales") is True, "code": "e2m1" if codes.dtype == "uint8" else "plain",
+    }  # fmt: skip
+    return describe(
+        name,
+        SCHEME,
+        word,
+        (rows, columns),
+        words.get(area, area),
+        own,
+        scales=(scale.dtype,),
+        settings=settings,
+    )
 
 
 def _word(kind: str, data: Mapping[str, Any], codes: CheckpointTensor, scale: CheckpointTensor) -> str | None:
@@ -72,23 +80,12 @@ def _word(kind: str, data: Mapping[str, Any], codes: CheckpointTensor, scale: Ch
         word = target.get("_data") if isinstance(target, Mapping) else "int8"
         return word if word in _NAMES else None
     if kind == "Float8Tensor" and scale.dtype in FLOATS:
-        return _FLOAT8.get(codes.dtype)
+        return FP8.get(codes.dtype)
     if kind == "MXTensor" and scale.dtype == "float8_e8m0fnu":
         return _MX.get(codes.dtype)
     if kind == "NVFP4Tensor" and (codes.dtype, scale.dtype) == ("uint8", "float8_e4m3fn"):
         return "nvfp4"
     return None
-
-
-def _block_words(kind: str, block: tuple[int, int], shape: tuple[int, int]) -> str:
-    """Return the name of a block, such as "@g128", or "" if the name of the type implies it."""
-    if kind in ("MXTensor", "NVFP4Tensor"):
-        return ""
-    if block == shape:
-        return "@tensor"
-    if block[0] == 1:
-        return "@channel" if block[1] == shape[1] else f"@g{block[1]}"
-    return f"@{block[0]}x{block[1]}"
 
 
 def _description(text: str) -> tuple[str, Mapping[str, Any]]:

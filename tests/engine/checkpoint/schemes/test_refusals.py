@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.quantised_files import (
+from tests.helpers.quantized_files import (
     Made,
     awq,
     bnb_4bit,

@@ -19,7 +19,6 @@ from dtype_engine.runtime.formats.schemes import (
     hqq,
     mlx,
     quanto,
-    torchao,
 )
 from dtype_engine.runtime.formats.schemes.parts import Parts
 
@@ -27,14 +26,15 @@ __all__ = ["Parts", "decode"]
 
 Decoder = Callable[[EncodedWeight, Parts, int, int], torch.Tensor]
 _DECODERS: dict[str, Decoder] = {
-    **dict.fromkeys(("fp8", "ct", "modelopt", "deepseek", "gpt-oss", "comfy", "quark"), block_scaled.decode),
+    **dict.fromkeys(
+        ("fp8", "ct", "modelopt", "deepseek", "gpt-oss", "comfy", "quark", "torchao", "awq"), block_scaled.decode
+    ),
     "gguf": gguf.decode,
     "gptq": gptq.decode,
-    "awq": awq.decode,
+    "awq gemv": awq.decode,
     "bnb": bitsandbytes.decode,
     "hqq": hqq.decode,
     "mlx": mlx.decode,
-    "torchao": torchao.decode,
     "quanto": quanto.decode,
 }
 

@@ -8,7 +8,7 @@ import torch
 
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
 from dtype_engine.runtime.formats.schemes.parts import Parts
-from dtype_engine.runtime.formats.schemes.words import decode_rows, look_up, pairs, scale_groups, write_values
+from dtype_engine.runtime.formats.schemes.unpack import decode_rows, look_up, pairs, scale_groups, write_plain
 
 _LARGEST = 127
 """The code that stands for a row's largest value, which is its scale."""
@@ -31,7 +31,7 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
         low, high = start * columns // block, -(-stop * columns // block)  # the blocks in which the rows lie
         held = codes[low * block // 2 : high * block // 2]
         exact = not columns % block
-        values = out.view(-1) if exact else torch.empty(2 * len(held))
+        values = out.view(-1) if exact else torch.empty(2 * len(held), dtype=torch.float32)
         look_up(held, table, values)
         scale = _factors(weight, parts, low, high)
         if exact:
@@ -56,7 +56,7 @@ def _eight_bits(parts: Parts, first: int, last: int) -> torch.Tensor:
     scale = parts["scale"].view(-1, 1)
 
     def fill(out: torch.Tensor, start: int, stop: int) -> None:
-        write_values(parts[CODES][start:stop], out)
+        write_plain(parts[CODES][start:stop], out)
         out.mul_(scale[start:stop]).div_(_LARGEST)
 
     return decode_rows(first, last, parts[CODES].shape[1], fill)

@@ -1,10 +1,10 @@
 """Decodes weights whose codes are multiplied by a scale for each block: the schemes of compressed-tensors, ModelOpt, DeepSeek,
-gpt-oss, ComfyUI and Quark. What differs between them is in the weight's `settings`:
+gpt-oss, ComfyUI, Quark and torchao, and AWQ's "gemm" layout. What differs between them is in the weight's `settings`:
 
 - `block`: the rows and columns of a block, of which the last in a row or column may be smaller;
-- `code`: how codes are packed, a key of `unpack.UNPACK`, with the settings that its function reads (default "plain");
+- `code`: how codes are packed, a key of `_UNPACK`, with the settings that its function reads (default "plain");
 - `divide`: whether the scale of the tensor divides the scales of blocks (default: it multiplies them);
-- `swizzled`: whether the scales of blocks are in the order of cuBLAS (default: row by row);
+- `swizzled`: whether the scales of blocks are in the order of the tensor cores (default: row by row);
 - `rotation`: the number of columns of a Hadamard matrix by which the values are multiplied (default: they are not);
 - `transposed`: whether the file has [experts, out, in] where the model has [experts, in, out].
 
@@ -20,16 +20,18 @@ from typing import Any
 import torch
 
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
-from dtype_engine.runtime.formats.row_blocks import CHUNK, parallel_map
 from dtype_engine.runtime.formats.schemes.parts import Parts
 from dtype_engine.runtime.formats.schemes.unpack import (
-    UNPACK,
-    rows_of_tiles,
+    decode_rows,
+    e2m1_pairs,
+    float_values,
+    look_up,
     scale_values,
-    unpack_bits,
-    unrotate,
-    write_row_words,
+    unpack,
+    write_plain,
 )
+
+Settings = Mapping[str, Any]
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
@@ -42,54 +44,75 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
     if settings.get("code") == "row words":
         parts = {role: part.t() for role, part in parts.items()}
     if len(weight.shape) == 2:
-        return _decode_rows(settings, parts, range(first, last), weight.shape[1])
+        return _decode_matrix(settings, parts, first, last, weight.shape[1])
     rows, columns = weight.shape[1:][::-1] if settings.get("transposed") else weight.shape[1:]
     out = torch.empty((last - first, rows, columns), dtype=torch.float32)
     for expert in range(first, last):
-        shared = {role for role, part in parts.items() if part.numel() == 1}
-        own = {role: part if role in shared else part[expert] for role, part in parts.items()}
+        own = {role: part if part.numel() == 1 else part[expert] for role, part in parts.items()}
         own[CODES] = own[CODES].flatten(1)
-        _fill(settings, own, range(rows), out[expert - first])
+        out[expert - first] = _decode_matrix(settings, own, 0, rows, columns)
     return out.transpose(1, 2) if settings.get("transposed") else out
 
 
-def _decode_rows(settings: Mapping[str, Any], parts: Parts, rows: range, columns: int) -> torch.Tensor:
-    """Return some rows of a weight whose rows have `columns` values: float32 [rows, columns]."""
-    packed = _rows_of_code(settings)
-    whole = range(rows.start // packed * packed, -(-rows.stop // packed) * packed)
-    out = torch.empty((len(whole), columns), dtype=torch.float32)
-    _fill(settings, parts, whole, out)
-    return out[rows.start - whole.start :][: len(rows)]
-
-
-def _rows_of_code(settings: Mapping[str, Any]) -> int:
-    """Return of how many rows a byte or word holds values."""
-    return {"row pairs": 2, "row words": 8}.get(settings.get("code", "plain"), 1)
-
-
-def _fill(settings: Mapping[str, Any], parts: Parts, rows: range, out: torch.Tensor) -> None:
-    """Write some rows of a weight to `out`, float32 [rows, columns], in pieces that a processor's cache holds."""
-    columns = out.shape[1]
-    unpack, packed = UNPACK[settings.get("code", "plain")], _rows_of_code(settings)
+def _decode_matrix(settings: Settings, parts: Parts, first: int, last: int, columns: int) -> torch.Tensor:
+    """Return the rows from `first` up to `last` of a matrix whose rows have `columns` values: float32 [last - first, columns]."""
+    code = settings.get("code", "plain")
+    write, packed = _UNPACK[code], {"row pairs": 2, "row words": 8}.get(code, 1)  # the rows that share a byte or word
     block = parts["columns"].to(torch.int64) if "columns" in parts else settings["block"][1]
     of_columns = parts["input_scale"].to(torch.float32) if "input_scale" in parts else None
-    step = max(8, CHUNK // max(1, columns) // 8 * 8)
-    starts = range(rows.start, rows.stop if columns else rows.start, step)
 
-    def work(indices: range) -> None:
-        for start in starts[indices.start : indices.stop : indices.step]:
-            taken = range(start, min(start + step, rows.stop))
-            piece = out[taken.start - rows.start : taken.stop - rows.start]
-            unpack(parts[CODES][taken.start // packed : taken.stop // packed], piece, settings)
-            if "zero_point" in parts:
-                _by_block(piece, _zeros(settings, parts["zero_point"], taken), block, torch.Tensor.sub_)
-            _by_block(piece, _scales(settings, parts, taken, columns), block, torch.Tensor.mul_)
-            if of_columns is not None:
-                piece.mul_(of_columns)
-            if "rotation" in settings:
-                piece.copy_(unrotate(piece, settings["rotation"]))
+    def fill(out: torch.Tensor, start: int, stop: int) -> None:
+        write(parts[CODES][start // packed : stop // packed], out, settings)
+        if "zero_point" in parts:
+            _by_block(out, _zeros(settings, parts["zero_point"], range(start, stop)), block, torch.Tensor.sub_)
+        _by_block(out, _scales(settings, parts, range(start, stop), columns), block, torch.Tensor.mul_)
+        if of_columns is not None:
+            out.mul_(of_columns)
+        if "rotation" in settings:
+            out.copy_(_unrotate(out, settings["rotation"]))
 
-    parallel_map(work, len(starts))
+    low, high = first // packed * packed, -(-last // packed) * packed
+    return decode_rows(low, high, columns, fill)[first - low : last - low]
+
+
+def _write_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
+    """Write integers of `bits` bits in int32 words, the first in the lowest bits. Each is stored plus 2^(bits-1)."""
+    unpack(codes, settings["bits"], out, settings["dense"])
+    out.sub_(1 << (settings["bits"] - 1))
+
+
+def _write_six_bits(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
+    """Write floats of six bits, of which three bytes have four, the first in the lowest bits. `element`: their dtype's name."""
+    unpack(codes, 6, out)
+    out.copy_(float_values(settings["element"]).index_select(0, out.view(-1).to(torch.int32)).view(out.shape))
+
+
+def _write_row_pairs(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
+    """Write int4 values in two's complement. A byte has one of row 2r, in its low bits, and one of row 2r + 1."""
+    rows, signed = out.view(len(codes), 2, -1), codes.view(torch.int8)
+    rows[:, 0] = (signed << 4) >> 4
+    rows[:, 1] = signed >> 4
+
+
+def _write_row_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
+    """Write integers of 4 bits. An int32 word has one of each of eight rows, whose places from the lowest bits on are `order`.
+    `signed`: whether they are in two's complement.
+    """
+    rows, codes = out.view(len(codes), 8, -1), codes.contiguous()
+    for place, row in enumerate(settings["order"]):
+        nibbles = (codes >> 4 * place).bitwise_and_(15)
+        rows[:, row] = nibbles.bitwise_xor_(8).sub_(8) if settings["signed"] else nibbles
+
+
+_UNPACK: Mapping[str, Callable[[torch.Tensor, torch.Tensor, Settings], None]] = {
+    "plain": lambda codes, out, settings: write_plain(codes, out),
+    "e2m1": lambda codes, out, settings: look_up(codes, e2m1_pairs(settings.get("high_first", False)), out),
+    "words": _write_words,
+    "six bits": _write_six_bits,
+    "row pairs": _write_row_pairs,
+    "row words": _write_row_words,
+}
+"""The function for each value of the setting `code`. It writes the values of some rows of codes to float32 [rows, columns]."""
 
 
 def _by_block(
@@ -114,39 +137,65 @@ def _by_block(
         change(values[:, whole * columns :], scale[:, whole:])
 
 
-def _scales(settings: Mapping[str, Any], parts: Parts, rows: range, columns: int) -> torch.Tensor:
+def _scales(settings: Settings, parts: Parts, rows: range, columns: int) -> torch.Tensor:
     """Return the scales of some rows, float32 [rows, blocks], or [1, blocks] if all rows have the same ones."""
     height, width = settings["block"]
     stored, blocks = parts["scale"], -(-columns // width)
     if settings.get("swizzled"):
-        scale = scale_values(rows_of_tiles(stored, rows, blocks))
+        scale = scale_values(_rows_of_tiles(stored, rows, blocks))
     else:
-        grid = stored.reshape(-1, blocks)
-        if len(grid) == 1:
-            scale = scale_values(grid)
-        elif height == 1:
-            scale = scale_values(grid[rows.start : rows.stop])
-        else:
-            first = rows.start // height
-            index = torch.arange(rows.start, rows.stop) // height - first
-            scale = scale_values(grid[first : -(-rows.stop // height)])[index]
+        scale = scale_values(_rows_of_blocks(stored.reshape(-1, blocks), rows, height))
     if "tensor_scale" in parts:
         of_tensor = parts["tensor_scale"].to(torch.float32).reshape(())
         scale = scale / of_tensor if settings.get("divide") else scale * of_tensor
     return scale
 
 
-def _zeros(settings: Mapping[str, Any], zero: torch.Tensor, rows: range) -> torch.Tensor:
-    """Return the zero points of some rows, float32 [rows, blocks], or [1, blocks] if all rows have the same ones. They are int8 or,
-    like codes, packed in int32 words, but along the first dimension.
+def _rows_of_blocks(grid: torch.Tensor, rows: range, height: int) -> torch.Tensor:
+    """Return the numbers of some rows [rows, blocks] from those of blocks of `height` rows, or [1, blocks] if there is one row."""
+    if len(grid) == 1 or height == 1:
+        return grid if len(grid) == 1 else grid[rows.start : rows.stop]
+    return grid[torch.arange(rows.start, rows.stop) // height]
+
+
+def _rows_of_tiles(scale: torch.Tensor, rows: range, blocks: int) -> torch.Tensor:
+    """Return the scales [rows, blocks] of some rows from the order in which tensor cores read them (cuBLAS documentation, "1D Block
+    Scaling Factors Layout"): tiles of 128 rows by 4 blocks, in which the scale of row r and block c is at (r % 32) * 16 + (r // 32)
+    * 4 + c. Tiles at the edges are padded.
+    """
+    across, top = -(-blocks // 4), rows.start // 128
+    tiles = scale.view(torch.uint8).reshape(-1, across, 32, 4, 4)[top : -(-rows.stop // 128)]
+    found = tiles.permute(0, 3, 2, 1, 4).reshape(-1, across * 4)
+    return found[rows.start - top * 128 : rows.stop - top * 128, :blocks].contiguous().view(scale.dtype)
+
+
+def _zeros(settings: Settings, zero: torch.Tensor, rows: range) -> torch.Tensor:
+    """Return the zero points of some rows, float32 [rows, blocks], or [1, blocks] if all rows have the same ones. They are numbers
+    or, like codes, packed in int32 words, but along the first dimension.
     """
     if settings.get("code") == "row words":
         out = torch.empty((len(rows), zero.shape[1]), dtype=torch.float32)
-        write_row_words(zero[rows.start // 8 : rows.stop // 8], out, settings)
+        _write_row_words(zero[rows.start // 8 : rows.stop // 8], out, settings)
         return out
     if zero.dtype != torch.int32:
-        zero = zero.reshape(-1, zero.shape[-1] if zero.dim() > 1 else 1)
-        return (zero if len(zero) == 1 else zero[rows.start : rows.stop]).to(torch.float32)
-    bits = settings["bits"]
-    signed = unpack_bits(zero.t(), rows, bits, settings["dense"]).sub_(1 << (bits - 1))
-    return signed.t().to(torch.float32)
+        grid = zero.reshape(-1, zero.shape[-1] if zero.dim() > 1 else 1)
+        return _rows_of_blocks(grid, rows, settings["block"][0]).to(torch.float32)
+    bits, dense = settings["bits"], settings["dense"]
+    together, taken = (32, bits) if dense else (32 // bits, 1)  # the rows of whole words, and the number of these words
+    low, high = rows.start // together, -(-rows.stop // together)
+    words = zero[low * taken : high * taken].t()
+    out = torch.empty((len(words), min((high - low) * together, 32 * words.shape[1] // bits)), dtype=torch.float32)
+    unpack(words, bits, out, dense)
+    return out[:, rows.start - low * together :][:, : len(rows)].t().sub(1 << (bits - 1))
+
+
+def _unrotate(values: torch.Tensor, columns: int) -> torch.Tensor:
+    """Multiply each group of `columns` columns of float32 values by ConvRot's Hadamard matrix, a Kronecker power of H = J / 2 - P,
+    where J is a 4 x 4 matrix of ones, and P reverses four values. It is its own inverse.
+    """
+    shape, apart = values.shape, 1
+    while apart < columns:
+        quads = values.reshape(-1, 4, apart)
+        values = quads.sum(1, keepdim=True).mul_(0.5) - quads.flip(1)
+        apart *= 4
+    return values.view(shape)

@@ -22,10 +22,13 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
 
     The codes of a block type are the bytes of the rows; those of F32, F16 and BF16 are values.
     """
-    codes = parts[CODES].view(weight.shape[0], -1)
-    heads = weight.settings.get("heads")
+    packed, heads = weight.parts[CODES].packed, weight.settings.get("heads")
+    if packed and len(weight.shape) == 1:  # a vector is one row of blocks
+        codes, packed = _dequantize(weight, parts[CODES].view(1, -1)).view(-1, 1), False
+    else:
+        codes = parts[CODES].view(weight.shape[0], -1)
     rows = codes[first:last] if heads is None else codes[_rows_of_halves(weight.shape[0], heads, first, last)]
-    values = _dequantize(weight, rows) if weight.parts[CODES].packed else rows.to(torch.float32)
+    values = _dequantize(weight, rows) if packed else rows.to(torch.float32)
     if "offset" in weight.settings:
         values = values + weight.settings["offset"]
     return values.reshape(last - first, *weight.shape[1:])
@@ -57,7 +60,7 @@ def _dequantize(weight: EncodedWeight, rows: torch.Tensor) -> torch.Tensor:
     block, width = GGML_QUANT_SIZES[kind]
     blocks = rows.contiguous().view(-1, width)
     step = max(1, _VALUES_AT_ONCE // block)
-    values = torch.empty(len(blocks) * block)
+    values = torch.empty(len(blocks) * block, dtype=torch.float32)
     with failures_as(UserError, f"{part.file}: the gguf package can't dequantize {printable(part.name)}"):
         for first in range(0, len(blocks), step):
             piece = _values(blocks[first : first + step], kind)

@@ -8,7 +8,7 @@ from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.formats.schemes.parts import Parts
-from dtype_engine.runtime.formats.schemes.words import decode_rows, scale_groups, unpack
+from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_groups, unpack
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
@@ -22,7 +22,7 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
     zero = _zero_points(weight, parts["zero"], first, last)
 
     def fill(out: torch.Tensor, start: int, stop: int) -> None:
-        unpack(parts[CODES][:, start:stop].t().contiguous(), bits, out)
+        unpack(parts[CODES][:, start:stop].t(), bits, out)
         rows = slice(start - first, stop - first)
         if order is None:
             scale_groups(out, scale[rows], zero[rows])
@@ -40,10 +40,10 @@ def _zero_points(weight: EncodedWeight, packed: torch.Tensor, first: int, last: 
     """
     bits, added = weight.settings["bits"], weight.settings["added"]
     low, high = first // 32 * 32, min(-(-last // 32) * 32, weight.shape[0])  # 32 codes take whole words
-    zero = torch.empty(len(packed), high - low)
+    zero = torch.empty(len(packed), high - low, dtype=torch.float32)
     words = packed[:, low * bits // 32 : high * bits // 32].view(torch.int32)
     if bits == 3:
-        unpack(words.contiguous(), bits, zero)
+        unpack(words, bits, zero)
         zero.add_(added).remainder_(8)
     else:
         ones = sum(1 << place for place in range(0, 32, bits))

@@ -6,7 +6,7 @@ import torch
 
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
 from dtype_engine.runtime.formats.schemes.parts import Parts
-from dtype_engine.runtime.formats.schemes.words import decode_rows, scale_groups
+from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_groups
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:

@@ -6,18 +6,18 @@ import torch
 
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
 from dtype_engine.runtime.formats.schemes.parts import Parts
-from dtype_engine.runtime.formats.schemes.words import (
+from dtype_engine.runtime.formats.schemes.unpack import (
     decode_rows,
     e2m1_pairs,
-    float8_values,
     look_up,
     scale_groups,
+    scale_values,
     unpack,
+    write_plain,
 )
 
 _LARGEST_NVFP4 = 448.0 * 6.0
 """The value of the largest code times the largest scale, which stands for a tensor's `global_scale`."""
-_SCALES = {"mxfp4": torch.float8_e8m0fnu, "mxfp8": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
@@ -29,16 +29,17 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
     codes, scale = (parts[role].flatten(0, -2) for role in (CODES, "scale"))
     if mode == "affine":
         bias = parts["bias"].flatten(0, -2)
-    else:
-        scale = scale.view(_SCALES[mode])
-        table = e2m1_pairs() if bits == 4 else float8_values(torch.float8_e4m3fn)
+    elif mode == "nvfp4":
+        scale = scale.view(torch.float8_e4m3fn)
 
     def fill(out: torch.Tensor, start: int, stop: int) -> None:
         if mode == "affine":
             unpack(codes[start:stop], bits, out)
+        elif bits == 4:
+            look_up(codes[start:stop], e2m1_pairs(), out)
         else:
-            look_up(codes[start:stop], table, out)
-        factors = scale[start:stop].to(torch.float32)
+            write_plain(codes[start:stop].view(torch.float8_e4m3fn), out)
+        factors = scale_values(scale[start:stop])
         if "global_scale" in parts:
             matrices = torch.arange(start, stop) // weight.shape[-2]
             factors *= parts["global_scale"].view(-1, 1)[matrices] / _LARGEST_NVFP4

@@ -8,7 +8,7 @@ import torch
 
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
 from dtype_engine.runtime.formats.schemes.parts import Parts
-from dtype_engine.runtime.formats.schemes.words import decode_rows, scale_groups, write_values
+from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_groups, write_plain
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
@@ -16,7 +16,7 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
     scale = parts["scale"].view(-1, 1).to(torch.float32)
 
     def fill(out: torch.Tensor, start: int, stop: int) -> None:
-        write_values(parts[CODES][start:stop], out)
+        write_plain(parts[CODES][start:stop].flatten(1), out)
         scale_groups(out, scale[start:stop])
 
     return decode_rows(first, last, math.prod(weight.shape[1:]), fill).view(-1, *weight.shape[1:])

@@ -1,155 +1,136 @@
-"""Turns codes, as the files of other programs pack them, into float32 values. A weight is decoded at every use, so each function
-is a few operations on memory that the processor's cache holds: torch's own conversion of float8 takes five times as long.
+"""Turns codes, as the files of other programs pack them, into float32 values in memory that is allocated once.
+
+A weight is decoded whenever it is used. Fresh memory takes longer than the arithmetic, so codes are unpacked into the result in
+pieces of some rows, and each function is a few operations on memory that the processor's cache holds.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from math import gcd
 
 import torch
 
 from dtype_engine.core import dtypes
+from dtype_engine.runtime.formats.row_blocks import CHUNK, parallel_map
 
-Unpack = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], None]
-"""Writes the values of some rows of codes, as the file packs them, to float32 memory [rows, columns]. The last argument is the
-weight's `settings`.
+_ALIGNED = 32
+"""A piece starts at a multiple of this number of rows after the first row, so that it starts at a whole word if codes are packed
+along the rows.
+"""
+Fill = Callable[[torch.Tensor, int, int], None]
+"""`fill(out, start, stop)` writes the rows from `start` up to `stop` of a weight to `out`, float32 [stop - start, columns], which
+is contiguous and holds no values yet. It is called in several threads.
 """
 
 
-def write_plain(codes: torch.Tensor, out: torch.Tensor, settings: Mapping[str, Any]) -> None:
-    """Write codes of which each is an element of its own: float8 or int8."""
-    if codes.dtype == torch.float8_e4m3fn:
-        _write_e4m3(codes, out)
-    elif codes.dtype == torch.float8_e5m2:  # the upper byte of a float16
-        out.copy_(codes.view(torch.uint8).to(torch.int16).bitwise_left_shift_(8).view(torch.float16))
-    else:
-        out.copy_(codes)
+def decode_rows(first: int, last: int, columns: int, fill: Fill) -> torch.Tensor:
+    """Return the rows from `first` up to `last` of a weight, float32 [last - first, columns]. `fill` writes them in pieces."""
+    with torch.inference_mode(False):  # the other threads are in no inference mode, and may not write to its tensors
+        out = torch.empty(last - first, columns, dtype=torch.float32)
+    step = max(CHUNK // max(columns, 1) // _ALIGNED, 1) * _ALIGNED
+    starts = range(first, last, step)
+
+    def work(pieces: range) -> None:
+        for start in (starts[piece] for piece in pieces):
+            stop = min(start + step, last)
+            fill(out[start - first : stop - first], start, stop)
+
+    parallel_map(work, len(starts))
+    return out
 
 
-def _write_e4m3(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """Write float8_e4m3fn. Its bits, moved to sign, exponent and mantissa of a float16, are its value / 256, subnormal values
-    included. Only NaN would become 480.
+def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor, dense: bool = True) -> None:
+    """Write the codes of `bits` bits each, 1 to 8, in every row of `packed` as float32 to `out`. The lowest bits come first.
+
+    packed: [rows, bytes or words] of any integer dtype. out: float32 [rows, codes], contiguous. Codes beyond its last
+    column are left out. dense: whether a code may begin in one byte or word and end in the next. Otherwise `packed` is int32, and
+    the highest bits of a word are unused if they are too few for a code.
     """
-    raw = codes.view(torch.uint8)
-    bits = raw.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    out.copy_(bits.view(torch.float16)).mul_(256)
-    magnitudes = raw & 0x7F
-    if raw.numel() and int(magnitudes.amax()) == 0x7F:
-        out.masked_fill_(magnitudes == 0x7F, torch.nan)
+    if packed.stride(-1) != 1:
+        packed = packed.clone(memory_format=torch.contiguous_format)
+    columns, raw = out.shape[1], packed.view(torch.uint8)
+    if bits == 8:
+        out.copy_(raw[:, :columns])
+        return
+    if bits == 4:
+        nibbles = raw.to(torch.int16)
+        nibbles = (nibbles << 4).bitwise_or_(nibbles).bitwise_and_(0x0F0F)
+        out.copy_(nibbles.view(torch.uint8)[:, :columns])
+        return
+    together = 8 // gcd(8, bits) if dense else 32 // bits  # the fewest codes that take whole bytes, or those of a word
+    count = -(-columns // together)
+    whole = out if count * together == columns else out.new_empty(len(out), count * together)
+    codes = whole.view(len(out), count, together)
+    if dense:
+        width = together * bits // 8
+        missing = max(0, count * width - raw.shape[1])
+        words = torch.nn.functional.pad(raw, (0, missing))[:, : count * width].view(len(out), count, width)
+    else:
+        words = packed[:, :count, None]
+    for index in range(together):
+        word, shift = divmod(index * bits, 8) if dense else (0, index * bits)
+        code = words[..., word] >> shift
+        if dense and shift + bits > 8:
+            code.bitwise_or_(words[..., word + 1] << (8 - shift))
+        codes[..., index] = code.bitwise_and_((1 << bits) - 1)
+    if whole is not out:
+        out.copy_(whole[:, :columns])
+
+
+def look_up(codes: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the entry of a table for each byte of `codes` to `out`, float32, contiguous. codes: contiguous, of any dtype. table:
+    float32 [256], or [256, 2] for bytes that hold two codes each.
+    """
+    entries = table if table.dim() == 1 else table.view(torch.int64).view(-1)  # two values are copied as one number
+    index = codes.view(torch.uint8).reshape(-1).to(torch.int32)
+    torch.index_select(entries, 0, index, out=out.view(entries.dtype).view(-1))
+
+
+def pairs(values: torch.Tensor, high_first: bool = False) -> torch.Tensor:
+    """Return the table for `look_up` of bytes that hold two codes each, float32 [256, 2]. values: the values of the 16 codes,
+    float32. high_first: the first code is in the high nibble of a byte.
+    """
+    table = torch.stack((values.repeat(16), values.repeat_interleave(16)), 1)
+    return table.flip(1).contiguous() if high_first else table
 
 
 @cache
-def _values_of(element: str) -> torch.Tensor:
+def float_values(element: str) -> torch.Tensor:
     """Return the values of all codes of a float of 4 or 6 bits, float32 [codes]: sign, exponent, mantissa, and no NaN."""
     row = dtypes.BY_NAME[element]
     bits, bias = 1 + row.exponent + row.mantissa, (1 << (row.exponent - 1)) - 1
     codes = torch.arange(1 << bits)
-    mantissa = (codes & ((1 << row.mantissa) - 1)) / (1 << row.mantissa)
+    mantissa = (codes & ((1 << row.mantissa) - 1)).to(torch.float32) / (1 << row.mantissa)
     exponent = (codes >> row.mantissa) & ((1 << row.exponent) - 1)
-    magnitude = torch.where(exponent == 0, mantissa * 2.0, 1 + mantissa) * 2.0 ** (exponent - bias)
-    return torch.where(codes >> (bits - 1) == 1, -magnitude, magnitude).to(torch.float32)
+    magnitude = torch.ldexp(torch.where(exponent == 0, mantissa, 1 + mantissa), exponent.clamp(1) - bias)
+    return torch.where(codes >> (bits - 1) == 1, -magnitude, magnitude)
 
 
 @cache
-def _e2m1_pairs(high_first: bool) -> torch.Tensor:
-    """Return the two e2m1 values of each byte as two float16, which one int32 holds: int32 [256]."""
-    values, codes = _values_of("nvfp4").to(torch.float16), torch.arange(256)
-    low, high = values[codes & 0xF], values[codes >> 4]
-    return torch.stack((high, low) if high_first else (low, high), 1).view(torch.int32).flatten()
+def e2m1_pairs(high_first: bool = False) -> torch.Tensor:
+    """Return the table for `look_up` of bytes that hold two e2m1 codes. high_first: the first code is in the high nibble."""
+    return pairs(float_values("nvfp4"), high_first)
 
 
-def write_e2m1(codes: torch.Tensor, out: torch.Tensor, settings: Mapping[str, Any]) -> None:
-    """Write e2m1 values, of which each byte has two: the first in the low bits or, if `high_first` is set, in the high bits."""
-    table = _e2m1_pairs(settings.get("high_first", False))
-    pairs = table.index_select(0, codes.view(torch.uint8).reshape(-1).to(torch.int32))
-    out.copy_(pairs.view(torch.float16).view(len(codes), -1)[:, : out.shape[1]])
-
-
-def write_words(codes: torch.Tensor, out: torch.Tensor, settings: Mapping[str, Any]) -> None:
-    """Write integers of `bits` bits in int32 words, the first in the lowest bits. Each is stored plus 2^(bits-1)."""
-    bits, columns = settings["bits"], out.shape[1]
-    if bits == 8:
-        out.copy_(codes.view(torch.int8).bitwise_xor(-128)[:, :columns])
-    elif bits == 4:
-        pairs = codes.view(torch.uint8).to(torch.int16)
-        nibbles = (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F).view(torch.int8).sub_(8)
-        out.copy_(nibbles[:, :columns])
+def write_plain(codes: torch.Tensor, out: torch.Tensor) -> None:
+    """Write codes that are numbers of their dtype, int8 or float8, to `out` of the same shape. torch's own conversion of float8
+    takes five times as long.
+    """
+    if codes.dtype == torch.float8_e4m3fn:
+        # Its bits, moved to sign, exponent and mantissa of a float16, are its value / 256, subnormal values included. Only NaN
+        # would become 480.
+        raw = codes.view(torch.uint8)
+        bits = raw.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+        out.copy_(bits.view(torch.float16)).mul_(256)
+        magnitudes = raw & 0x7F
+        if raw.numel() and int(magnitudes.amax()) == 0x7F:
+            out.masked_fill_(magnitudes == 0x7F, torch.nan)
+    elif codes.dtype == torch.float8_e5m2:  # the upper byte of a float16
+        out.copy_(codes.view(torch.uint8).to(torch.int16).bitwise_left_shift_(8).view(torch.float16))
     else:
-        words, count = _groups(codes, bits) if settings["dense"] else (codes, 32 // bits)
-        out.copy_(_split(words, bits, count)[:, :columns].sub_(1 << (bits - 1)))
-
-
-def write_six_bits(codes: torch.Tensor, out: torch.Tensor, settings: Mapping[str, Any]) -> None:
-    """Write floats of six bits, of which three bytes have four, the first in the lowest bits. `element`: their dtype's name."""
-    found = _split(_groups(codes, 6)[0], 6, 4)
-    out.copy_(_values_of(settings["element"]).index_select(0, found.flatten()).view(found.shape)[:, : out.shape[1]])
-
-
-def write_row_pairs(codes: torch.Tensor, out: torch.Tensor, settings: Mapping[str, Any]) -> None:
-    """Write int4 values in two's complement. A byte has one of row 2r, in its low bits, and one of row 2r + 1."""
-    rows, signed = out.view(len(codes), 2, -1), codes.view(torch.int8)
-    rows[:, 0] = (signed << 4) >> 4
-    rows[:, 1] = signed >> 4
-
-
-def write_row_words(codes: torch.Tensor, out: torch.Tensor, settings: Mapping[str, Any]) -> None:
-    """Write integers of 4 bits. An int32 word has one of each of eight rows, whose places from the lowest bits on are `order`.
-    `signed`: whether they are in two's complement.
-    """
-    rows = out.view(len(codes), 8, -1)
-    for place, row in enumerate(settings["order"]):
-        nibbles = (codes >> 4 * place).bitwise_and_(15)
-        rows[:, row] = nibbles.bitwise_xor_(8).sub_(8) if settings["signed"] else nibbles
-
-
-UNPACK: Mapping[str, Unpack] = {
-    "plain": write_plain,
-    "e2m1": write_e2m1,
-    "words": write_words,
-    "six bits": write_six_bits,
-    "row pairs": write_row_pairs,
-    "row words": write_row_words,
-}
-"""The function for each value of the setting `code`."""
-
-
-def _groups(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, int]:
-    """Join the bytes of codes that are packed without gaps: the fewest bytes with a whole number of codes to an integer.
-
-    Returns (integers [rows, groups], number of codes in each). For example, 3 bytes have 8 codes of 3 bits or 4 of 6 bits.
-    """
-    count = 8 // math.gcd(bits, 8)
-    width = bits * count // 8
-    raw = codes.view(torch.uint8)
-    if spare := raw.shape[1] % width:
-        raw = torch.nn.functional.pad(raw, (0, width - spare))
-    groups = raw.view(len(raw), -1, width).to(torch.int32 if width < 4 else torch.int64)
-    joined = groups[:, :, 0]
-    for place in range(1, width):
-        joined = joined | groups[:, :, place] << 8 * place
-    return joined, count
-
-
-def _split(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Return `count` unsigned integers of `bits` bits from each integer [rows, words], lowest bits first: [rows, count * words]."""
-    shifts = torch.arange(count, dtype=words.dtype) * bits
-    return ((words[:, :, None] >> shifts).bitwise_and_((1 << bits) - 1)).flatten(1)
-
-
-def unpack_bits(words: torch.Tensor, indices: range, bits: int, dense: bool) -> torch.Tensor:
-    """Return the unsigned integers with the given indices in each row of int32 words [rows, words]: int64 [rows, indices].
-
-    dense: whether integers continue in the next word if a word has too few bits left. Otherwise these bits are unused.
-    """
-    index = torch.arange(indices.start, indices.stop)
-    start = index * bits if dense else index // (32 // bits) * 32 + index % (32 // bits) * bits
-    word = start // 32
-    low = words.index_select(1, word).to(torch.int64) & 0xFFFFFFFF
-    high = words.index_select(1, (word + 1).clamp_(max=words.shape[1] - 1)).to(torch.int64)
-    return ((high << 32).bitwise_or_(low) >> (start % 32)) & ((1 << bits) - 1)
+        out.copy_(codes)
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
@@ -159,30 +140,16 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
         # 2^-127 is a subnormal float32, whose bits are not an exponent alone.
         powers = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
         return powers.masked_fill_(exponents == 255, torch.nan)
-    if scale.dtype == torch.float8_e4m3fn:
-        out = torch.empty(scale.shape, dtype=torch.float32)
-        _write_e4m3(scale, out)
-        return out
-    return scale.to(torch.float32)
+    out = torch.empty(scale.shape, dtype=torch.float32)
+    write_plain(scale, out)
+    return out
 
 
-def rows_of_tiles(scale: torch.Tensor, rows: range, blocks: int) -> torch.Tensor:
-    """Return the scales [rows, blocks] of some rows from the order in which cuBLAS wants them: tiles of 128 rows by 4 blocks, in
-    which the scale of row r and block c is at (r % 32) * 16 + (r // 32) * 4 + c. Tiles at the edges are padded.
+def scale_groups(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None) -> None:
+    """Subtract each group's zero point from its values, and multiply them by its scale, in place. values: float32 [rows, columns],
+    contiguous. scale, zero: float32 [rows or 1, groups]; each group has the same number of columns.
     """
-    across, top = -(-blocks // 4), rows.start // 128
-    tiles = scale.reshape(-1, across, 32, 4, 4)[top : -(-rows.stop // 128)]
-    found = tiles.permute(0, 3, 2, 1, 4).reshape(-1, across * 4)
-    return found[rows.start - top * 128 : rows.stop - top * 128, :blocks]
-
-
-def unrotate(values: torch.Tensor, columns: int) -> torch.Tensor:
-    """Multiply each group of `columns` columns of float32 values by ConvRot's Hadamard matrix, a Kronecker power of H = J / 2 - P,
-    where J is a 4 x 4 matrix of ones, and P reverses four values. It is its own inverse.
-    """
-    shape, apart = values.shape, 1
-    while apart < columns:
-        quads = values.reshape(-1, 4, apart)
-        values = quads.sum(1, keepdim=True).mul_(0.5) - quads.flip(1)
-        apart *= 4
-    return values.view(shape)
+    grouped = values.view(len(values), scale.shape[1], -1)
+    if zero is not None:
+        grouped.sub_(zero[..., None])
+    grouped.mul_(scale[..., None])

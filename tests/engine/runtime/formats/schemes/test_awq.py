@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.helpers.quantised_files import awq
+from tests.helpers.quantized_files import awq
 
 
 @pytest.mark.parametrize("layout", ["gemm", "gemv"])

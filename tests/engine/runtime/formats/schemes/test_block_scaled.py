@@ -32,7 +32,7 @@ def test_every_value_is_its_code_times_its_scales(case: str, tmp_path: Path) -> 
 
 
 def test_rows_that_span_several_pieces_are_equal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("dtype_engine.runtime.formats.schemes.block_scaled.CHUNK", 400)
+    monkeypatch.setattr("dtype_engine.runtime.formats.schemes.unpack.CHUNK", 400)
     for case in ("ct fp8 in blocks", "ct int4 with zero points", "modelopt int4", "comfy nvfp4", "quark int4"):
         (folder := tmp_path / case).mkdir()
         made = CASES[case]()
@@ -44,7 +44,7 @@ def test_rows_that_span_several_pieces_are_equal(monkeypatch: pytest.MonkeyPatch
 def test_every_code_of_one_byte_has_the_value_that_torch_gives_it(dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(dtype)
     out = torch.empty(16, 16)
-    write_plain(codes, out, {})
+    write_plain(codes, out)
     torch.testing.assert_close(out, codes.to(torch.float32), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(torch.signbit(out)[~out.isnan()], torch.signbit(codes.to(torch.float32))[~out.isnan()])
 
@@ -55,13 +55,19 @@ def test_every_exponent_is_the_power_of_two_that_torch_gives_it() -> None:
     torch.testing.assert_close(scale_values(codes), right, rtol=0, atol=0, equal_nan=True)
 
 
-def test_values_are_float32_whatever_torch_takes_by_default(tmp_path: Path) -> None:
-    made = CASES["ct nvfp4"]()
+def test_several_threads_in_inference_mode_whatever_dtype_torch_takes_by_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("dtype_engine.runtime.formats.schemes.unpack.CHUNK", 1)
+    made = CASES["comfy nvfp4"]()
     weight = open_checkpoint(made.save(tmp_path)).encoded["x.weight"]
-    before = torch.get_default_dtype()
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     torch.set_default_dtype(torch.bfloat16)
+    torch.set_num_threads(2)
     try:
-        values = read_encoded(weight)
+        with torch.inference_mode():
+            values = read_encoded(weight)
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
     np.testing.assert_array_equal(values.numpy(), made.right["x.weight"])

@@ -9,17 +9,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.helpers.quantized_files import e4m3
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.runtime.model.mmap_reader import read_encoded
 
 _BLOCK = (128, 128)
-
-
-def _value(code: int) -> float:
-    """The value of a code in float8_e4m3fn by the definition of the format: sign, 4 bits of exponent, 3 bits of mantissa."""
-    sign, exponent, mantissa = -1.0 if code & 128 else 1.0, code >> 3 & 15, code & 7
-    return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(256, 128), (576, 320), (5, 130)])
@@ -41,7 +36,7 @@ def test_each_value_is_its_code_times_the_scale_of_its_block(tmp_path: Path, row
     weight = checkpoint.encoded["x.weight"]
     right = np.array(
         [
-            [np.float32(_value(int(codes[i, j]))) * scales[i // 128, j // 128] for j in range(columns)]
+            [np.float32(e4m3(int(codes[i, j]))) * scales[i // 128, j // 128] for j in range(columns)]
             for i in range(rows)
         ],
         np.float32,
@@ -50,6 +45,21 @@ def test_each_value_is_its_code_times_the_scale_of_its_block(tmp_path: Path, row
     assert weight.format == "fp8:e4m3@128x128"
     np.testing.assert_array_equal(read_encoded(weight).numpy(), right)
     np.testing.assert_array_equal(read_encoded(weight, 3, 5).numpy(), right[3:5])
+
+
+def test_stacked_experts_whose_rows_are_no_multiple_of_a_block(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    codes = random.integers(0, 120, (3, 130, 140), dtype=np.uint8)
+    scales = random.uniform(0.5, 2, (3, 2, 2)).astype(np.float32)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors = {name: torch.from_numpy(codes).view(torch.float8_e4m3fn), f"{name}_scale_inv": torch.from_numpy(scales)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(_BLOCK)}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weight = open_checkpoint(tmp_path).encoded[name]
+    right = np.vectorize(e4m3)(codes).astype(np.float32) * scales.repeat(128, 1).repeat(128, 2)[:, :130, :140]
+    np.testing.assert_array_equal(read_encoded(weight).numpy(), right)
+    np.testing.assert_array_equal(read_encoded(weight, 1, 2).numpy(), right[1:2])
 
 
 def test_scales_that_do_not_cover_the_blocks_make_no_weight(tmp_path: Path) -> None:

@@ -149,3 +149,36 @@ def test_an_unknown_architecture_keeps_its_names(tmp_path: Path) -> None:
     assert checkpoint.config is None
     assert not checkpoint.encoded
     assert list(checkpoint.weights) == ["blk.0.time_mix_key.weight"]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "unknown"])
+def test_a_vector_of_blocks_is_one_row(architecture: str, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(1, 64)).astype(np.float32)
+    blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture)
+    writer.add_tensor("output_norm.weight", blocks[0], raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (weight,) = open_checkpoint(tmp_path / "x.gguf").encoded.values()
+    right = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)[0]
+    assert weight.shape == (64,)
+    np.testing.assert_array_equal(read_encoded(weight).numpy(), right)
+    np.testing.assert_array_equal(read_encoded(weight, 3, 40).numpy(), right[3:40])
+
+
+@pytest.mark.parametrize("heads", [[2, 2], False, 3])
+def test_heads_that_are_not_those_of_the_weights_make_no_model(
+    heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = {list: "add_array", bool: "add_bool", int: "add_uint32"}[type(heads)]
+    field = "llama.attention.head_count_kv"
+    monkeypatch.setattr(gguf.GGUFWriter, "add_head_count_kv", lambda self, count: getattr(self, add)(field, heads))
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(**_SIZES | {"num_key_value_heads": 4})
+    )
+    _write(tmp_path / "model.gguf", "llama", model, gguf.GGMLQuantizationType.Q8_0)
+    checkpoint = open_checkpoint(tmp_path / "model.gguf")
+    assert checkpoint.config is None
+    assert "blk.0.attn_k.weight" in checkpoint.encoded

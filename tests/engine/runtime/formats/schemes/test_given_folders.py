@@ -23,7 +23,7 @@ from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.runtime.model.mmap_reader import read_encoded, read_mapped
 
 _GIVEN = Path(os.environ.get("DTYPE_TUI_QUANTISED") or "/nonexistent")
-_FOLDERS = sorted(path.parent.name for path in _GIVEN.glob("*/truth.json") if not any(path.parent.glob("*.gguf")))
+_FOLDERS = sorted(path.parent.name for path in _GIVEN.glob("*/truth.json"))
 _DEEPSEEK_V4 = (
     (r"^embed\.", "model.embed_tokens."), (r"^head\.", "lm_head."), (r"^(layers|norm)\.", r"model.\1."),
     (r"^hc_head_", "model.hc_head.hc_"), (r"\.hc_(attn|ffn)_", r".\1_hc."), (r"\.attn_norm\.", ".input_layernorm."),
@@ -71,14 +71,17 @@ def _found(values: Mapping[str, np.ndarray], name: str) -> np.ndarray | None:
 def test_every_value_equals_the_truth(folder: str) -> None:
     path = _GIVEN / folder
     single = path / "model.safetensors"
-    checkpoint = open_checkpoint(path if single.exists() else next(path.glob("*.safetensors")))
+    checkpoint = open_checkpoint(
+        path if single.exists() else next(iter((*path.glob("*.gguf"), *path.glob("*.safetensors"))))
+    )
     model_type = (checkpoint.config or {}).get("model_type")
     encoded = checkpoint.encoded
     parts = {tensor.name for weight in encoded.values() for tensor in weight.tensors}
     values = {_renamed(name, model_type): read_encoded(weight).numpy() for name, weight in encoded.items()}
     for name, tensor in checkpoint.tensors.items():
         if name not in parts and tensor.dtype in ("float32", "bfloat16", "float16"):
-            values.setdefault(_renamed(name, model_type), read_mapped(tensor).float().numpy())
+            own = checkpoint.renamed.get(name, name)
+            values.setdefault(_renamed(own, model_type), read_mapped(tensor).float().numpy())
     truth = safetensors.numpy.load(lzma.decompress((path / "truth.safetensors.xz").read_bytes()))
     faults = []
     for name, right in truth.items():

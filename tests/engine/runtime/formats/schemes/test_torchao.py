@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.quantised_files import torchao_blocks, torchao_swizzled
+from tests.helpers.quantized_files import torchao_blocks, torchao_swizzled
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,7 @@ from tests.helpers.quantised_files import torchao_blocks, torchao_swizzled
         ("int4", (1, 32), True, "int4@g32"),
         ("int8", (1, 64), True, "int8@channel"),
         ("int8", (1, 64), False, "int8@channel"),
+        ("int8", (32, 32), True, "int8@32x32"),
         ("e4m3", (1, 64), False, "e4m3@channel"),
         ("e4m3", (40, 64), False, "e4m3@tensor"),
         ("e4m3", (32, 32), False, "e4m3@32x32"),

@@ -1,0 +1,232 @@
+"""A weight whose tensors could be read in several ways is read in the way that its configuration means, or not at all. What is not
+read is named as part of a quantised weight, and never taken for plain values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.helpers.quantized_files import Made, awq, bnb_4bit, gptq, mlx_affine, torchao_blocks
+from tests.helpers.scaled_weights import CASES, Case, ct
+
+from dtype_engine.checkpoint import Checkpoint, open_checkpoint
+from dtype_engine.checkpoint.check import check
+from dtype_engine.runtime.model.mmap_reader import read_encoded
+
+
+def assert_unread(checkpoint: Checkpoint) -> None:
+    """No weight is read, and every tensor has a reason why it can't be cast."""
+    assert not checkpoint.encoded
+    assert all(tensor.uncastable_reason for tensor in checkpoint.tree().tensors.values())
+
+
+def values_of(case: Case, folder: Path) -> np.ndarray[Any, Any]:
+    """The values of a case's only weight, as they are read."""
+    (weight,) = open_checkpoint(case.save(folder)).encoded.values()
+    return read_encoded(weight).numpy()
+
+
+def _other_group(case: Case, targets: list[str], **settings: Any) -> dict[str, Any]:
+    """The group of a case's configuration with other settings, and for other modules."""
+    assert case.config is not None
+    (own,) = case.config["quantization_config"]["config_groups"].values()
+    return {**own, "targets": targets, "weights": {**own["weights"], **settings}}
+
+
+@pytest.mark.parametrize("targets", [["re:y"], ["Embedding"], ["model.layers.0.y"]])
+@pytest.mark.parametrize("name", ["ct int4 with zero points", "ct int4 in groups"])
+def test_zero_points_tell_which_of_several_groups_a_module_is_in(name: str, targets: list[str], tmp_path: Path) -> None:
+    case = CASES[name]()
+    symmetric = _other_group(case, ["Linear"])["weights"]["symmetric"]
+    case.config = ct(_other_group(case, targets, symmetric=not symmetric), _other_group(case, ["Linear"]))
+    np.testing.assert_array_equal(values_of(case, tmp_path), case.right["x.weight"])
+
+
+@pytest.mark.parametrize(("location", "read"), [("weight_input", True), ("weight_output", True), ("input", False)])
+def test_weights_of_a_model_that_transforms_its_inputs_are_not_read(location: str, read: bool, tmp_path: Path) -> None:
+    case = CASES["ct int4 in groups"]()
+    assert case.config is not None
+    apply = [{"targets": ["Linear"], "location": location, "inverse": False}]
+    transforms = {"config_groups": {"R4": {"type": "hadamard", "apply": apply}}}
+    case.config["quantization_config"]["transform_config"] = transforms
+    checkpoint = open_checkpoint(case.save(tmp_path))
+    if read:
+        assert checkpoint.encoded
+    else:
+        assert_unread(checkpoint)
+
+
+def test_stacked_experts_have_no_order_of_columns(tmp_path: Path) -> None:
+    case = CASES["ct int4 stacked"]()
+    case.tensors["x.weight_g_idx"] = torch.arange(64, dtype=torch.int32) // 32
+    assert_unread(open_checkpoint(case.save(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "shape"),
+    [
+        ("ct fp8 by rows", "x.weight_scale", (1, 48)),
+        ("fp8 by rows", "x.weight_scale", (1, 48)),
+        ("modelopt fp8 by rows", "x.weight_scale", (1, 48)),
+        ("gpt-oss", "model.layers.0.mlp.experts.gate_up_proj_scales", (1, 3, 10, 2)),
+        ("ct int4 stacked", "x.weight_scale", (1, 3, 8, 2)),
+    ],
+)
+def test_scales_along_another_dimension_make_no_weight(
+    name: str, part: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    case = CASES[name]()
+    if shape == (1, 48):  # as many columns as rows, so that the number of scales tells nothing
+        case.tensors["x.weight"] = torch.zeros(48, 48).to(torch.float8_e4m3fn)
+        case.tensors[part] = torch.ones(48)
+        assert open_checkpoint(case.save(tmp_path)).encoded
+    case.tensors[part] = case.tensors[part].reshape(shape)
+    assert_unread(open_checkpoint(case.save(tmp_path)))
+
+
+def test_scales_of_columns_make_no_weight_of_quark(tmp_path: Path) -> None:
+    case = CASES["quark fp8"]()
+    assert case.config is not None
+    case.config["quantization_config"]["layer_quant_config"]["*"]["weight"]["ch_axis"] = 1
+    assert_unread(open_checkpoint(case.save(tmp_path)))
+
+
+def test_factors_of_inputs_are_factors_of_columns_in_torchao(tmp_path: Path) -> None:
+    made = torchao_blocks()
+    factors = torch.rand(64) + 0.5
+    made.tensors["m._weight_act_pre_scale"] = factors
+    made.right["m.weight"] = made.right["m.weight"] * factors.numpy()
+    made.check(tmp_path, "torchao:int4@g32")
+
+
+def test_one_factor_for_all_inputs_makes_no_weight_of_torchao(tmp_path: Path) -> None:
+    made = torchao_blocks()
+    made.tensors["m._weight_act_pre_scale"] = torch.tensor(2.0)
+    assert not made.open(tmp_path).encoded
+
+
+@pytest.mark.parametrize(
+    "settings", [{"bits": [4]}, {"group_size": [32]}, {"bits": {"a": 4}}, {"dynamic": {"m": {"bits": [4]}}}]
+)
+@pytest.mark.parametrize("made", [gptq, awq])
+def test_lists_in_place_of_numbers_are_passed_over(
+    made: Callable[[], Made], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    changed = made()
+    changed.config["quantization_config"] |= settings
+    assert bool(changed.open(tmp_path).encoded) is ("dynamic" in settings)
+
+
+def test_unused_places_in_words_of_awq_are_no_findings(tmp_path: Path) -> None:
+    assert not check(awq("gemv").open(tmp_path), "model").findings
+
+
+def test_a_stack_of_too_many_experts_stays_whole(tmp_path: Path) -> None:
+    made = mlx_affine(name="l.switch_mlp.up_proj", shape=(4097, 1, 32))
+    assert made.open(tmp_path).encoded.keys() == {"l.switch_mlp.up_proj.weight"}
+
+
+def test_a_method_that_no_terminal_should_get_is_escaped(tmp_path: Path) -> None:
+    case = CASES["ct int4 in groups"]()
+    case.config = {"quantization_config": {"quant_method": "\x1b[2J"}}
+    for tensor in open_checkpoint(case.save(tmp_path)).tree().tensors.values():
+        assert tensor.uncastable_reason
+        assert tensor.uncastable_reason.isprintable()
+
+
+def test_descriptions_of_layers_in_formats_that_are_not_read_are_parsed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["comfy fp8 in metadata"]()
+    case.tensors |= {f"{place}.{name}": tensor.clone() for place in range(50) for name, tensor in case.tensors.items()}
+    layers = {f"{place}.x": {"format": "asym_w4a8_int8"} for place in range(50)}
+    case.metadata["_quantization_metadata"] = json.dumps({"layers": {**layers, "x": {"format": "float8_e4m3fn"}}})
+    checkpoint = open_checkpoint(case.save(tmp_path))
+    assert checkpoint.encoded.keys() == {"x.weight"}
+    parsed = []
+    monkeypatch.setattr("dtype_engine.checkpoint.schemes.comfy.json.loads", lambda text: parsed.append(text) or {})
+    assert not [finding for finding in check(checkpoint, "model").findings if finding.kind != "part-shape"]
+    assert len(parsed) <= 1
+
+
+def test_blocks_of_a_vision_tower_that_stays_plain(tmp_path: Path) -> None:
+    case = CASES["fp8 with one scale"]()
+    prefix = "model.language_model.layers.0.mlp.up_proj"
+    case.tensors = {f"{prefix}.{name.removeprefix('x.')}": tensor for name, tensor in case.tensors.items()}
+    plain = {"model.visual.blocks.0.attn.qkv.weight": torch.ones(6, 2), "model.visual.logit_scale": torch.ones(())}
+    case.tensors |= plain
+    checkpoint = open_checkpoint(case.save(tmp_path))
+    assert checkpoint.encoded.keys() == {f"{prefix}.weight"}
+    reasons = {tensor.name: tensor.uncastable_reason for tensor in checkpoint.tree().tensors.values()}
+    assert reasons == dict.fromkeys((*plain, f"{prefix}.weight"))
+    np.testing.assert_array_equal(read_encoded(checkpoint.encoded[f"{prefix}.weight"]).numpy(), case.right["x.weight"])
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [(gptq, "m.qzeros"), (gptq, "m.scales"), (gptq, "m.qweight"), (lambda: CASES["modelopt nvfp4"](), "x.weight")],
+)
+def test_a_part_without_dimensions_makes_no_weight(made: Callable[[], Made | Case], name: str, tmp_path: Path) -> None:
+    changed = made()
+    changed.tensors[name] = changed.tensors[name].reshape(-1)[0].clone()
+    checkpoint = changed.open(tmp_path) if isinstance(changed, Made) else open_checkpoint(changed.save(tmp_path))
+    assert_unread(checkpoint)
+    check(checkpoint, "model")
+
+
+def _fp8(*shape: int) -> torch.Tensor:
+    return torch.ones(shape).to(torch.float8_e4m3fn)
+
+
+UNREAD: dict[str, dict[str, torch.Tensor]] = {
+    "stacked experts of ModelOpt": {"m.gate_up_proj": _fp8(2, 8, 8), "m.gate_up_proj_weight_scale": torch.ones(2)},
+    "experts of Llama 4, with scales of columns": {
+        "m.gate_up_proj": _fp8(2, 8, 8),
+        "m.gate_up_proj_scale": torch.ones(2, 1, 8),
+    },
+    "TensorRT-LLM": {"m.weight": _fp8(8, 8), "m.weights_scaling_factor": torch.ones(1)},
+    "Mistral": {"m.weight": _fp8(8, 8), "m.qscale_weight": torch.ones(1), "m.qscale_act": torch.ones(1)},
+    "one scale for each of three fused layers": {"m.weight": _fp8(24, 8), "m.weight_scale": torch.ones(3)},
+    "a convolution": {"m.weight": _fp8(8, 8, 3, 3), "m.weight_scale": torch.ones(())},
+    "Marlin": {"m.B": torch.ones(8, 8, dtype=torch.int32), "m.s": torch.ones(1, 8)},
+    "QuIP#": {"m.Qidxs": torch.ones(8, 8, dtype=torch.int16), "m.SU": torch.ones(8), "m.SV": torch.ones(8)},
+    "bitsandbytes in bfloat16 without a description": {
+        "m.weight": torch.ones(64, 1).bfloat16(),
+        "m.weight.absmax": torch.ones(4),
+    },
+    "sparse": {"m.compressed": torch.ones(8, 4), "m.bitmask": torch.ones(8, 1, dtype=torch.uint8)},
+}
+"""Tensors of weights that are not read, most of them floats."""
+
+
+@pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", None])
+@pytest.mark.parametrize("name", UNREAD)
+def test_floats_of_weights_that_are_not_read_are_not_plain_values(
+    name: str, method: str | None, tmp_path: Path
+) -> None:
+    declared = {"quant_method": method, "quant_algo": "FP8", "config_groups": {}}
+    checkpoint = open_checkpoint(
+        Case(UNREAD[name], {}, "", {"quantization_config": declared} if method else {}).save(tmp_path)
+    )
+    assert not checkpoint.encoded
+    floats = [tensor for tensor in checkpoint.tree().tensors.values() if tensor.dtype.startswith(("float", "bfloat"))]
+    assert floats
+    assert all(tensor.uncastable_reason for tensor in floats)
+
+
+def test_float8_without_scales_is_plain(tmp_path: Path) -> None:
+    tensors = {"m.weight": _fp8(8, 8), "m.bias": torch.ones(8), "m.input_scale": torch.ones(1)}
+    tree = open_checkpoint(Case(tensors, {}, "", {}).save(tmp_path)).tree()
+    assert tree.tensors["m.weight"].uncastable_reason is None
+
+
+def test_codes_of_bitsandbytes_may_be_stored_as_bfloat16(tmp_path: Path) -> None:
+    made = bnb_4bit()
+    made.tensors["m.weight"] = made.tensors["m.weight"].view(-1).view(torch.bfloat16)[:, None]
+    made.check(tmp_path, "bnb:nf4@64")
