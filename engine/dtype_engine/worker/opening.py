@@ -105,11 +105,11 @@ def emit_inputs(session: Session, emit: Callable[[events.Event], None]) -> None:
 
 def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool) -> None:
     from dtype_engine.core.opening_progress import OpeningProgress  # the first paint does not need it
-    from dtype_engine.runtime.measure.generation import why_no_text
 
     started = time.perf_counter()
     with OpeningProgress(lambda *progress: emit(events.LoadingProgress(*progress)), model.source.kind) as on_step:
         session = _opened(model, emit, read_headers, on_step)
+    from dtype_engine.runtime.measure.generation import why_no_text
     from dtype_engine.runtime.modes.reference import reference_name
 
     emit(
