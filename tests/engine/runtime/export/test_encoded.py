@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tests.helpers import quantised_files
+from tests.helpers import quantized_files
 from tests.helpers.exporting import export_checkpoint
 
 from dtype_engine import Recipe, Rule
@@ -19,17 +19,17 @@ from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.runtime.verify.verify import verify
 
-MADE: dict[str, Callable[[], quantised_files.Made]] = {
-    "GPTQ": quantised_files.gptq,
-    "AWQ": quantised_files.awq,
-    "bitsandbytes": lambda: quantised_files.bnb_4bit(nested=True),
-    "HQQ": quantised_files.hqq,
-    "MLX": quantised_files.mlx_affine,
-    "MLX, stacked experts": lambda: quantised_files.mlx_affine(
+MADE: dict[str, Callable[[], quantized_files.Made]] = {
+    "GPTQ": quantized_files.gptq,
+    "AWQ": quantized_files.awq,
+    "bitsandbytes": lambda: quantized_files.bnb_4bit(nested=True),
+    "HQQ": quantized_files.hqq,
+    "MLX": quantized_files.mlx_affine,
+    "MLX, stacked experts": lambda: quantized_files.mlx_affine(
         name="model.layers.0.mlp.switch_mlp.up_proj", shape=(3, 40, 64)
     ),
-    "torchao": quantised_files.torchao_swizzled,
-    "quanto": quantised_files.quanto,
+    "torchao": quantized_files.torchao_swizzled,
+    "quanto": quantized_files.quanto,
 }
 
 
