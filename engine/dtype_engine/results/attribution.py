@@ -128,8 +128,8 @@ class NonFiniteDiagnosis:
     largest_reference: float | None
     """The largest magnitude of the operation's result in the reference."""
     remedy: tuple[str, ...]
-    """Rules that were tried, after the recipe's own, and make the output finite wherever the reference is finite. Empty if no such
-    rules were found.
+    """Rules which, appended to the recipe's rules, make the output finite wherever the reference is finite. They have been tried.
+    Empty if no such rules were found.
     """
     reason: str = ""
     """Without a remedy: why there is none. With a remedy: a note that the reference has values that are not finite, or ""."""
@@ -152,8 +152,8 @@ class LossRemedy:
 
     rules: tuple[str, ...]
     tensors: tuple[Name, ...]
-    """The tensors that the suggested rules match. Each gets the nearest dtype in which its values are only rounded, or its stored
-    dtype.
+    """The tensors that the suggested rules match. Each gets the dtype nearest to its planned one in which no value becomes
+    infinite or zero or, if there is none, its stored dtype.
     """
     planned_bytes_before: int
     """The bytes of the whole model in its planned dtypes, without the suggested rules."""

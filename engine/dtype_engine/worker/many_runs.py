@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 class ManyRuns:
-    """Runs scans, searches for the causes of drift, and measurements of several recipes, in worker processes if the user requested
-    them. Only `close` may be called from other threads than the worker's.
+    """Runs the jobs that need many forward passes: scans, the measurement of causes, and the measurement of several recipes. They
+    run in this process or, if the user set a number of workers, in worker processes. Only `close` may be called from other threads
+    than the worker's.
     """
 
     def __init__(self, model: OpenModel, emit: Callable[[events.Event], None]) -> None:

@@ -87,7 +87,7 @@ def command(
     workers: int | str | None,
     **limits: Any,
 ) -> int:
-    """What happens if these layers are in another dtype?
+    """Explore a model in the terminal: cast its layers to other dtypes, and see drift and memory at once.
 
     MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or `demo`, the
     built-in model. Without MODEL, a screen offers the models in this folder, in the Hugging Face cache and in recent sessions.

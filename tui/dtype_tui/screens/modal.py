@@ -85,7 +85,7 @@ SCROLLING = (
     Binding("pageup", "scroll(-8)", "A page up", priority=True, show=False),
     Binding("pagedown", "scroll(8)", "A page down", priority=True, show=False),
 )
-"""The keys that scroll a window in which a line to type in has the focus."""
+"""The keys that scroll a window while an input field has the focus."""
 
 
 class ModalScreen(_ModalScreen[Result]):

@@ -2,8 +2,8 @@
 
 "gemm": `x.qweight` [in, out / 8] holds codes packed along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7 in a word, `x.qzeros`
 [groups, out / 8] holds zero points in the same packing, and `x.scales` [groups, out] factors. "gemv": `x.qweight` [out, in / 8]
-holds codes in their order along the inputs, `x.qzeros` [out, words] and `x.scales` [out, 8 * words] a zero point and a factor for
-each group, and unused ones, which fill words. The shapes tell which layout a weight has.
+holds codes in their order along the inputs, `x.qzeros` [out, words] holds a zero point for each group, and `x.scales`
+[out, 8 * words] holds a factor for each group. Both are padded to whole words. The shapes tell which layout a weight has.
 """
 
 from __future__ import annotations

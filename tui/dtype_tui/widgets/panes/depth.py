@@ -41,7 +41,7 @@ class DepthPane(Pane):
         super().__init__(experiment, "Drift over depth", id)
         self._tree: Tree | None = None
         self._names: list[str] = []
-        """The modules that stand for the depth of `_tree`."""
+        """The names of the modules that the plot shows: the layers of `_tree`, in their order."""
         self._order: Mapping[str, int] = {}
         """The place of each measured module in the forward pass."""
 

@@ -235,8 +235,8 @@ def rows_table(rows: Sequence[tuple[str, Text | str]]) -> Table:
 
 
 def _joined(blocks: Sequence[list[Text]], columns: int, lines: int) -> Text:
-    """Return blocks of lines as one text for `columns` cells. Blank lines between the blocks fill up `lines` lines, if there are
-    as many.
+    """Return blocks of lines as one text, which is `columns` cells wide. Blank lines separate the blocks, first those at the top,
+    as long as the text has at most `lines` lines.
     """
     filled = [block for block in blocks if block]
     room = lines - sum(-(-max(1, line.cell_len) // columns) for block in filled for line in block)
