@@ -31,7 +31,8 @@ def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[s
     """Return the tree of a module on the meta device, which has no data, with the dtypes and sizes of a checkpoint.
 
     placements: for each tensor of the files, the tensor of the module into which it is loaded. If the files hold a tied weight
-    under two names and their values differ, the tree has two weights, as transformers loads them. Raises UserError for a file that can't be read.
+    under two names and the values differ, the tree has two weights, as in a model that transformers loads. Raises UserError for a
+    file that can't be read.
     """
     infos = _untied(collect_tensors(module)[0], checkpoint, placements)
     headers = checkpoint.tree().tensors
