@@ -42,8 +42,8 @@ class KeptPositions:
 
     @classmethod
     def of(cls, module: nn.Module, batch: Batch, device: torch.device) -> KeptPositions | None:
-        """Return the positions that the masks in `batch` keep, or None if they keep all. Masks are the attention mask and, in a model
-        with a decoder, the decoder's attention mask and labels of -100. module: the model, whose signature names the batch's
+        """Return the positions that the masks in `batch` keep, or None if they keep all. Masks are the attention mask and, in a
+        model with a decoder, the decoder's attention mask and labels of -100. module: the model, whose signature names the batch's
         positional arguments.
         """
         given = _arguments(module, batch)
