@@ -42,7 +42,9 @@ class Checkpoint:
     config: dict[str, Any] | None = None
     """The contents of `config.json`, or None if there is no such file."""
     metadata: dict[str, str] = field(default_factory=dict)
-    """The merged metadata of all safetensors headers, or the descriptive fields of a GGUF file's header."""
+    """The merged metadata of all safetensors headers. For a GGUF file: the fields of its header whose names begin with `general.`
+    or `quantize.`, with their values as text.
+    """
     form: Form = "safetensors"
     """The kind of checkpoint, such as "safetensors", "pickle", "gguf" or "adapter", which decides how its files are read."""
     values: Mapping[str, Any] | None = None
@@ -72,8 +74,8 @@ class Checkpoint:
 
     @cached_property
     def encoded(self) -> dict[str, EncodedWeight]:
-        """The weights that other programs quantised, under the names that they have in a checkpoint that is not quantised. Empty
-        for pickles.
+        """The weights that other programs quantised and that can be decoded here. The keys are the names that the weights have in
+        the unquantised checkpoint, such as `model.layers.0.mlp.down_proj.weight`. Empty for pickles.
 
         Raises UserError if a tensor that describes a weight can't be read.
         """
@@ -86,7 +88,9 @@ class Checkpoint:
 
     @property
     def renamed(self) -> Mapping[str, str]:
-        """The model's names of the tensors that a GGUF file holds as plain values under llama.cpp's names, keyed by those names."""
+        """Maps llama.cpp's names to the model's names, such as `output_norm.weight` to `model.norm.weight`, for those tensors of
+        a GGUF file that need no decoding. Empty for other files.
+        """
         return self._of_gguf[1]
 
     @cached_property
@@ -96,15 +100,15 @@ class Checkpoint:
     @cached_property
     def provenance(self) -> Provenance:
         """What the files say about how the weights were quantised."""
-        from dtype_engine.checkpoint.provenance import provenance  # the first paint needs no reader of YAML
+        from dtype_engine.checkpoint.provenance import provenance  # the first screen needs no YAML parser
 
         folder = self.path if self.path.is_dir() else self.path.parent
         return provenance(folder, self.config, self.metadata)
 
     @cached_property
     def weights(self) -> dict[str, CheckpointTensor]:
-        """The tensors under the names that the model gives them. A tied weight appears under each of its names. A weight that is
-        stored as codes appears once, with its own shape; its scales and other tensors are left out.
+        """The tensors, keyed by the names that the model gives them. A tied weight appears under each of its names. A weight that
+        is stored as codes appears as one tensor with the weight's shape. Its scales and its other tensors do not appear.
         """
         own = {tensor.data.name: name for name, tensor in self.quantized.items() if name not in self.aliases}
         besides = self._own_tensor_names - own.keys()
@@ -131,7 +135,9 @@ class Checkpoint:
 
     @cached_property
     def owners(self) -> dict[str, str]:
-        """Maps each tensor of the weights in `encoded` to the first of these weights that it belongs to, by their names."""
+        """Maps the name of each tensor that belongs to a weight in `encoded` to the name of this weight. A tensor that several
+        weights share maps to the first of them.
+        """
         found: dict[str, str] = {}
         for name, weight in self.encoded.items():
             for tensor in weight.tensors:
@@ -139,8 +145,9 @@ class Checkpoint:
         return found
 
     def _headers_of_encoded(self) -> dict[str, tuple[CheckpointTensor, EncodedWeight]]:
-        """Return each weight that another program quantised, with a header as if it were one tensor in its format. A tensor that
-        several weights share is counted in the bytes of the first of them.
+        """Return a pair for each weight that another program quantised, keyed by the weight's name. The pair consists of a
+        header, which describes the weight as one tensor in its format, and the weight itself. If several weights share a tensor,
+        only the first weight counts its bytes.
         """
         found, seen = {}, set[tuple[str, int | None]]()
         for name, weight in self.encoded.items():
@@ -196,8 +203,8 @@ class Checkpoint:
 
     @property
     def unread(self) -> dict[str, CheckpointTensor]:
-        """The tensors in `foreign` that belong to none of the weights in `encoded`: plain tensors, and parts of weights that are
-        incomplete or whose scheme is unknown.
+        """The tensors in `foreign` that belong to no weight in `encoded`. They are plain tensors, or parts of weights that are
+        incomplete or have an unknown scheme.
         """
         return {name: tensor for name, tensor in self.foreign.items() if name not in self.owners}
 

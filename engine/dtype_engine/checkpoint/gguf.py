@@ -18,8 +18,8 @@ _PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 
 def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, Any]]:
-    """Return the tensors of a GGUF file by name, and the fields of its header, with the name of the file type in place of its
-    number. Raises UserError, which names the file and the problem.
+    """Return the tensors of a GGUF file by name, and the fields of its header by name. The field `general.file_type` has the
+    type's name, such as "Q4_K_M", instead of its number. Raises UserError, which names the file and the problem.
 
     Types that only GGUF has (block types such as Q4_K or IQ2_XS) keep their own names, in lower case. If the gguf package can
     dequantize such a type, its tensors have float32 values, which may be cast. If not, only the number of bytes is known.
@@ -39,7 +39,9 @@ def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, Any]]:
 
 
 def _file_type(number: object) -> dict[str, str]:
-    """Return the field with the name of a file type, such as Q4_K_M for 15, or {} for an unknown number."""
+    """Return the field `general.file_type` with the name of a file type: {"general.file_type": "Q4_K_M"} for the number 15.
+    Returns {} for an unknown number.
+    """
     from gguf.constants import LlamaFileType
 
     if type(number) is not int:
@@ -73,7 +75,7 @@ def _specification(
             f"{path}: tensor {printable(tensor.name)} has rows of {row} values in blocks of {block}: the file is damaged"
         )
     if 8 * math.prod(extent for extent in tensor.shape if extent) >= 1 << 63 and 0 in tensor.shape:
-        # A tensor without elements needs no bytes, but torch multiplies its other extents for the strides.
+        # A tensor without elements needs no bytes, but torch would overflow when it computes the strides.
         raise UserError(f"{path}: tensor {printable(tensor.name)} has a shape that is too large")
     nbytes = math.prod(tensor.shape) // block * nbytes_of_block
     if tensor.start + nbytes > size:

@@ -22,10 +22,10 @@ _SMALLEST_TENSOR, _SMALLEST_FIELD = 24, 13
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes per value of each numeric type. The keys are the numbers by which GGUF identifies types."""
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""The letter in `struct` of each numeric type."""
+"""Maps GGUF's number of each numeric type to the type's format character in Python's `struct` module."""
 _UINT32, _TEXT, _LIST = 4, 8, 9
 _LONGEST_TEXT = 4096
-"""Texts in fields that are longer, such as chat templates, are skipped."""
+"""The length in bytes of the longest text that is kept from a field. Longer texts, such as chat templates, are skipped."""
 _MOST_DIMENSIONS = 8
 _MOST_TEXTS = 20_000_000
 """Maximum total number of strings in the lists of a header. The largest vocabularies have 300,000."""
@@ -45,7 +45,7 @@ class GGUFTensor:
 
 @dataclass(slots=True)
 class GGUFHeader:
-    """What a header says."""
+    """The content of a GGUF file's header."""
 
     swapped: bool = False
     """Whether the file's byte order differs from this machine's."""
@@ -53,7 +53,9 @@ class GGUFHeader:
     data_start: int = 0
     tensors: list[GGUFTensor] = field(default_factory=list)
     fields: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """The fields with a number or a short text. A list is given by its length."""
+    """The values of the fields by name. A number or a short text is kept as it is. Of a list, only the length is kept. Longer
+    texts are left out.
+    """
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
@@ -130,8 +132,8 @@ class _Reader:
         return name, tuple(reversed(extents)), kind, start
 
     def value(self, kind: int) -> int | float | bool | str | None:
-        """Read a value of the type with the number `kind`: a number, a short text, or the length of a list. Returns None for a
-        long text.
+        """Read a field's value and return a number or short text as it is, the length of a list, or None for a longer text. kind:
+        GGUF's number of the value's type.
         """
         if kind in _FORMATS:
             number: int | float | bool = self.number(_FORMATS[kind])
@@ -164,7 +166,9 @@ class _Reader:
         self.skip_list(self.number("I"), self.number("Q"), depth)
 
     def skip_list(self, inner: int, count: int, depth: int) -> None:
-        """Skip the `count` values of a list whose values are of the type `inner`. depth: how deeply the list is nested."""
+        """Skip the values of a list. inner: GGUF's number of the type of the values. count: the number of values. depth: how
+        deeply the list is nested in other lists.
+        """
         if inner in _WIDTHS:
             self.skip(_WIDTHS[inner] * count)
             return

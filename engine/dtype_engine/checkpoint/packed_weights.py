@@ -22,7 +22,9 @@ _CODES = _FP8 | _BYTES | _WORDS | {"int16", "uint16", "float4_e2m1fn_x2"}
 _SCALE_WORD = re.compile(r"scal(e|ing)|zero|absmax|quant|codebook|g_idx|_shift|^q?biases$|^s$|^S[UV]$")
 """Found in the last part of a tensor's name, such as `weight_scale` or `qzeros`, if the tensor accompanies codes."""
 _OF_INPUTS = re.compile(r"(^|_)([kvq]|kv|input|output|activation)_scale$|scale_input$|_act$")
-"""Found in the last part of the name of a scale that belongs to inputs, outputs or the cache, and not to codes."""
+"""Matches the last part of a scale's name, such as `k_scale` or `input_scale`, if the scale belongs to inputs, outputs or the
+key-value cache. Such a scale does not belong to codes.
+"""
 
 
 class Stored(Protocol):
@@ -217,7 +219,7 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
             held = dtypes.short_name(tensors[codes].dtype)
             found[name] = f"belongs to {codes.rpartition('.')[2]} by its name, which holds {held} codes"
             for other in in_module[module] if not _OF_INPUTS.search(local) else ():
-                if tensors[other].dtype in _FP8:  # all others are never cast
+                if tensors[other].dtype in _FP8:  # codes of other dtypes are never cast
                     found.setdefault(other, f"holds {held} codes, to which {printable(local)} belongs by its name")
     return found
 

@@ -1,4 +1,4 @@
-"""Computes how many parameters the tensors of a quantised weight represent whose values can't be decoded."""
+"""Computes how many parameters each tensor of a quantised weight represents. It is used for weights that can't be decoded."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from dtype_engine.checkpoint.packed_weights import DEEPSEEK_V4, Stored, packed_w
 Count = int | Literal["unknown"] | None
 """The number of parameters that a tensor represents, or "unknown". None means one parameter for each element of the tensor."""
 _CODES_ALONE = (".qweight", ".weight_packed", ".W_q")
-"""Ends of the names of codes, by which they are known without their scales."""
+"""Suffixes that only tensors with codes have. Such a suffix identifies codes even if their scales are missing."""
 
 
 def parameters_meant(tensors: Mapping[str, Stored], parts: Iterable[str]) -> dict[str, Count]:
-    """Return the number of parameters that each tensor of a quantised weight represents, keyed by tensor name. The codes represent
-    all parameters of the weight, so the number is 0 for its other tensors, such as scales and zero points. The number of codes in
-    a byte or word is not known.
+    """Return the number of parameters that each tensor of a quantised weight represents, keyed by tensor name. The codes
+    represent all parameters of the weight, so the number is 0 for its other tensors, such as scales and zero points. For codes
+    that are packed in bytes or words, the number is "unknown", because the names and shapes don't tell how many codes an element
+    holds.
 
     parts: the names of the tensors to count, which all belong to quantised weights. tensors: all tensors of the file.
     """

@@ -24,26 +24,28 @@ _LARGEST_FILE = 16 << 20
 _LONGEST = 120
 _SHOWN = 3
 _OWN_FILES = ("hf_quant_config.json", "quantize_config.json", "quantization_config.json", "quant_config.json")
-"""Files beside `config.json` in which some programs repeat its quantisation settings, or write them only there."""
+"""Files beside `config.json` that hold quantisation settings. Some programs write the settings only to such a file."""
 _IGNORED = ("ignore", "modules_to_not_convert", "exclude", "exclude_modules", "llm_int8_skip_modules", "skip_modules")
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What the files of a checkpoint say about its quantisation. A field is None, or empty, if they do not say it."""
+    """What the files of a checkpoint say about its quantisation. A field is None or empty if the files do not say it."""
 
     method: str | None = None
     """The method or layout, in the words of the program that wrote it, such as "gptq", "modelopt NVFP4" or "GGUF Q4_K_M"."""
     codes: tuple[str, ...] = ()
-    """The layouts of the codes, such as "4-bit int, groups of 128, symmetric". Several if layers differ."""
+    """The layouts of the codes, such as "4-bit int, groups of 128, symmetric". There are several if layers differ."""
     scale_rule: str | None = None
     """How scales were chosen, such as "memoryless_minmax"."""
     calibration: str | None = None
-    """The data with which scales or codes were calibrated."""
+    """The data with which scales or codes were calibrated, such as "wikitext2, 128 samples of 2048 tokens"."""
     ignored: tuple[str, ...] = ()
-    """The modules that were not quantised, as names or patterns of the program that wrote the file."""
+    """The modules that were not quantised. They are names or patterns, such as "lm_head" or "re:.*gate", in the notation of the
+    program that wrote the file.
+    """
     producer: str | None = None
-    """The program that wrote the file, with its version."""
+    """The program that wrote the file, with its version, such as "auto-round 0.5.1"."""
 
     def __bool__(self) -> bool:
         return self != Provenance()
@@ -66,7 +68,7 @@ class Provenance:
 
 
 def provenance(folder: Path, config: Mapping[str, Any] | None, metadata: Mapping[str, str]) -> Provenance:
-    """Return what the files of a checkpoint say about how it was quantised. Files that can't be read are passed over.
+    """Return what the files of a checkpoint say about how it was quantised. Files that can't be read are ignored.
 
     folder: the folder of the files. config: the content of config.json. metadata: the metadata of safetensors headers, or the
     fields of a GGUF header.
@@ -86,8 +88,8 @@ def provenance(folder: Path, config: Mapping[str, Any] | None, metadata: Mapping
 
 
 def _declared(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the quantisation settings of all files as pairs of a name and a value. The ones of config.json come last, since a
-    mapping keeps the last value of a name.
+    """Yield the quantisation settings of all files as pairs of a name and a value. The settings of config.json come last. If the
+    caller makes a dict of the pairs, they therefore replace settings of the same name in other files.
     """
     for name in _OWN_FILES:
         content = _mapping(_json(folder / name))
@@ -116,7 +118,7 @@ def _method(declared: Mapping[str, Any], recipe: tuple[str, ...]) -> str | None:
 
 
 def _groups(declared: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the settings of the weights' codes: one mapping for each group of layers that has its own."""
+    """Return the settings that describe the codes. There is one mapping for each group of layers with settings of its own."""
     groups = _mapping(declared.get("config_groups"))
     found = [_mapping(_mapping(group).get("weights")) for group in groups.values()]
     if found:
@@ -128,7 +130,7 @@ def _groups(declared: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _nested(settings: Any, depth: int = 6) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values in the nested objects of a torchao configuration."""
+    """Yield each name and its value in a torchao configuration, including those in nested objects. Lists are left out."""
     for name, value in _mapping(settings).items():
         inner = _mapping(value).get("_data", value)
         if isinstance(inner, Mapping) and depth:
@@ -138,7 +140,9 @@ def _nested(settings: Any, depth: int = 6) -> Iterator[tuple[str, Any]]:
 
 
 def _codes(group: Mapping[str, Any]) -> str:
-    """Return the words for the codes of a group of layers, such as "4-bit int, groups of 128, symmetric"."""
+    """Return a description of the codes of a group of layers, such as "4-bit int, groups of 128, symmetric". group: its settings,
+    from `_groups`.
+    """
     bits = next((group[name] for name in ("bits", "num_bits", "nbits", "w_bit") if _number(group.get(name))), None)
     kind = next(
         (each for name in ("type", "data_type", "weight_dtype", "dtype", "fmt") if (each := _text(group.get(name)))), ""
@@ -187,7 +191,7 @@ def _calibration(declared: Mapping[str, Any]) -> str | None:
 
 
 def _ignored(declared: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the modules that were not quantised."""
+    """Return the names or patterns of the modules that were not quantised."""
     found = (each for name in _IGNORED if isinstance(each := declared.get(name), list) and each)
     return tuple(text for each in next(found, []) if (text := _text(each)))
 
@@ -211,7 +215,7 @@ def _producer(declared: Mapping[str, Any], metadata: Mapping[str, str]) -> str |
 
 
 def _of_gguf(fields: Mapping[str, str]) -> Provenance:
-    """Return what the fields of a GGUF file's header say. The names are those that `llama-quantize` of llama.cpp writes."""
+    """Return what the fields of a GGUF file's header say. The fields have the names that `llama-quantize` of llama.cpp writes."""
     kind = _text(fields.get("general.file_type"))
     chunks, data = (_text(fields.get(f"quantize.imatrix.{name}")) for name in ("chunks_count", "dataset"))
     file = _text(fields.get("quantize.imatrix.file"))
@@ -227,7 +231,9 @@ def _of_gguf(fields: Mapping[str, str]) -> Provenance:
 
 
 def _recipe(folder: Path) -> tuple[str, ...]:
-    """Return the modifiers in the `recipe.yaml` of llm-compressor, each with its scheme, such as "GPTQModifier W4A16"."""
+    """Return the first modifiers in the `recipe.yaml` of llm-compressor, each with its scheme, such as "GPTQModifier W4A16".
+    Returns () if the file is missing or can't be read.
+    """
     try:
         content = load_yaml(read_regular(folder / "recipe.yaml", _LARGEST_FILE).decode())
     except (OSError, UserError, UnicodeDecodeError):
@@ -257,7 +263,9 @@ def _number(value: Any) -> bool:
 
 
 def _text(value: Any) -> str | None:
-    """Return a value as a short text that is safe to show, or None if it is empty, or neither a text nor a number."""
+    """Return a text or a number as a short text that is safe to show. Returns None for an empty text, and for a value of any
+    other type.
+    """
     if isinstance(value, str) or _number(value):
         return printable(str(value), _LONGEST).removeprefix("torch.") or None
     return None

@@ -46,13 +46,17 @@ class CheckpointTensor:
     shape: tuple[int, ...]
     """The shape as in safetensors. For `float4_e2m1fn_x2` it counts values, of which each byte holds two."""
     dtype: str
-    """torch's name for the dtype or, if `packed`, the name of a GGUF block type such as `q4_k`, or of another program's format."""
+    """torch's name for the dtype, such as `bfloat16`. If `packed` is set, it is the name of a GGUF block type, such as `q4_k`, or
+    of another program's format, such as `gptq:int4@g128`.
+    """
     file: Path
     start: int | None
     """Offset of the tensor's first byte in the file, or None if the tensor's bytes are not contiguous in the file (pickles)."""
     nbytes: int
     packed: bool = False
-    """Whether the tensor has a block type of GGUF, or stands for all tensors of a weight that another program quantised."""
+    """Whether the tensor has a GGUF block type, or this header describes a whole weight, with codes and scales, that another
+    program quantised.
+    """
     refusal: str | None = None
     """Why the tensor's values can't be read or written, such as "is sparse", or None if they can."""
 

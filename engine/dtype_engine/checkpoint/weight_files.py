@@ -161,8 +161,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a folder's config.json, or None if it has none. Raises UserError, also for a link out of the folder,
-    because an export would write what it leads to.
+    """Return the content of a folder's config.json, or None if the folder has none. Raises UserError if the file can't be read.
+    Raises UserError also if it is a link that leads out of the folder, because an export would copy the link's target.
     """
     name = "config.json"
     return read_json(resolve_inside(folder, name)) if (folder / name).exists() else None

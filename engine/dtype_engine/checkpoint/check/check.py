@@ -156,7 +156,8 @@ def _bad_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: P
         layout, scale = weight.layout, tensors[weight.scale]
         exponents = scale.dtype == "uint8" and layout in (COMPRESSED, SCALED, GPT_OSS, MLX)
         signed = layout in (MLX, HQQ, GPTQ)
-        in_words = layout is GPTQ and scale.shape[:1] == tensors[weight.codes].shape[:1]  # AWQ's "gemv" fills words
+        # AWQ's "gemv" layout pads the scales to whole words.
+        in_words = layout is GPTQ and scale.shape[:1] == tensors[weight.codes].shape[:1]
         padded = (
             in_words
             or layout in (TORCHAO, COMFY, BNB_4BIT)

@@ -151,7 +151,8 @@ def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mappin
 def find_unread(
     tensors: Tensors, weights: list[PackedWeight], read: set[str], reported: set[str], metadata: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Yield a finding for each weight that has the same layout and dtype as weights that could be read, and that could not.
+    """Yield a finding for each weight that could not be read although other weights of the same layout and dtype could. A weight
+    of ComfyUI that is described as being in an unsupported format gives no finding.
 
     read: the names of the codes of all weights that could be read. reported: names of modules that already have a finding.
     metadata: the metadata of the files' headers.

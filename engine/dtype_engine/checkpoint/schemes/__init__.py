@@ -1,7 +1,8 @@
-"""Which tensors of a checkpoint form one weight, for every quantisation scheme that is read here: a file for each scheme.
+"""Readers that find out which tensors of a checkpoint form one quantised weight. There is a file for each quantisation scheme.
 
-A reader gets headers alone. It returns the weights whose tensors are all there and have the dtypes and shapes that the scheme
-requires. All other tensors stay what they are, and `check` reports those that look like parts of a weight. The decoders are in
+A reader gets the headers of all tensors. Of the values, it reads only small tensors, such as one that holds a shape. It returns
+the weights whose tensors are all there and have the dtypes and shapes that the scheme requires. Tensors that no reader recognises
+are handled like those of an unknown scheme, and `check` reports those that look like parts of a weight. The decoders are in
 `runtime/formats/schemes`.
 """
 
@@ -55,13 +56,16 @@ _BESIDE = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".k_scale", ".v_scale",
     ".activation_scale", ".scale_input",
 )  # fmt: skip
-"""Tensors of a module that belong to its inputs, its outputs or the cache."""
+"""Suffixes of tensors that belong to the inputs or outputs of a module or to the key-value cache. They do not change the values
+of the module's weight.
+"""
 
 
 def read_encoded(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any] | None, metadata: Mapping[str, str]
 ) -> dict[str, EncodedWeight]:
-    """Return the weights that other programs quantised, by their names in a checkpoint that is not quantised.
+    """Return the weights that other programs quantised. The keys are the names that the weights have in the unquantised
+    checkpoint.
 
     tensors: all tensors of the files, by name. config: the content of config.json, or None. metadata: the metadata of the files'
     headers. Raises UserError if a small tensor that describes a weight can't be read.

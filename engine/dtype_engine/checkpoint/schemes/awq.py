@@ -1,9 +1,14 @@
-"""AWQ's layouts with 4 bits, as AutoAWQ, GPTQModel and AutoRound write them.
+"""AWQ's two layouts with 4 bits, as AutoAWQ, GPTQModel and AutoRound write them. An int32 word holds eight codes.
 
-"gemm": `x.qweight` [in, out / 8] holds codes packed along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7 in a word, `x.qzeros`
-[groups, out / 8] holds zero points in the same packing, and `x.scales` [groups, out] factors. "gemv": `x.qweight` [out, in / 8]
-holds codes in their order along the inputs, `x.qzeros` [out, words] holds a zero point for each group, and `x.scales`
-[out, 8 * words] holds a factor for each group. Both are padded to whole words. The shapes tell which layout a weight has.
+"gemm": `x.qweight` [in, out / 8] holds the codes. A word holds the codes of eight outputs, which from the lowest bits on are the
+outputs 0, 2, 4, 6, 1, 3, 5 and 7. `x.qzeros` [groups, out / 8] holds zero points, which are packed in the same way. `x.scales`
+[groups, out] holds a scale for each group and output.
+
+"gemv": `x.qweight` [out, in / 8] holds the codes. A word holds the codes of eight successive inputs. `x.qzeros` [out, words]
+holds a zero point for each group, and `x.scales` [out, 8 * words] holds a scale for each group. Both are padded, so they may have
+more entries in a row than the weight has groups.
+
+The shapes tell which layout a weight has.
 """
 
 from __future__ import annotations
@@ -68,9 +73,8 @@ def read(
 def _layout(
     codes: CheckpointTensor, scale: CheckpointTensor, zero: CheckpointTensor, sizes: set[int]
 ) -> tuple[str, int, int, int] | None:
-    """Return the scheme of the layout, the rows and columns of the weight and the columns of a group, or None if no layout fits.
-
-    sizes: the numbers of columns of a group that are declared.
+    """Return the scheme of the layout, the rows and columns of the weight, and the columns of a group, such as ("awq", 4096,
+    4096, 128). Returns None if the shapes fit no layout. sizes: the group sizes, in columns, that the configuration declares.
     """
     (columns, words), (groups, rows) = codes.shape, scale.shape
     if rows == 8 * words and zero.shape == (groups, words):

@@ -1,10 +1,11 @@
 """bitsandbytes: 4 bits with a table of values (NF4, FP4), and 8 bits with a scale for each row.
 
-4 bits: `x.weight` holds two codes in a byte, the first in the high nibble, without a shape. `x.weight.quant_map` [16] holds the
-value of each code, and `x.weight.absmax` a factor for each block of successive values. If the factors are quantised themselves
-("double quantisation"), they are codes of 8 bits, to which `nested_quant_map`, `nested_absmax` and an offset belong. The weight's
-shape and the size of a block are in the JSON of `x.weight.quant_state.bitsandbytes__nf4`. 8 bits: `x.weight` is int8 [out, in],
-`x.SCB` [out].
+4 bits: `x.weight` holds two codes per byte, the first in the high nibble. `x.weight.quant_map` [16] holds the value of each code.
+`x.weight.absmax` holds a scale for each block of successive values. The JSON text in `x.weight.quant_state.bitsandbytes__nf4`
+gives the weight's shape and the size of a block. With "double quantisation", the scales in `absmax` are themselves codes of 8
+bits. Then `nested_quant_map`, `nested_absmax` and an offset decode them.
+
+8 bits: `x.weight`, int8 [out, in], holds the codes. `x.SCB` [out] holds the largest absolute value of each row.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight,
 SCHEME = "bnb"
 _STATE = ".quant_state.bitsandbytes__"
 _ROW = b"\x00"
-"""The value of `weight_format` for codes in the order of rows. The others are orders for the tensor cores of old GPUs."""
+"""The value of the tensor `weight_format` if codes are stored row by row. Other values mean an order for the tensor cores of old
+GPUs, and such weights are not read.
+"""
 
 
 def read(
@@ -76,7 +79,7 @@ def _eight_bits(name: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWe
 
 
 def _read_state(tensor: CheckpointTensor) -> Mapping[str, Any]:
-    """Return the description of a weight of 4 bits, or an empty mapping if it is not a JSON object."""
+    """Return the description of a weight of 4 bits. Returns an empty mapping if the tensor does not hold a JSON object."""
     try:
         state = json.loads(read_small(tensor))
     except (ValueError, RecursionError):
@@ -85,10 +88,10 @@ def _read_state(tensor: CheckpointTensor) -> Mapping[str, Any]:
 
 
 def _shape(found: object) -> tuple[int, ...]:
-    """Return a list of positive integers as a shape, or () if it is no such list."""
+    """Return a list of positive integers as a shape. Returns () for any other value."""
     return tuple(found) if isinstance(found, list) and all(_positive(extent) for extent in found) else ()
 
 
 def _positive(found: object) -> int:
-    """Return a positive integer, or 0 for anything else."""
+    """Return `found` if it is a positive integer, or 0 if it is anything else."""
     return found if type(found) is int and found > 0 else 0

@@ -1,12 +1,16 @@
 """Single files for ComfyUI, which have no config.json.
 
-`x.comfy_quant` describes a layer in JSON, or `_quantization_metadata` in the file's metadata describes all layers. The scales of
-NVFP4 and MXFP8 are in the order of cuBLAS, and NVFP4 has the first of two values in the high bits. Older files have a tensor
-`scaled_fp8` and `x.scale_weight`. Some files have neither: float8 weights with one scale each, or one for each row.
+Current files describe how a layer `x` is quantised, either in JSON in a tensor `x.comfy_quant`, or in the header's metadata under
+`_quantization_metadata`. The block scales of NVFP4 and MXFP8 are in the order in which cuBLAS reads them (see
+`runtime/formats/schemes/block_scaled.py`). NVFP4 has two codes per byte, the first in the high bits.
 
-int8 weights may be rotated (`convrot`): each group of columns is multiplied by a Hadamard matrix, which is its own inverse.
+Older files have no descriptions. They have an empty tensor `scaled_fp8`, and their scales are in `x.scale_weight`. Some files
+have neither. Their weights are float8 and have one scale each, or one for each row.
 
-Kept apart are `convrot_w4a4`, `asym_w4a8_int8` and `awq_w4a16`.
+int8 weights may be rotated (`convrot`): each group of columns was multiplied by a Hadamard matrix. This matrix is its own
+inverse, so the decoder multiplies by it again.
+
+The formats `convrot_w4a4`, `asym_w4a8_int8` and `awq_w4a16` are not read.
 """
 
 from __future__ import annotations
@@ -23,9 +27,9 @@ from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describ
 SCHEME = "comfy"
 _IN_METADATA = "_quantization_metadata"
 _READ = ("nvfp4", "mxfp8", "int8_tensorwise", *FP8)
-"""The formats that are read."""
+"""The values of `format` in a layer's description for which the weight is read."""
 _ROTATIONS = (4, 16, 64, 256, 1024, 4096)
-"""The numbers of columns that a rotation may have."""
+"""The sizes that the Hadamard matrix of a rotation may have, in columns."""
 Tensors = Mapping[str, CheckpointTensor]
 
 
@@ -49,7 +53,9 @@ def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str
 def _read_weight(
     name: str, codes: CheckpointTensor, about: Mapping[str, Any] | None, tensors: Tensors
 ) -> EncodedWeight | None:
-    """Return the weight `name`, or None if its tensors do not fit. about: the description of its layer, or None without one."""
+    """Return the weight `name`, or None if its tensors do not fit its format. about: the description of its layer, such as
+    {"format": "nvfp4"}, or None if there is none.
+    """
     kind = None if about is None else about.get("format")
     mark = tensors.get(_mark(name))
     old = tensors.get(f"{name.removesuffix('weight')}scale_weight")
@@ -98,32 +104,37 @@ def _read_weight(
 
 
 def _is_read(about: Mapping[str, Any]) -> bool:
-    """Return whether a description of a layer names a format that is read."""
+    """Return whether the format in a layer's description is one that is read. about: the description."""
     return about.get("format") in (("int8_tensorwise",) if about.get("convrot") else _READ)
 
 
 def in_other_formats(names: Iterable[str], tensors: Tensors, metadata: Mapping[str, str]) -> set[str]:
-    """Return those of the names of weights' codes whose layers are described as being in a format that is not read."""
+    """Return those weights whose layers are described as being in a format that is not read. names: the names of the weights to
+    look at, such as `x.weight`.
+    """
     described = _layers(metadata)
     about = {name: _about(name, tensors, described) for name in names}
     return {name for name, layer in about.items() if layer is not None and not _is_read(layer)}
 
 
 def _mark(name: str) -> str:
-    """Return the name of the tensor that describes the layer of a weight."""
+    """Return the name of the tensor that describes a weight's layer, such as `x.comfy_quant` for the weight `x.weight`."""
     return f"{name.removesuffix('.weight')}.comfy_quant"
 
 
 def _layers(metadata: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the descriptions of layers in the metadata of a file, by the name of the layer's module. ModelOpt, which adds its own
-    settings, writes such descriptions of values in another order.
+    """Return the descriptions of layers in a file's metadata, keyed by the name of the layer's module. Returns {} if ModelOpt
+    wrote the file, because it stores values in another order under the same descriptions. Its metadata also has the key
+    `quantization_config`.
     """
     layers = _object(metadata.get(_IN_METADATA, "")).get("layers") if "quantization_config" not in metadata else None
     return layers if isinstance(layers, Mapping) else {}
 
 
 def _about(name: str, tensors: Tensors, described: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the description of a weight's layer, or None without one. described: those in the metadata, by the layer's name."""
+    """Return the description of a weight's layer, or None if there is none. A tensor `x.comfy_quant` is used in preference to the
+    metadata. described: the descriptions in the metadata, keyed by the name of the layer's module.
+    """
     mark, about = tensors.get(_mark(name)), described.get(name[: -len(".weight")])
     if mark is not None:
         return _object(read_small(mark).decode(errors="replace"))
@@ -131,7 +142,9 @@ def _about(name: str, tensors: Tensors, described: Mapping[str, Any]) -> Mapping
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return an object from its text in JSON. A text alone is the name of a format; anything else gives {}."""
+    """Return the JSON object in a text. A JSON string is the name of a format, so "nvfp4" gives {"format": "nvfp4"}. Anything
+    else gives {}.
+    """
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,9 +1,14 @@
-"""compressed-tensors, as llm-compressor writes it, in all of its formats. `config_groups` gives the settings of groups of modules.
+"""compressed-tensors, as llm-compressor writes it. In config.json, `config_groups` gives the settings of groups of modules.
 
-Integers of 1 to 8 bits are in `x.weight_packed`, in int32 words along the row, and each is stored plus 2^(bits-1). They are packed
-without gaps or, by versions before 0.16, with as many in a word as fit. `x.weight_shape` is the weight's shape. Zero points are
-packed in the same way, but along the first dimension. `x.weight_g_idx` has the group of each column. Floats of 4 or 6 bits are in
-bytes, with a scale for each group, and `x.weight_global_scale` divides these scales. float8 and int8 are in `x.weight`.
+Integers of 1 to 8 bits are packed in the int32 words of `x.weight_packed`, along the row. The file stores each integer plus
+2^(bits-1). Versions before 0.16 leave the last bits of a word unused if they are too few for an integer. Later versions pack
+without gaps. `x.weight_shape` holds the weight's shape. Zero points are packed in the same way, but along the first dimension.
+`x.weight_g_idx` holds the group of each column.
+
+Floats of 4 or 6 bits are packed in the bytes of `x.weight_packed`, and each group has a scale. With NVFP4, these scales are
+divided by `x.weight_global_scale`.
+
+float8 and int8 codes are in `x.weight`. The formats in `_UNREAD` are not read.
 """
 
 from __future__ import annotations
@@ -50,8 +55,8 @@ def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str
 
 
 def _transforms_inputs(transforms: object) -> bool:
-    """Return whether the model also transforms the inputs or outputs of layers. Then its weights have other values than those of a
-    model without these transforms. transforms: the setting `transform_config`.
+    """Return whether the model transforms the inputs or outputs of layers, for example by a rotation. Then the stored weights are
+    not those of a model without transforms, and they are not read. transforms: the setting `transform_config`.
     """
     groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
     places = (
@@ -66,9 +71,10 @@ def _transforms_inputs(transforms: object) -> bool:
 
 
 def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Mapping[str, Any]]:
-    """Return the `weights` settings that may apply to a module: those of groups that name it or, if none does, of all groups, since
-    headers do not tell the class of a module. Groups that name a class come before those that name other modules. usual: the format
-    of groups that do not declare one.
+    """Return the `weights` settings that may apply to a module, in the order in which to try them. If groups name the module,
+    these are the settings of those groups. Otherwise, they are the settings of all groups, because a header does not tell the
+    class of a module. Groups that name a class, such as "Linear", come first. usual: the format of groups that do not declare
+    one.
     """
     named: list[Mapping[str, Any]] = []
     of_classes: list[Mapping[str, Any]] = []
@@ -89,7 +95,9 @@ def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Ma
 
 
 def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> EncodedWeight | None:
-    """Return the weight `name`, or None if its tensors are not those that the settings of its group require."""
+    """Return the weight `name`, or None if its tensors are not those that the settings require. arguments: the `weights` settings
+    of a group.
+    """
     block = _block(arguments)
     if block is None:
         return None
@@ -117,7 +125,7 @@ def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> E
 def _read_words(
     name: str, packed: CheckpointTensor, arguments: Mapping[str, Any], block: tuple[int, int] | str, tensors: Tensors
 ) -> EncodedWeight | None:
-    """Return a weight whose integers are packed in int32 words, or None if its tensors do not fit."""
+    """Return a weight whose integers are packed in int32 words, or None if its tensors do not fit the settings."""
     bits, held = size(arguments.get("num_bits")), tensors.get(f"{name}_shape")
     if bits is None or bits > 8 or arguments.get("type") != "int" or held is None or held.dtype not in _INTEGERS:
         return None
@@ -147,7 +155,7 @@ def _read_words(
         if len(shape) != 2:
             return None
         groups = _group_indices(index, shape[-1])
-        if groups == {-1}:  # the columns are in their order
+        if groups == {-1}:  # not set: each group consists of successive columns
             beside.append(index)
         elif groups and min(groups) >= 0 and scale.shape and max(groups) < scale.shape[-1]:
             parts["columns"] = index
@@ -161,7 +169,7 @@ def _read_words(
 def _read_small_floats(
     name: str, packed: CheckpointTensor, arguments: Mapping[str, Any], block: tuple[int, int] | str, tensors: Tensors
 ) -> EncodedWeight | None:
-    """Return a weight of floats of 4 or 6 bits, which are packed in bytes, or None if its tensors do not fit."""
+    """Return a weight of floats of 4 or 6 bits, which are packed in bytes. Returns None if its tensors do not fit the settings."""
     bits = arguments.get("num_bits")
     if packed.dtype != "uint8" or arguments.get("type") != "float" or bits not in (4, 6) or not packed.shape:
         return None
@@ -181,7 +189,9 @@ def _read_small_floats(
 
 
 def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
-    """Return the rows and columns of a block, or "channel" or "tensor", or None if the settings of a group do not say it."""
+    """Return the rows and columns of a block, such as (1, 128). Returns "channel" if each row has one scale, and "tensor" if the
+    weight has a single scale. Returns None if the settings of a group do not say it.
+    """
     strategy, group = arguments.get("strategy"), arguments.get("group_size")
     if strategy is None:
         strategy = "channel" if group == -1 else "tensor" if group is None else "group"
@@ -194,7 +204,9 @@ def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
 
 
 def _group_indices(index: CheckpointTensor, columns: int) -> set[int]:
-    """Return the groups of all columns, or an empty set if the tensor has another shape. Raises UserError if it can't be read."""
+    """Return the set of all groups in a tensor that holds the group of each column. Returns an empty set if the tensor has an
+    unexpected dtype or shape. Raises UserError if it can't be read.
+    """
     if index.dtype not in _INTEGERS or index.shape != (columns,):
         return set()
     return set(struct.unpack(f"<{columns}{_INTEGERS[index.dtype]}", read_small(index)))

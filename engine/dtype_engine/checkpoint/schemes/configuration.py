@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration declares about its quantisation, and which of its entries apply to a module."""
+"""Reads what config.json declares about quantisation, and tells which of its entries apply to a module."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of the quantisation in the content of config.json, or {} if it has none. Models with a part for images
-    have them under `text_config`, and old files of compressed-tensors under `compression_config`.
+    """Return the quantisation settings in the content of config.json, or {} if it has none. Models that also take images have the
+    settings under `text_config`. Old files of compressed-tensors call them `compression_config`.
     """
     for place in (config, config.get("text_config")):
         for key in ("quantization_config", "compression_config"):
@@ -20,12 +20,12 @@ def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def size(value: object) -> int | None:
-    """Return a number of rows or columns that a configuration declares, or None if it is not a positive integer."""
+    """Return a declared number of rows or columns. Returns None if the value is not a positive integer."""
     return value if type(value) is int and value > 0 else None
 
 
 def sizes(value: object) -> tuple[int, int] | None:
-    """Return the rows and columns of a block, declared as [128, 128] or "128x128", or None if the value is no such pair."""
+    """Return the declared rows and columns of a block: (128, 128) for [128, 128] or "128x128". Returns None for any other value."""
     pair = [int(word) if word.isdecimal() else 0 for word in value.split("x")] if isinstance(value, str) else value
     if not isinstance(pair, list) or len(pair) != 2 or size(pair[0]) is None or size(pair[1]) is None:
         return None
@@ -33,7 +33,9 @@ def sizes(value: object) -> tuple[int, int] | None:
 
 
 def matches(pattern: object, module: str) -> bool:
-    """Return whether a pattern names a module: its full name, `re:` with a regular expression, or a name with `*` for any text."""
+    """Return whether a pattern matches the name of a module. A pattern is a full name, in which `*` matches any text, or `re:`
+    and a regular expression that matches the beginning of the name.
+    """
     if not isinstance(pattern, str):
         return False
     if not pattern.startswith("re:"):
@@ -45,13 +47,15 @@ def matches(pattern: object, module: str) -> bool:
 
 
 def quant_method(settings: Mapping[str, Any]) -> str:
-    """Return the declared `quant_method`, such as "gptq", or "" if there is none. AutoRound was "intel/auto-round" at first."""
+    """Return the declared `quant_method`, such as "gptq", or "" if there is none. Early versions of AutoRound wrote
+    "intel/auto-round", for which this returns "auto-round".
+    """
     return str(settings.get("quant_method") or "").removeprefix("intel/")
 
 
 def declared_numbers(settings: Mapping[str, Any], key: str) -> set[int]:
-    """Return the numbers that are declared under a key, such as "bits": that of the whole model, and those of single modules, which
-    GPTQModel declares in `dynamic` and AutoRound in `extra_config`.
+    """Return all numbers that the settings declare under a key, such as {4, 8} for "bits". These are the number for the whole
+    model and the numbers for single modules. GPTQModel declares the latter in `dynamic`, AutoRound in `extra_config`.
     """
     found = [settings.get(key)]
     for overrides in (settings.get("dynamic"), settings.get("extra_config")):
@@ -61,8 +65,11 @@ def declared_numbers(settings: Mapping[str, Any], key: str) -> set[int]:
 
 
 def group_size(sizes: Iterable[int], columns: int, groups: int) -> int | None:
-    """Return the number of columns of a group, or None if no declared size divides the columns into this number of groups. The last
-    group may be smaller. A declared size of -1 means one group for the whole row.
+    """Return the declared group size, in columns, that divides a row into the given number of groups. The last group may be
+    smaller. Returns None if no declared size does.
+
+    sizes: the declared sizes. -1 means one group for the whole row. columns: the length of a row. groups: the number of groups in
+    a row.
     """
     for each in sorted(sizes):
         wide = columns if each == -1 else each
@@ -72,5 +79,7 @@ def group_size(sizes: Iterable[int], columns: int, groups: int) -> int | None:
 
 
 def block_name(wide: int, columns: int) -> str:
-    """Return the name of a block in a format's name: "channel" for whole rows, or such as "g128" for groups of 128 columns."""
+    """Return the part of a format's name that tells the group size: "channel" if a group is a whole row, or such as "g128" for
+    groups of 128 columns. wide: the number of columns of a group. columns: the length of a row.
+    """
     return "channel" if wide >= columns else f"g{wide}"

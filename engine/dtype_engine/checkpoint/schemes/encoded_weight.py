@@ -1,4 +1,4 @@
-"""A weight that another program quantised, as the headers of its files describe it: its name, shape and format, and its tensors."""
+"""Describes a weight that another program quantised: its name, shape, format, and the tensors that hold it in the files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import reading
 
 CODES = "codes"
-"""The part of every encoded weight that has a code for each value."""
+"""The role of the tensor that has a code for each value. Every encoded weight has such a tensor in its `parts`."""
 MOST_EXPERTS = 4096
-"""The most experts of a stack that are weights of their own."""
+"""The maximum number of experts in a tensor that is split into a weight for each expert."""
 _LARGEST_PART = 1 << 20
 
 
@@ -24,19 +24,21 @@ class EncodedWeight:
     """A weight that another program stored as codes, with the scales and other tensors that turn codes into values."""
 
     name: str
-    """The name of the weight in a checkpoint that is not quantised, such as `model.layers.0.mlp.down_proj.weight`."""
+    """The name of the weight in the unquantised checkpoint, such as `model.layers.0.mlp.down_proj.weight`."""
     shape: tuple[int, ...]
-    """The shape of the weight in a checkpoint that is not quantised: [out, in], or [experts, out, in] for stacked experts."""
+    """The shape of the weight in the unquantised checkpoint: [out, in], or [experts, out, in] for stacked experts."""
     scheme: str
     """The name of the scheme, which selects the decoder in `runtime/formats/schemes`."""
     format: str
-    """The name of the weight's format, such as `gptq:int4@g128` or `fp8:e4m3@128x128`: scheme, type of a code, and block."""
+    """The name of the weight's format, such as `gptq:int4@g128` or `fp8:e4m3@128x128`. It consists of the method, the type of a
+    code, and the size of a block.
+    """
     parts: Mapping[str, CheckpointTensor]
     """The tensors in the files, keyed by their role in the scheme, such as "codes", "scale" or "zero_point"."""
     settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """What the decoder needs besides the tensors, such as the number of bits or the size of a block."""
+    """What the decoder needs besides the tensors, such as {"bits": 4, "group": 128}. The keys depend on the scheme."""
     beside: tuple[CheckpointTensor, ...] = ()
-    """Tensors that belong to the weight and do not change its values, such as the scale of the layer's inputs."""
+    """Tensors that belong to the weight but do not change its values, such as the scale of the layer's inputs."""
 
     @property
     def tensors(self) -> tuple[CheckpointTensor, ...]:
@@ -59,7 +61,7 @@ def read_small(tensor: CheckpointTensor) -> bytes:
     with reading(tensor.file):
         file = os.open(
             tensor.file, os.O_RDONLY | os.O_CLOEXEC
-        )  # a file object takes twice as long, for each of many weights
+        )  # a Python file object would take twice as long, and there are many weights
         try:
             found = os.pread(file, tensor.nbytes, tensor.start)
         finally:

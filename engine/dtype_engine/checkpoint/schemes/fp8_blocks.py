@@ -1,12 +1,13 @@
-"""float8 as `quant_method: fp8` or `fbgemm_fp8` declares it: with a scale for each block, as DeepSeek publishes it, with a scale
-for each row, or with a single scale.
+"""float8 weights for which config.json declares `quant_method: fp8` or `fbgemm_fp8`. They have a scale for each block, as
+DeepSeek publishes them, or a scale for each row, or a single scale.
 
-`x.weight` has float8 codes, and `x.weight_scale_inv` a factor for each block of `weight_block_size`, by which codes are multiplied
-in spite of its name. The last block of a row or column may be smaller. The size of a block is never derived from the number of
-scales: 576 rows with 5 scales have blocks of 128 rows, not of 116. Without `weight_block_size`, `x.weight_scale` has the scales.
+`x.weight` holds float8 codes. If `weight_block_size` is declared, `x.weight_scale_inv` holds a scale for each block. In spite of
+its name, codes are multiplied by it. The last block of a row or column may be smaller. The size of a block is never derived from
+the number of scales: 576 rows with 5 scales have blocks of 128 rows, not of 116. If `weight_block_size` is not declared, the
+scales may also be in `x.weight_scale`.
 
-DeepSeek-V4 calls the factors `x.scale`, and may store experts in e2m1, two values in an int8, with an exponent for every 32 values.
-Its names are those of the files, as transformers renames these modules when it loads them.
+DeepSeek-V4 calls the scales `x.scale`. It may store experts in e2m1, with two values in an int8 and an exponent of two for every
+32 values. Its weights keep the names that they have in the files, because transformers renames these modules when it loads them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8,
 SCHEME, DEEPSEEK = "fp8", "deepseek"
 _SCALES = (*FLOATS, *EXPONENTS)
 _FP4_BLOCK = (1, 32)
-"""The block of DeepSeek-V4's experts, which its configuration does not name."""
+"""The rows and columns of a block in the experts of DeepSeek-V4. Its configuration does not declare them."""
 
 
 def read(

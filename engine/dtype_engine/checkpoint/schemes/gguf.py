@@ -1,8 +1,10 @@
-"""A GGUF file as the transformers model that it holds: the configuration, and the weights under the names of transformers.
+"""Describes the model in a GGUF file as transformers has it: the content of config.json, and the weights under transformers'
+names.
 
-llama.cpp's converter (`convert_hf_to_gguf.py`) renames tensors, reorders the rows of queries and keys for some architectures, adds
-1 to the norms of Gemma, and stacks the experts of a layer. Each of these steps is undone when a weight is decoded. Architectures
-that are not in `_FAMILIES` keep llama.cpp's names, and have no forward pass.
+llama.cpp's converter (`convert_hf_to_gguf.py`) renames tensors, stacks the experts of a layer, reorders the rows of queries and
+keys for some architectures, and adds 1 to the norms of Gemma. This module undoes the renaming and the stacking. The decoder
+undoes the other two steps. If an architecture is not in `_FAMILIES`, its weights keep llama.cpp's names, and the model can't be
+run.
 """
 
 from __future__ import annotations
@@ -60,20 +62,22 @@ _IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How llama.cpp stores the models of one class of transformers."""
+    """How llama.cpp stores the models of one transformers class."""
 
     model_type: str
     model_class: str
     names: Mapping[str, str]
-    """llama.cpp's name of each tensor of a block, and its name in transformers."""
+    """Maps llama.cpp's name of each tensor of a block to its name in transformers, such as "attn_q" to "self_attn.q_proj"."""
     fields: Mapping[str, str] = field(default_factory=lambda: _FIELDS)
-    """The fields of the header, without the architecture before them, and the entries of config.json that they give."""
+    """Maps fields of the header to entries of config.json, such as "block_count" to "num_hidden_layers". The file's names also
+    begin with the architecture, as in "llama.block_count".
+    """
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Entries of config.json that follow from the architecture."""
+    """Entries of config.json that are the same for all models of the architecture."""
     reordered: bool = False
-    """Whether the rows of queries and keys are reordered, as llama.cpp's rotary embedding needs it."""
+    """Whether the converter reordered the rows of queries and keys for llama.cpp's rotary embedding."""
     shifted_norms: bool = False
-    """Whether the file has 1 + w for each norm's weight w."""
+    """Whether the file stores 1 + w for each weight w of a norm."""
 
 
 _FAMILIES = {
@@ -104,15 +108,18 @@ _FAMILIES = {
         {**_FIELDS, "attention.sliding_window": "sliding_window"}, {"pad_token_id": None},
     ),
 }  # fmt: skip
-"""The architectures whose tensors have names in transformers, by `general.architecture`; `mixtral` is llama with experts."""
+"""The architectures whose models can be described as transformers has them, keyed by `general.architecture`. The key `mixtral` is
+an exception: such a file has the architecture "llama" and a number of experts.
+"""
 _BY_MODEL_TYPE = {family.model_type: family for family in _FAMILIES.values()}
 
 
 def config_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]) -> dict[str, Any] | None:
-    """Return what config.json says in the checkpoint from which a GGUF file was made, or None for an architecture that is not
-    known here, or whose header lacks a field that every such model has, or has a number for each block in its place.
+    """Return the content of config.json in the checkpoint from which a GGUF file was made. Returns None in three cases: the
+    architecture is not in `_FAMILIES`, the header lacks a field that every such model has, or a field has a list with a number
+    for each block.
 
-    fields: the fields of the header; a list of texts is given by its length. tensors: the tensors of the file by name. Raises
+    fields: the fields of the header. Of a list, only the length is given. tensors: the tensors of the file by name. Raises
     UserError if the factors of the rotary embedding can't be read.
     """
     architecture = fields.get("general.architecture")
@@ -132,7 +139,7 @@ def config_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
     found.setdefault("head_dim", found["hidden_size"] // found["num_attention_heads"])
     for name, entry in (("blk.0.attn_q.weight", "num_attention_heads"), ("blk.0.attn_k.weight", "num_key_value_heads")):
         if name in tensors and entry in found and tensors[name].shape[:1] != (found[entry] * found["head_dim"],):
-            return None  # the field is a list with a number for each block
+            return None  # the field is a list with a number for each block, and only its length is known
     config = {
         "model_type": family.model_type,
         "architectures": [family.model_class],
@@ -143,7 +150,7 @@ def config_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
         "dtype": "float32",
     }
     if family.model_type == "gemma2":
-        # llama.cpp scales the queries of the model with 46 layers (27 B) by the width of a head of the whole embedding.
+        # The queries of the model with 46 layers (27 B) are scaled by hidden_size / heads instead of the head's own size.
         heads = config["num_attention_heads"]
         config["query_pre_attn_scalar"] = (
             config["hidden_size"] // heads if config["num_hidden_layers"] == 46 else config["head_dim"]
@@ -155,12 +162,13 @@ def config_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
 def _rope_scaling(
     own: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the entry `rope_scaling` of config.json, or None if the rotary embedding is not scaled. own: the header's fields,
-    without the architecture in their names.
+    """Return the entry `rope_scaling` of config.json, or None if the rotary embedding is not scaled. own: the fields of the
+    header, without the architecture in their names.
     """
     factors = tensors.get(_ROPE_FACTORS)
     if factors is not None and factors.dtype == "float32":
-        # The file has the factor of each frequency in place of the rule that made them, as for Llama 3.1. "longrope" takes factors.
+        # The file has a factor for each frequency, but not the rule that gave the factors (an example is Llama 3.1). In
+        # transformers, "longrope" is the rule that accepts any factors.
         values = list(struct.unpack(f"<{factors.nbytes // 4}f", read_small(factors)))
         length = config.get("max_position_embeddings", 2048)
         return {"rope_type": "longrope", "short_factor": values, "long_factor": values, "attention_factor": 1.0,
@@ -176,8 +184,9 @@ def _rope_scaling(
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any] | None
 ) -> tuple[dict[str, EncodedWeight], dict[str, str]]:
-    """Return the weights of a GGUF file that have to be decoded, by their names in transformers, and the other tensors' names in
-    transformers, keyed by their names in the file. A tensor that transformers does not have keeps its name.
+    """Return two mappings. The first has the weights of a GGUF file that must be decoded, keyed by their names in transformers.
+    The second has the tensors that need no decoding, and maps their names in the file to their names in transformers. A tensor
+    that transformers does not have keeps its name.
 
     tensors: the tensors of the file by name. config: the result of `config_of`.
     """
@@ -204,8 +213,9 @@ def read(
 
 
 def _name(own: str, family: _Family) -> tuple[str | None, str]:
-    """Return a tensor's name in transformers, or None if transformers has no such tensor, and llama.cpp's word for it in a block.
-    own: the tensor's name in the file. The name of stacked experts has `{}` in place of an expert's number.
+    """Return a tensor's name in transformers and llama.cpp's word for it. For `blk.0.attn_q.weight`, they are
+    `model.layers.0.self_attn.q_proj.weight` and `attn_q`. The name is None if transformers has no such tensor. The name of
+    stacked experts has `{}` in place of an expert's number. own: the tensor's name in the file.
     """
     stem, _, kind = own.rpartition(".")
     if stem in _WHOLE and kind in ("weight", "bias"):
@@ -217,7 +227,8 @@ def _name(own: str, family: _Family) -> tuple[str | None, str]:
 
 
 def _changes(local: str, family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the steps of llama.cpp's converter that decoding has to undo. local: llama.cpp's word for the tensor, such as
+    """Return settings that tell the decoder which steps of llama.cpp's converter to undo, such as {"heads": 32} for reordered
+    rows or {"offset": -1.0} for norms. Returns {} if there is nothing to undo. local: llama.cpp's word for the tensor, such as
     `attn_q`.
     """
     if family.reordered and local in ("attn_q", "attn_k"):
@@ -227,7 +238,9 @@ def _changes(local: str, family: _Family, config: Mapping[str, Any]) -> dict[str
 
 
 def _experts(name: str, tensor: CheckpointTensor) -> dict[str, EncodedWeight]:
-    """Return a weight for each expert of a tensor [experts, out, in], whose bytes lie one after the other in the file."""
+    """Return a weight for each expert of a tensor [experts, out, in]. In the file, the bytes of the
+    experts lie one after the other. name: the weights' name, with `{}` in place of the expert's number.
+    """
     count = tensor.shape[0] if len(tensor.shape) == 3 else 0
     if not 0 < count <= MOST_EXPERTS or tensor.nbytes % count or tensor.start is None:
         return {}

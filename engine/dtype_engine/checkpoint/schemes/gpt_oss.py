@@ -1,5 +1,7 @@
-"""MXFP4 as gpt-oss stores its experts: `x_blocks` has two e2m1 values in a byte, uint8 [experts, out, blocks, 16], and `x_scales`
-an exponent of two for each block, uint8 [experts, out, blocks]. The model's parameter `x` is [experts, in, out].
+"""MXFP4, as gpt-oss stores its experts.
+
+`x_blocks`, uint8 [experts, out, blocks, 16], holds two e2m1 values in each byte. `x_scales`, uint8 [experts, out, blocks], holds
+an exponent of two for each block of 32 values. The model's parameter `x` has the shape [experts, in, out].
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, describe
 
 SCHEME = "gpt-oss"
 _BYTES = 16
-"""The number of bytes in a block of 32 values, as the last dimension of the codes has them."""
+"""The number of bytes in a block of 32 values. It is the last dimension of the codes."""
 
 
 def read(

@@ -1,8 +1,9 @@
 """GPTQ's layout, as AutoGPTQ, GPTQModel and AutoRound write it.
 
-`x.qweight` [in * bits / 32, out] holds codes of 2, 3, 4 or 8 bits, packed along the inputs, the lowest bits first and without gaps.
-`x.qzeros` [groups, out * bits / 32] holds zero points in the same packing along the outputs, and `x.scales` [groups, out] factors.
-The first version of the format stores each zero point minus one. `x.g_idx` [in], if it is there, names the group of each input.
+`x.qweight` [in * bits / 32, out] holds codes of 2, 3, 4 or 8 bits. They are packed along the inputs without gaps, the first in
+the lowest bits. `x.qzeros` [groups, out * bits / 32] holds zero points, which are packed along the outputs. The first version of
+the format stores each zero point minus one. `x.scales` [groups, out] holds the scales. `x.g_idx` [in] is optional and holds the
+group of each input.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _ADDED = {
     ("auto-round", "auto_round:auto_gptq"): 1, ("auto-round", "auto_round:gptq"): 1, ("auto-round", "auto"): 1,
     ("auto-round", "auto_round"): 0, ("auto-round", "auto_round:gptqmodel"): 0,
 }  # fmt: skip
-"""What has to be added to a stored zero point, by quantisation method and format. No other format has this layout."""
+"""Maps a quantisation method and its format to the number that the decoder adds to each stored zero point. Other methods and
+formats do not use this layout.
+"""
 
 
 def read(

@@ -1,8 +1,9 @@
-"""HQQ, as `HQQLinear.state_dict` writes it: codes of 1 to 8 bits with a zero point and a scale, both floats, for each group.
+"""HQQ, as `HQQLinear.state_dict` writes it: codes of 1 to 8 bits. Each group has a scale and a zero point, which are both floats.
 
-HQQ quantises the weight [out, in] as a matrix [in * out / group, group] (axis 1) or [group, in * out / group] (axis 0), which holds
-the same values in the same order. Its rows are cut into as many equal parts as codes fit into a byte, or ten for 3 bits in an
-int32, and `x.W_q` packs the parts on top of each other, the first in the highest bits. Small tensors hold shape, bits and axis.
+HQQ reshapes the weight [out, in] before it quantises it: to [in * out / group, group] for axis 1, or to [group, in * out / group]
+for axis 0. Then it cuts the rows of this matrix into equal parts. The number of parts is the number of codes in an element of
+`x.W_q`: two for codes of 4 bits in uint8, or ten for codes of 3 bits in int32. Each element holds one code of every part, and the
+code of the first part is in the highest bits. Small tensors hold the shape, the axis and the name of the packing.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
 
 SCHEME = "hqq"
 _PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
-"""The bits of a code and the number of codes in an element of `W_q`, by the name of the packing."""
+"""Maps the name of a packing to the bits of a code and the number of codes in an element of `W_q`."""
 _NEEDED = ("shape", "axis", "packing")
 _UNREAD = ("view_as_float", "quant_scale", "quant_zero")
-"""Settings that change the layout if they are set. These layouts are not read."""
+"""Tensors that hold a setting which changes the layout if it is not 0. Weights with such a setting are not read."""
 
 
 def read(

@@ -1,10 +1,12 @@
-"""MLX, as mlx-lm writes it: `x.weight` holds codes in uint32 words, the lowest bits first and without gaps, along the last
-dimension.
+"""MLX, as mlx-lm writes it. `x.weight` holds codes in uint32 words. They are packed along the last dimension without gaps, the
+first in the lowest bits.
 
-"affine" has codes of 1 to 8 bits, to which `x.scales` and `x.biases` belong: a factor and a summand for each group. The modes
-"mxfp4", "mxfp8" and "nvfp4" have floats as codes and bytes in `x.scales`: exponents of two or, for "nvfp4", float8, to which
-`x.global_scale` may belong. config.json gives bits, group size and mode for the model and for single modules. The experts of a
-layer are stacked in `switch_mlp`; each is a weight here.
+The mode "affine" has integer codes of 1 to 8 bits. For each group, `x.scales` holds a scale, and `x.biases` holds a number that
+is added. The modes "mxfp4", "mxfp8" and "nvfp4" have floats as codes, and `x.scales` holds bytes. For "nvfp4" these are float8
+numbers, and `x.global_scale` may hold a further scale. For the other two they are exponents of two.
+
+config.json gives the bits, group size and mode of the model, and those of modules that differ. The experts of a layer are stacked
+in `switch_mlp`. Here, each expert is a weight of its own.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
 SCHEME = "mlx"
 _AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
 _FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
-"""The bits of a code and the number of codes in a group, by mode."""
+"""Maps a mode to the bits of a code and the number of codes in a group."""
 _STACKED = ".switch_mlp."
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-"""The names that Mixtral and its relatives, whose experts are in `block_sparse_moe`, give to an expert's weights."""
+"""Maps MLX's names of an expert's weights to the names that Mixtral gives them. They are used for all models that have their
+experts in `block_sparse_moe`.
+"""
 
 
 def read(
@@ -68,8 +72,8 @@ def read(
 
 
 def _described(own: Mapping[str, Any], codes: CheckpointTensor, scale: CheckpointTensor) -> tuple[str, int, int] | None:
-    """Return the mode, the bits of a code and the size of a group, or None if the shapes or dtypes contradict them. own: what the
-    configuration gives for the module.
+    """Return the mode, the bits of a code and the size of a group, such as ("affine", 4, 64). Returns None if the shapes or
+    dtypes contradict them. own: the settings in config.json that apply to the module.
     """
     mode = str(own.get("mode", "affine"))
     usual = _FLOAT_MODES.get(mode, (4, 64))
@@ -86,7 +90,7 @@ def _described(own: Mapping[str, Any], codes: CheckpointTensor, scale: Checkpoin
 
 
 def _experts(stacked: EncodedWeight) -> Iterator[EncodedWeight]:
-    """Yield the weight of each expert, whose parts are ranges of bytes of the stacked tensors."""
+    """Yield the weight of each expert of a stacked weight. Its tensors are ranges of bytes of the stacked tensors."""
     layer, _, local = stacked.name.partition(_STACKED)
     projection = local.removesuffix(".weight")
     if layer.endswith(".block_sparse_moe"):
@@ -98,7 +102,7 @@ def _experts(stacked: EncodedWeight) -> Iterator[EncodedWeight]:
 
 
 def _slice(tensor: CheckpointTensor, index: int) -> CheckpointTensor:
-    """Return one of the tensors that are stacked in a tensor along its first dimension."""
+    """Return one of the tensors that are stacked along the first dimension. index: its position in the stack."""
     nbytes = tensor.nbytes // tensor.shape[0]
     start = None if tensor.start is None else tensor.start + index * nbytes
     return dataclasses.replace(tensor, shape=tensor.shape[1:], start=start, nbytes=nbytes)

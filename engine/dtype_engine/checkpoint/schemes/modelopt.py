@@ -1,10 +1,12 @@
-"""NVIDIA ModelOpt. `quant_algo` names the algorithm of all layers, or `quantized_layers` that of each one. These settings are in
-config.json and, more completely, in hf_quant_config.json.
+"""NVIDIA ModelOpt. The setting `quant_algo` names the algorithm of all layers. If layers differ, `quantized_layers` names the
+algorithm of each layer. These settings are in config.json and, more completely, in hf_quant_config.json.
 
-Codes are in `x.weight`, and the scales of their blocks in `x.weight_scale`. `x.weight_scale_2`, for the whole tensor, multiplies
-these scales. `x.pre_quant_scale` has a factor for each input of the layer. The layer multiplies its inputs by these factors, so
-they are factors of the weight's columns here. Kept apart are NVFP4_SVD, whose layers also add a product of two small matrices, and
-experts that are stacked in one tensor.
+`x.weight` holds codes, and `x.weight_scale` holds the scales of their blocks. `x.weight_scale_2` is a single number by which
+these scales are multiplied. `x.pre_quant_scale` holds a factor for each input of the layer. The layer multiplies its inputs by
+these factors. Here, the columns of the weight are multiplied by them instead, which has the same effect.
+
+Two kinds of weights are not read: experts that are stacked in one tensor, and NVFP4_SVD, whose layers also add a product of two
+small matrices.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ class _Layout:
     dtypes: tuple[str, ...]
     """The dtypes that the codes may have."""
     block: str | int
-    """"channel" or "tensor" for one scale for a row or for all values, otherwise the number of columns in a block that ModelOpt
-    takes if its settings do not say it.
+    """The number of columns in a block, which is used if the settings declare no `group_size`. It is "channel" if each row has
+    one scale, or "tensor" if the weight has a single scale.
     """
     scales: tuple[str, ...] = FLOATS
     settings: Mapping[str, Any] = field(default_factory=dict)
     tensor_scale: bool = False
     """Whether the weight has a scale for the whole tensor."""
     height: int = 1
-    """The number of rows in a block; 0 if a block is square."""
+    """The number of rows in a block. 0 means that a block has as many rows as columns."""
 
 
 _FP8 = _Layout("e4m3", tuple(FP8), "tensor")
@@ -62,9 +64,9 @@ _LAYOUTS: Mapping[str, _Layout] = {
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
 ) -> dict[str, EncodedWeight]:
-    """Return the weights of this scheme by name. tensors: all tensors of the files, by name; hf_quant_config.json is read from the
-    folder of their files. config: the content of config.json. metadata: the metadata of the files' headers. Raises UserError if
-    hf_quant_config.json can't be read.
+    """Return the weights of this scheme by name. Settings are also read from hf_quant_config.json in the folder of the files.
+    tensors: all tensors of the files, by name. config: the content of config.json. metadata: the metadata of the files' headers.
+    Raises UserError if hf_quant_config.json can't be read.
     """
     settings = dict(declared(config))
     if not str(settings.get("quant_method") or "modelopt").startswith("modelopt") or not tensors:
@@ -86,8 +88,9 @@ def read(
 
 
 def _of_layer(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings that apply to a module: those of all layers or, in a mixture, those of its entry in `quantized_layers`.
-    The entry may name a module that holds it, such as all experts, or have `*` for any text.
+    """Return the settings that apply to a module. If `quant_algo` is "MIXED_PRECISION", they are in an entry of
+    `quantized_layers`. The key of the entry is the name of the module or of a module that contains it, and `*` in the key matches
+    any text. Returns {} if there is no such entry. For other algorithms, the settings of all layers are returned.
     """
     layers = settings.get("quantized_layers")
     if settings.get("quant_algo") != "MIXED_PRECISION" or not isinstance(layers, Mapping):
@@ -101,7 +104,9 @@ def _of_layer(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def _read_weight(
     name: str, settings: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
 ) -> EncodedWeight | None:
-    """Return the weight `name`, or None if its tensors are not those that its algorithm requires. settings: those of its layer."""
+    """Return the weight `name`, or None if its tensors are not those that its algorithm requires. settings: the settings of its
+    layer.
+    """
     layout, codes = _LAYOUTS.get(str(settings.get("quant_algo")).upper()), tensors.get(name)
     if layout is None or codes is None or codes.dtype not in layout.dtypes or len(codes.shape) != 2:
         return None

@@ -1,6 +1,8 @@
-"""optimum-quanto with 8 bits: `x.weight._data` holds int8 or float8 codes, and `x.weight._scale` a factor for each output channel.
+"""optimum-quanto with 8 bits. `x.weight._data` holds int8 or float8 codes, and `x.weight._scale` holds a scale for each output
+channel.
 
-Its weights of 4 and 2 bits are not read: the file holds them as groups, and the shape of a weight only in the model.
+Weights of 4 and 2 bits are not read, because their shape is not in the file. The file holds their codes in groups, and only the
+model's code knows the shape.
 """
 
 from __future__ import annotations

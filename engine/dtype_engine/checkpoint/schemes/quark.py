@@ -1,9 +1,14 @@
-"""AMD Quark. `global_quant_config` has the settings of all layers, `layer_quant_config` those of layers whose names fit a pattern.
+"""AMD Quark. `global_quant_config` has the settings of all layers. For layers whose names match a pattern, `layer_quant_config`
+has other settings.
 
-Codes are in `x.weight` and their scales in `x.weight_scale`: float8 and int8 with a scale for the tensor, for each row or, for
-float8, for each block; floats of 4 and 6 bits in bytes with an exponent of two for each group; 4-bit integers in groups, of which
-the files have the transpose in int32 words, in the order of AWQ if `pack_method` is "reorder". Kept apart are other integers in
-groups.
+`x.weight` holds codes, and `x.weight_scale` holds their scales. These kinds of weights are read:
+- int8 with a scale for the tensor or for each row;
+- float8 with a scale for the tensor, for each row or for each block;
+- floats of 4 and 6 bits, which are packed in bytes, with an exponent of two for each group;
+- 4-bit integers in groups. The file holds the transposed weight, packed in int32 words. The eight codes of a word are in their
+  own order if `pack_method` is "order", otherwise in AWQ's order.
+
+Other integers in groups are not read.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ _PACKED = {
     "fp6_e2m3": ("mxfp6_e2m3", "six bits", 6),
     "fp6_e3m2": ("mxfp6_e3m2", "six bits", 6),
 }
-"""Maps a dtype to the name of the format, the way of packing and the number of bits."""
+"""Maps a dtype that Quark declares to the name of the format, the way of packing and the number of bits."""
 
 
 def read(
@@ -56,8 +61,8 @@ def read(
 def _read_weight(
     name: str, settings: object, order: tuple[int, ...], tensors: Mapping[str, CheckpointTensor]
 ) -> EncodedWeight | None:
-    """Return the weight `name`, or None if its tensors are not those that the settings of its layer require. order: the rows of the
-    eight integers in a word.
+    """Return the weight `name`, or None if its tensors are not those that the settings of its layer require. order: for each of
+    the eight integers in a word, from the lowest bits on, its row among the word's eight rows.
     """
     codes, scale = tensors.get(name), tensors[f"{name}_scale"]
     if not isinstance(settings, Mapping) or codes is None or len(codes.shape) != 2:

@@ -1,4 +1,4 @@
-"""Makes the description of a weight whose codes have a scale for each block, if its tensors have the shapes that this requires."""
+"""Describes a weight whose codes have a scale for each block, after a check that its tensors have the required shapes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.encoded_weight import EncodedWeight
 
 FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-"""The short names of the float8 dtypes that are read."""
+"""Maps the float8 dtypes that are read to their short names."""
 EXPONENTS = ("uint8", "float8_e8m0fnu")
 """The dtypes of scales that are powers of two."""
 FLOATS = ("float32", "bfloat16", "float16")
-"""The dtypes of scales that are plain numbers."""
+"""The dtypes of scales that are ordinary floating-point numbers."""
 
 
 def same_grid(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Return whether a tensor has a number for each block of a grid, in the grid's order. wanted: the shape of the grid, [rows,
-    columns] or [experts, rows, columns]. Dimensions of one element may be missing at its end, and the only row, too. ModelOpt
-    writes [rows, 1, columns, 1].
+    """Return whether a tensor has one number for each block, in the order of the blocks. shape: the tensor's shape. wanted: the
+    numbers of blocks, [rows, columns] or [experts, rows, columns].
+
+    A shape fits even if dimensions of size 1 are missing at its end, or if the first dimension is missing and there is one row of
+    blocks. ModelOpt's shape [rows, 1, columns, 1] fits, too.
     """
     if len(wanted) == 3:
         return shape[:1] == wanted[:1] and same_grid(shape[1:], wanted[1:])
@@ -31,19 +33,22 @@ def same_grid(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without the dimensions of one element at its end."""
+    """Return a shape without the dimensions of size 1 at its end."""
     while shape[-1:] == (1,):
         shape = shape[:-1]
     return shape
 
 
-@lru_cache(4096)  # the layers of a model have a few shapes
+@lru_cache(4096)  # all layers of a model together have only a few shapes
 def _block(
     shape: tuple[int, ...], block: tuple[int, int] | str, scales: tuple[int, ...], in_tiles: bool
 ) -> tuple[tuple[int, int], str] | None:
-    """Return the rows and columns of a block and its name, or None if a weight [..., rows, columns] in such blocks, of which the
-    last may be smaller, has another number of scales. scales: the shape of the scales. in_tiles: whether they fill whole tiles of
-    128 rows by 4 blocks, as cuBLAS wants them.
+    """Return the size of a block and its name, such as ((128, 128), "128x128"). Returns None if the weight would need another
+    number of scales.
+
+    shape: the weight's shape, [rows, columns] or [experts, rows, columns]. The last block in a row or column may be smaller.
+    scales: the shape of the scales. in_tiles: whether the scales are padded to whole tiles of 128 rows by 4 blocks, as cuBLAS
+    requires.
     """
     if len(shape) not in (2, 3) or not all(shape):
         return None
@@ -70,11 +75,13 @@ def describe(
     settings: Mapping[str, Any] | None = None,
     beside: tuple[CheckpointTensor | None, ...] = (),
 ) -> EncodedWeight | None:
-    """Return the description of a weight, or None if one of its tensors is missing (None in `parts`) or does not fit.
+    """Return the description of a weight, or None if one of its tensors does not fit or is missing. A missing tensor is None in
+    `parts`.
 
-    kind: the type of a code, such as "int4". block: rows and columns, or "channel" or "tensor" for one scale for a row or for all
-    values. parts: the tensors by role. scales: the dtypes that the scales of blocks may have. beside: tensors that do not change
-    the values, or None for each that is missing.
+    kind: the type of a code, such as "int4". block: the rows and columns of a block, "channel" if each row has a scale, or
+    "tensor" if there is a single scale. parts: the tensors by role. scales: the dtypes that the scales of blocks may have.
+    settings: what the decoder needs besides the tensors. beside: tensors that do not change the values. Those that are None are
+    left out.
     """
     found = {role: part for role, part in parts.items() if part is not None}
     scale, more = found.get("scale"), settings or {}

@@ -1,9 +1,10 @@
-"""torchao's safetensors: the metadata of a file's header describes each weight by the class and attributes of its torch tensor.
+"""torchao's safetensors. For each weight, the metadata of the file's header has the class and the attributes of its torch tensor.
 
-`x._weight_qdata` holds the codes of `x.weight`, and `x._weight_scale`, `x._weight_zero_point`, ... what belongs to them. Integers
-of fewer than 8 bits are stored as int8. Scales of MX formats and NVFP4 may be in the order of the tensor cores (see
-`runtime/formats/schemes/block_scaled.py`). `x._weight_act_pre_scale` has a factor for each input of the layer, which multiplies its
-inputs by them, so they are factors of the weight's columns here.
+`x._weight_qdata` holds the codes of `x.weight`. The tensors that belong to them have names such as `x._weight_scale` and
+`x._weight_zero_point`. Integers of fewer than 8 bits are stored as int8. The scales of MX formats and NVFP4 may be in the order
+of the tensor cores (see `runtime/formats/schemes/block_scaled.py`). `x._weight_act_pre_scale` holds a factor for each input of
+the layer. The layer multiplies its inputs by these factors. Here, the columns of the weight are multiplied by them instead, which
+has the same effect.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def _weight(name: str, text: str, tensors: Mapping[str, CheckpointTensor]) -> En
 
 
 def _word(kind: str, data: Mapping[str, Any], codes: CheckpointTensor, scale: CheckpointTensor) -> str | None:
-    """Return the name of the type of codes, or None if the dtypes of codes and scales don't belong to the tensor's class."""
+    """Return the name of the type of codes, such as "int4". Returns None if the dtypes of codes and scales don't fit the tensor's
+    class. kind: the name of the class, such as "MXTensor".
+    """
     if kind in _INTEGERS and codes.dtype == "int8" and scale.dtype in FLOATS:
         target = data.get("target_dtype")
         word = target.get("_data") if isinstance(target, Mapping) else "int8"
@@ -89,7 +92,9 @@ def _word(kind: str, data: Mapping[str, Any], codes: CheckpointTensor, scale: Ch
 
 
 def _description(text: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the class of a tensor and its attributes, or ("", {}) if a text of the metadata does not describe a tensor."""
+    """Return the class of a tensor and its attributes. Returns ("", {}) if the text does not describe a tensor. text: a value in
+    the metadata.
+    """
     try:
         described = json.loads(text)
     except (ValueError, RecursionError):

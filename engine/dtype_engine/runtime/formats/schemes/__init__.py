@@ -1,6 +1,7 @@
-"""Decoders of weights that other programs quantised: codes, scales and so on to values in float32. A file for each family.
+"""Decoders of weights that other programs quantised. They compute float32 values from codes, scales and so on. There is a file
+for each family of schemes.
 
-Which tensors form a weight is read by `checkpoint/schemes`, which has a file for each scheme, too.
+The readers in `checkpoint/schemes` find out which tensors form a weight.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ _DECODERS: dict[str, Decoder] = {
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int = 0, last: int | None = None) -> torch.Tensor:
-    """Return a weight's values in float32, in its shape, or only its rows from `first` up to `last` along its first dimension.
+    """Return a weight's values in float32. They are the rows from `first` up to `last` along the first dimension, by default all.
 
-    parts: the tensors of the weight by role, as the files store them. The result is exact: the product of code and scales in
-    float32, without any rounding to a narrower dtype.
+    parts: the tensors of the weight by role, as the files store them. Values are computed in float32 and not rounded to a
+    narrower dtype.
     """
     return _DECODERS[weight.scheme](weight, parts, first, weight.shape[0] if last is None else last)

@@ -1,4 +1,6 @@
-"""Decodes AWQ's "gemv" layout: 4-bit codes and zero points packed along the inputs. `block_scaled` decodes its "gemm" layout."""
+"""Decodes AWQ's "gemv" layout, which packs 4-bit codes and zero points along the inputs. `block_scaled` decodes the "gemm"
+layout.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_group
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight [out, in]: (code - zero point) times scale, in float32."""
-    groups = weight.shape[1] // weight.settings["block"][1]  # the file has more, to fill words
+    groups = weight.shape[1] // weight.settings["block"][1]  # the file may have more, which are padding
 
     def fill(out: torch.Tensor, start: int, stop: int) -> None:
         unpack(parts[CODES][start:stop], 4, out)

@@ -1,4 +1,4 @@
-"""Decodes bitsandbytes: NF4 and FP4 with a factor for each block of successive values, and int8 with a factor for each row."""
+"""Decodes bitsandbytes: NF4 and FP4 with a scale for each block of successive values, and int8 with a scale for each row."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from dtype_engine.runtime.formats.schemes.parts import Parts
 from dtype_engine.runtime.formats.schemes.unpack import decode_rows, look_up, pairs, scale_groups, write_plain
 
 _LARGEST = 127
-"""The code that stands for a row's largest value, which is its scale."""
+"""The code of a row's largest absolute value. This value is the row's scale."""
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight in float32: the value of each code times the factor of its block or
-    row.
+    """Return the rows from `first` up to `last` of a weight in float32. A value is that of its code times the scale of its block
+    or row.
 
-    4 bits: a row is everything under one index of the first dimension.
+    With 4 bits, the weight may have more than two dimensions. Then a row consists of all values at one index of the first
+    dimension.
     """
     if "scale" in parts:
         return _eight_bits(parts, first, last)
@@ -28,7 +29,7 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
     table = pairs(parts["quant_map"], high_first=True)
 
     def fill(out: torch.Tensor, start: int, stop: int) -> None:
-        low, high = start * columns // block, -(-stop * columns // block)  # the blocks in which the rows lie
+        low, high = start * columns // block, -(-stop * columns // block)  # the blocks that the rows touch
         held = codes[low * block // 2 : high * block // 2]
         exact = not columns % block
         values = out.view(-1) if exact else torch.empty(2 * len(held), dtype=torch.float32)
@@ -44,7 +45,7 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
 
 
 def _factors(weight: EncodedWeight, parts: Parts, low: int, high: int) -> torch.Tensor:
-    """Return the factors of the blocks from `low` up to `high` in float32."""
+    """Return the scales of the blocks from `low` up to `high` in float32. If the scales are codes themselves, they are decoded."""
     factors = parts["absmax"][low:high]
     if "nested_absmax" not in parts:
         return factors

@@ -1,15 +1,16 @@
-"""Decodes weights whose codes are multiplied by a scale for each block: the schemes of compressed-tensors, ModelOpt, DeepSeek,
-gpt-oss, ComfyUI, Quark and torchao, and AWQ's "gemm" layout. What differs between them is in the weight's `settings`:
+"""Decodes weights whose codes are multiplied by a scale for each block. These are the schemes of compressed-tensors, ModelOpt,
+DeepSeek, gpt-oss, ComfyUI, Quark and torchao, and AWQ's "gemm" layout. The weight's `settings` tell how they differ:
 
-- `block`: the rows and columns of a block, of which the last in a row or column may be smaller;
-- `code`: how codes are packed, a key of `_UNPACK`, with the settings that its function reads (default "plain");
-- `divide`: whether the scale of the tensor divides the scales of blocks (default: it multiplies them);
-- `swizzled`: whether the scales of blocks are in the order of the tensor cores (default: row by row);
-- `rotation`: the number of columns of a Hadamard matrix by which the values are multiplied (default: they are not);
+- `block`: the rows and columns of a block. The last block in a row or column may be smaller.
+- `code`: how codes are packed. It is a key of `_UNPACK`, by default "plain". The function that it selects may need further
+  settings.
+- `divide`: whether the scales of blocks are divided by the scale of the tensor. By default they are multiplied by it.
+- `swizzled`: whether the scales of blocks are in the order in which tensor cores read them. By default they are row by row.
+- `rotation`: the size of a Hadamard matrix, by which each group of as many columns is multiplied. By default there is none.
 - `transposed`: whether the file has [experts, out, in] where the model has [experts, in, out].
 
-Roles: "codes", "scale" and, if the weight has them, "tensor_scale", "zero_point" (subtracted from the codes), "columns" (the index
-of each column's block) and "input_scale" (a factor for each column).
+The tensors have these roles: "codes", "scale" and, if the weight has them, "tensor_scale", "zero_point" (subtracted from the
+codes), "columns" (the index of each column's block) and "input_scale" (a factor for each column).
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ Settings = Mapping[str, Any]
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in], or these experts of stacked experts: float32.
+    """Return the rows from `first` up to `last` of a weight [out, in] in float32. For stacked experts, return the experts from
+    `first` up to `last`.
 
-    Each value is the code, minus the zero point, times the product of its scales; the scale of the tensor is multiplied with the
-    scale of the block before that. A transposed weight is returned as a view of memory in the file's order.
+    A value is its code, minus the zero point, times the product of its scales. The scales of block and tensor are combined first.
+    A transposed weight is returned as a view of memory that has the file's order.
     """
     settings = weight.settings
     if settings.get("code") == "row words":
@@ -57,7 +59,7 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
 def _decode_matrix(settings: Settings, parts: Parts, first: int, last: int, columns: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a matrix whose rows have `columns` values: float32 [last - first, columns]."""
     code = settings.get("code", "plain")
-    write, packed = _UNPACK[code], {"row pairs": 2, "row words": 8}.get(code, 1)  # the rows that share a byte or word
+    write, packed = _UNPACK[code], {"row pairs": 2, "row words": 8}.get(code, 1)  # how many rows share a byte or word
     block = parts["columns"].to(torch.int64) if "columns" in parts else settings["block"][1]
     of_columns = parts["input_scale"].to(torch.float32) if "input_scale" in parts else None
 
@@ -76,27 +78,33 @@ def _decode_matrix(settings: Settings, parts: Parts, first: int, last: int, colu
 
 
 def _write_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write integers of `bits` bits in int32 words, the first in the lowest bits. Each is stored plus 2^(bits-1)."""
+    """Write integers that are packed in int32 words, the first in the lowest bits. An integer has `bits` bits. The file stores it
+    plus 2^(bits-1), so this number is subtracted.
+    """
     unpack(codes, settings["bits"], out, settings["dense"])
     out.sub_(1 << (settings["bits"] - 1))
 
 
 def _write_six_bits(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write floats of six bits, of which three bytes have four, the first in the lowest bits. `element`: their dtype's name."""
+    """Write floats of six bits. Three bytes hold four of them, the first in the lowest bits. The setting `element` is the name of
+    their dtype, such as "mxfp6_e2m3".
+    """
     unpack(codes, 6, out)
     out.copy_(float_values(settings["element"]).index_select(0, out.view(-1).to(torch.int32)).view(out.shape))
 
 
 def _write_row_pairs(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write int4 values in two's complement. A byte has one of row 2r, in its low bits, and one of row 2r + 1."""
+    """Write int4 values in two's complement. A byte holds a value of row 2r in its low bits, and a value of row 2r + 1 in its
+    high bits.
+    """
     rows, signed = out.view(len(codes), 2, -1), codes.view(torch.int8)
     rows[:, 0] = (signed << 4) >> 4
     rows[:, 1] = signed >> 4
 
 
 def _write_row_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write integers of 4 bits. An int32 word has one of each of eight rows, whose places from the lowest bits on are `order`.
-    `signed`: whether they are in two's complement.
+    """Write integers of 4 bits. An int32 word holds one integer of each of eight rows. The setting `order` lists these rows from
+    the lowest bits on. The setting `signed` tells whether the integers are in two's complement.
     """
     rows, codes = out.view(len(codes), 8, -1), codes.contiguous()
     for place, row in enumerate(settings["order"]):
@@ -112,7 +120,9 @@ _UNPACK: Mapping[str, Callable[[torch.Tensor, torch.Tensor, Settings], None]] = 
     "row pairs": _write_row_pairs,
     "row words": _write_row_words,
 }
-"""The function for each value of the setting `code`. It writes the values of some rows of codes to float32 [rows, columns]."""
+"""Maps each value of the setting `code` to a function that unpacks such codes. The function takes some rows of codes and writes
+their values to `out`, float32 [rows, columns].
+"""
 
 
 def _by_block(
@@ -121,7 +131,8 @@ def _by_block(
     columns: int | torch.Tensor,
     change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Change values [rows, width] in place by a number for each row and block: [rows, blocks].
+    """Combine values [rows, width] in place with the number of their row and block. scale: these numbers, [rows, blocks]. change:
+    the operation, such as `torch.Tensor.mul_`.
 
     columns: the number of columns in a block, or the index of each column's block.
     """
@@ -138,7 +149,9 @@ def _by_block(
 
 
 def _scales(settings: Settings, parts: Parts, rows: range, columns: int) -> torch.Tensor:
-    """Return the scales of some rows, float32 [rows, blocks], or [1, blocks] if all rows have the same ones."""
+    """Return the scales of some rows, float32 [rows, blocks]. If all rows have the same scales, return [1, blocks]. columns: the
+    number of columns of the weight.
+    """
     height, width = settings["block"]
     stored, blocks = parts["scale"], -(-columns // width)
     if settings.get("swizzled"):
@@ -152,16 +165,20 @@ def _scales(settings: Settings, parts: Parts, rows: range, columns: int) -> torc
 
 
 def _rows_of_blocks(grid: torch.Tensor, rows: range, height: int) -> torch.Tensor:
-    """Return the numbers of some rows [rows, blocks] from those of blocks of `height` rows, or [1, blocks] if there is one row."""
+    """Return the numbers of some rows, [rows, blocks]. grid: a number for each block. height: the rows in a block. If the grid
+    has a single row of blocks, it is returned as it is, [1, blocks].
+    """
     if len(grid) == 1 or height == 1:
         return grid if len(grid) == 1 else grid[rows.start : rows.stop]
     return grid[torch.arange(rows.start, rows.stop) // height]
 
 
 def _rows_of_tiles(scale: torch.Tensor, rows: range, blocks: int) -> torch.Tensor:
-    """Return the scales [rows, blocks] of some rows from the order in which tensor cores read them (cuBLAS documentation, "1D Block
-    Scaling Factors Layout"): tiles of 128 rows by 4 blocks, in which the scale of row r and block c is at (r % 32) * 16 + (r // 32)
-    * 4 + c. Tiles at the edges are padded.
+    """Return the scales of some rows, [rows, blocks]. blocks: the number of blocks in a row. scale: the scales in the order in
+    which tensor cores read them (cuBLAS documentation, "1D Block Scaling Factors Layout").
+
+    This order consists of tiles of 128 rows by 4 blocks. Tiles at the edges are padded. In a tile, the scale of row r and block c
+    is at (r % 32) * 16 + (r // 32) * 4 + c.
     """
     across, top = -(-blocks // 4), rows.start // 128
     tiles = scale.view(torch.uint8).reshape(-1, across, 32, 4, 4)[top : -(-rows.stop // 128)]
@@ -170,8 +187,8 @@ def _rows_of_tiles(scale: torch.Tensor, rows: range, blocks: int) -> torch.Tenso
 
 
 def _zeros(settings: Settings, zero: torch.Tensor, rows: range) -> torch.Tensor:
-    """Return the zero points of some rows, float32 [rows, blocks], or [1, blocks] if all rows have the same ones. They are numbers
-    or, like codes, packed in int32 words, but along the first dimension.
+    """Return the zero points of some rows, float32 [rows, blocks]. If all rows have the same zero points, return [1, blocks].
+    zero: the stored zero points. They are plain numbers, or they are packed in int32 words along the first dimension.
     """
     if settings.get("code") == "row words":
         out = torch.empty((len(rows), zero.shape[1]), dtype=torch.float32)
@@ -181,7 +198,7 @@ def _zeros(settings: Settings, zero: torch.Tensor, rows: range) -> torch.Tensor:
         grid = zero.reshape(-1, zero.shape[-1] if zero.dim() > 1 else 1)
         return _rows_of_blocks(grid, rows, settings["block"][0]).to(torch.float32)
     bits, dense = settings["bits"], settings["dense"]
-    together, taken = (32, bits) if dense else (32 // bits, 1)  # the rows of whole words, and the number of these words
+    together, taken = (32, bits) if dense else (32 // bits, 1)  # rows that fill whole words, and how many words
     low, high = rows.start // together, -(-rows.stop // together)
     words = zero[low * taken : high * taken].t()
     out = torch.empty((len(words), min((high - low) * together, 32 * words.shape[1] // bits)), dtype=torch.float32)
@@ -190,8 +207,9 @@ def _zeros(settings: Settings, zero: torch.Tensor, rows: range) -> torch.Tensor:
 
 
 def _unrotate(values: torch.Tensor, columns: int) -> torch.Tensor:
-    """Multiply each group of `columns` columns of float32 values by ConvRot's Hadamard matrix, a Kronecker power of H = J / 2 - P,
-    where J is a 4 x 4 matrix of ones, and P reverses four values. It is its own inverse.
+    """Return float32 values after each group of `columns` columns was multiplied by ConvRot's Hadamard matrix. This matrix is its
+    own inverse. It is a Kronecker power of H = J / 2 - P, where J is a 4 x 4 matrix of ones, and P reverses the order of four
+    values.
     """
     shape, apart = values.shape, 1
     while apart < columns:

@@ -1,4 +1,6 @@
-"""Decodes the tensors of GGUF files with the gguf package, and undoes what llama.cpp's converter did to the weights."""
+"""Decodes the tensors of GGUF files with transformers or the gguf package. Then it undoes what llama.cpp's converter did to the
+weights: it restores the order of rows and subtracts 1 from the norms of Gemma.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ _VALUES_AT_ONCE = 1 << 20
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight in float32, in the order that transformers has.
+    """Return the rows from `first` up to `last` of a weight in float32, in transformers' order of rows.
 
-    The codes of a block type are the bytes of the rows; those of F32, F16 and BF16 are values.
+    For a block type, the tensor in `parts` holds the bytes of the rows. For F32, F16 and BF16, it holds the values.
     """
     packed, heads = weight.parts[CODES].packed, weight.settings.get("heads")
     if packed and len(weight.shape) == 1:  # a vector is one row of blocks
@@ -35,9 +37,9 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
 
 
 def _rows_of_halves(rows: int, heads: int, first: int, last: int) -> torch.Tensor:
-    """Return where the file has the rows from `first` up to `last` of a projection to `heads` heads. llama.cpp alternates the rows
-    of the two halves of a head, and transformers has one half after the other. Raises UserError if the heads do not divide the
-    rows.
+    """Return the positions in the file of the rows from `first` up to `last`, for a projection to `heads` heads. In the file,
+    rows of the first and of the second half of a head alternate. In transformers, the first half comes before the second. rows:
+    the number of rows in all. Raises UserError if it is not a multiple of 2 * heads.
     """
     if rows % (2 * heads):
         raise UserError(f"{rows} rows are not {heads} heads of two halves each, as the header of the GGUF file says")
@@ -48,10 +50,10 @@ def _rows_of_halves(rows: int, heads: int, first: int, last: int) -> torch.Tenso
 
 
 def _dequantize(weight: EncodedWeight, rows: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values of rows of blocks, given by their bytes [rows, bytes].
+    """Return the float32 values of rows of blocks. rows: their bytes, [rows, bytes].
 
-    transformers' function, which the newest versions have for most types, is several times as fast as that of the gguf package,
-    and its values are the same bits.
+    The newest versions of transformers have a function for most block types. It is used if it exists, because it is several times
+    as fast as the function of the gguf package. Both give the same values, bit by bit.
     """
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -69,7 +71,9 @@ def _dequantize(weight: EncodedWeight, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _values(blocks: torch.Tensor, kind: Any) -> torch.Tensor:
-    """Return the float32 values of blocks [blocks, bytes], flat. kind: the type of the blocks."""
+    """Return the float32 values of blocks in one dimension. blocks: their bytes, [blocks, bytes]. kind: their type, a
+    `GGMLQuantizationType`.
+    """
     try:
         from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
     except ImportError:

@@ -1,4 +1,6 @@
-"""Decodes HQQ: the codes of successive parts of a weight lie on top of each other, the first part in the highest bits."""
+"""Decodes HQQ. A weight is cut into parts, and each packed element holds one code of every part. The code of the first part is in
+the highest bits.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
     bits, together, axis = (weight.settings[key] for key in ("bits", "together", "axis"))
     packed = parts[CODES].view(-1)
     columns = weight.shape[1]
-    # [rows, groups in a row] for axis 1, or [rows until the groups repeat, in] for axis 0
+    # The scales become [rows, groups in a row] for axis 1, or [n, in] for axis 0, where rows r and r + n share scales.
     across = len(parts["scale"]) // weight.shape[0] if axis else columns
     scale, zero = (parts[role].view(-1, across) for role in ("scale", "zero"))
 

@@ -1,4 +1,4 @@
-"""Decodes MLX: integers with a scale and a bias for each group, or floats of four or eight bits with a scale."""
+"""Decodes MLX: integers with a scale and a bias for each group, or floats of four or eight bits with a scale for each group."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from dtype_engine.runtime.formats.schemes.unpack import (
 )
 
 _LARGEST_NVFP4 = 448.0 * 6.0
-"""The value of the largest code times the largest scale, which stands for a tensor's `global_scale`."""
+"""The value of the largest code (6) times the largest scale (448). If both are stored, the value is the tensor's `global_scale`."""
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in], or the same range of matrices of a weight [experts, out,
-    in]: code times scale plus bias in "affine" mode, value of the code times scale in the others, in float32.
+    """Return the rows from `first` up to `last` of a weight [out, in] in float32. For a weight [experts, out, in], return the
+    experts from `first` up to `last`. In "affine" mode, a value is its code times scale plus bias. In the other modes, it is the
+    value of its code times scale.
     """
     mode, bits, columns = weight.settings["mode"], weight.settings["bits"], weight.shape[-1]
     each = 1 if len(weight.shape) == 2 else weight.shape[1]

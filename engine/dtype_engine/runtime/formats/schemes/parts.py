@@ -7,4 +7,6 @@ from collections.abc import Mapping
 import torch
 
 Parts = Mapping[str, torch.Tensor]
-"""The tensors of one weight by their role, such as "codes" and "scale", mapped from the files and never written to."""
+"""The tensors of one weight by their role, such as "codes" and "scale". They may be mapped from the files, so they are never
+written to.
+"""

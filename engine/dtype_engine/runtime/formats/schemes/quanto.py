@@ -1,4 +1,4 @@
-"""Decodes optimum-quanto with 8 bits."""
+"""Decodes weights of 8 bits that optimum-quanto wrote."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_group
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the channels from `first` up to `last` of a weight [out, in, ...]: code times the channel's scale, in float32."""
+    """Return the channels from `first` up to `last` of a weight [out, in, ...] in float32. A value is its code times its
+    channel's scale.
+    """
     scale = parts["scale"].view(-1, 1).to(torch.float32)
 
     def fill(out: torch.Tensor, start: int, stop: int) -> None:

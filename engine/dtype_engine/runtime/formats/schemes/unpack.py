@@ -1,7 +1,7 @@
-"""Turns codes, as the files of other programs pack them, into float32 values in memory that is allocated once.
+"""Unpacks codes to float32 values.
 
-A weight is decoded whenever it is used. Fresh memory takes longer than the arithmetic, so codes are unpacked into the result in
-pieces of some rows, and each function is a few operations on memory that the processor's cache holds.
+A weight is decoded every time it is used, so this must be fast. To allocate memory takes longer than the arithmetic. Therefore
+the result is allocated once, and codes are unpacked into it in pieces of some rows, which fit in the processor's cache.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dtype_engine.core import dtypes
 from dtype_engine.runtime.formats.row_blocks import CHUNK, parallel_map
 
 _ALIGNED = 32
-"""A piece starts at a multiple of this number of rows after the first row, so that it starts at a whole word if codes are packed
-along the rows.
+"""A piece starts at a multiple of this number of rows after the first row. If a word holds codes of several rows, the piece
+therefore starts at a whole word.
 """
 Fill = Callable[[torch.Tensor, int, int], None]
-"""`fill(out, start, stop)` writes the rows from `start` up to `stop` of a weight to `out`, float32 [stop - start, columns], which
-is contiguous and holds no values yet. It is called in several threads.
+"""`fill(out, start, stop)` writes the rows from `start` up to `stop` of a weight to `out`, which is float32 [stop - start,
+columns] and contiguous. Before the call, `out` has no defined values. Several threads call `fill` at the same time.
 """
 
 
 def decode_rows(first: int, last: int, columns: int, fill: Fill) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight, float32 [last - first, columns]. `fill` writes them in pieces."""
-    with torch.inference_mode(False):  # the other threads are in no inference mode, and may not write to its tensors
+    with torch.inference_mode(False):  # else the other threads, which have no inference mode, can't write
         out = torch.empty(last - first, columns, dtype=torch.float32)
     step = max(CHUNK // max(columns, 1) // _ALIGNED, 1) * _ALIGNED
     starts = range(first, last, step)
@@ -42,11 +42,12 @@ def decode_rows(first: int, last: int, columns: int, fill: Fill) -> torch.Tensor
 
 
 def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor, dense: bool = True) -> None:
-    """Write the codes of `bits` bits each, 1 to 8, in every row of `packed` as float32 to `out`. The lowest bits come first.
+    """Write the codes in every row of `packed` to `out` as float32. Each code has `bits` bits, 1 to 8. The first code is in the
+    lowest bits.
 
-    packed: [rows, bytes or words] of any integer dtype. out: float32 [rows, codes], contiguous. Codes beyond its last
-    column are left out. dense: whether a code may begin in one byte or word and end in the next. Otherwise `packed` is int32, and
-    the highest bits of a word are unused if they are too few for a code.
+    packed: [rows, bytes or words] of any integer dtype. out: float32 [rows, codes], contiguous. Codes beyond its last column are
+    left out. dense: whether a code may begin in one byte or word and end in the next. If it is False, `packed` is int32, and the
+    highest bits of a word are unused if they are too few for a code.
     """
     if packed.stride(-1) != 1:
         packed = packed.clone(memory_format=torch.contiguous_format)
@@ -59,7 +60,7 @@ def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor, dense: bool = Tru
         nibbles = (nibbles << 4).bitwise_or_(nibbles).bitwise_and_(0x0F0F)
         out.copy_(nibbles.view(torch.uint8)[:, :columns])
         return
-    together = 8 // gcd(8, bits) if dense else 32 // bits  # the fewest codes that take whole bytes, or those of a word
+    together = 8 // gcd(8, bits) if dense else 32 // bits  # the fewest codes that fill bytes, or a word's codes
     count = -(-columns // together)
     whole = out if count * together == columns else out.new_empty(len(out), count * together)
     codes = whole.view(len(out), count, together)
@@ -80,17 +81,17 @@ def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor, dense: bool = Tru
 
 
 def look_up(codes: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the entry of a table for each byte of `codes` to `out`, float32, contiguous. codes: contiguous, of any dtype. table:
-    float32 [256], or [256, 2] for bytes that hold two codes each.
+    """Write the table's entry for each byte of `codes` to `out`, float32 and contiguous. codes: contiguous, of any dtype. table:
+    float32 [256], or [256, 2] if a byte holds two codes.
     """
-    entries = table if table.dim() == 1 else table.view(torch.int64).view(-1)  # two values are copied as one number
+    entries = table if table.dim() == 1 else table.view(torch.int64).view(-1)  # two float32 are copied as one int64
     index = codes.view(torch.uint8).reshape(-1).to(torch.int32)
     torch.index_select(entries, 0, index, out=out.view(entries.dtype).view(-1))
 
 
 def pairs(values: torch.Tensor, high_first: bool = False) -> torch.Tensor:
-    """Return the table for `look_up` of bytes that hold two codes each, float32 [256, 2]. values: the values of the 16 codes,
-    float32. high_first: the first code is in the high nibble of a byte.
+    """Return the table with which `look_up` decodes bytes of two codes, float32 [256, 2]. values: the values of the 16 codes,
+    float32. high_first: whether the first code is in the high nibble of a byte.
     """
     table = torch.stack((values.repeat(16), values.repeat_interleave(16)), 1)
     return table.flip(1).contiguous() if high_first else table
@@ -98,7 +99,9 @@ def pairs(values: torch.Tensor, high_first: bool = False) -> torch.Tensor:
 
 @cache
 def float_values(element: str) -> torch.Tensor:
-    """Return the values of all codes of a float of 4 or 6 bits, float32 [codes]: sign, exponent, mantissa, and no NaN."""
+    """Return the values of all codes of a float of 4 or 6 bits, float32 [codes]. A code consists of sign, exponent and mantissa.
+    No code is NaN. element: the name of the dtype, such as "mxfp6_e2m3".
+    """
     row = dtypes.BY_NAME[element]
     bits, bias = 1 + row.exponent + row.mantissa, (1 << (row.exponent - 1)) - 1
     codes = torch.arange(1 << bits)
@@ -110,17 +113,19 @@ def float_values(element: str) -> torch.Tensor:
 
 @cache
 def e2m1_pairs(high_first: bool = False) -> torch.Tensor:
-    """Return the table for `look_up` of bytes that hold two e2m1 codes. high_first: the first code is in the high nibble."""
+    """Return the table with which `look_up` decodes bytes of two e2m1 codes. high_first: whether the first code is in the high
+    nibble.
+    """
     return pairs(float_values("nvfp4"), high_first)
 
 
 def write_plain(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """Write codes that are numbers of their dtype, int8 or float8, to `out` of the same shape. torch's own conversion of float8
-    takes five times as long.
+    """Write codes of int8 or float8 to `out`, float32 of the same shape. A code's value is that of its dtype. The common float8
+    dtypes are converted by bit operations, because torch's own conversion takes five times as long.
     """
     if codes.dtype == torch.float8_e4m3fn:
-        # Its bits, moved to sign, exponent and mantissa of a float16, are its value / 256, subnormal values included. Only NaN
-        # would become 480.
+        # The bits are moved to the sign, exponent and mantissa of a float16. Its value is 1/256 of the float8's, also for
+        # subnormal values. Only NaN would become 480, so it is set afterwards.
         raw = codes.view(torch.uint8)
         bits = raw.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
         out.copy_(bits.view(torch.float16)).mul_(256)
@@ -134,10 +139,10 @@ def write_plain(codes: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales in float32. Bytes, uint8 or float8_e8m0fnu, are exponents of two plus 127, and 255 is NaN."""
+    """Return scales in float32. If they are uint8 or float8_e8m0fnu, a byte b means 2^(b - 127), and 255 means NaN."""
     if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
         exponents = scale.view(torch.uint8).to(torch.int32)
-        # 2^-127 is a subnormal float32, whose bits are not an exponent alone.
+        # 2^-127 is a subnormal float32, so its mantissa has to be set instead of its exponent.
         powers = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
         return powers.masked_fill_(exponents == 255, torch.nan)
     out = torch.empty(scale.shape, dtype=torch.float32)
@@ -146,8 +151,10 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
 
 
 def scale_groups(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None) -> None:
-    """Subtract each group's zero point from its values, and multiply them by its scale, in place. values: float32 [rows, columns],
-    contiguous. scale, zero: float32 [rows or 1, groups]; each group has the same number of columns.
+    """Subtract each group's zero point from its values, and multiply them by the group's scale. This changes `values` in place.
+
+    values: float32 [rows, columns], contiguous. scale, zero: float32 [rows or 1, groups]. All groups have the same number of
+    columns. If `zero` is None, nothing is subtracted.
     """
     grouped = values.view(len(values), scale.shape[1], -1)
     if zero is not None:
