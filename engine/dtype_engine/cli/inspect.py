@@ -153,7 +153,7 @@ def _coverage(
 def weights(request: RunRequest, against: str | None, save: Path | None, as_object: bool) -> int:
     """Report the effect of the cast on each tensor's values: errors, overflow and underflow. No forward pass is run.
 
-    With --against, report the difference between each weight of MODEL and of another checkpoint. The exit status is then 1 if
+    With --against, report the difference between each weight of MODEL and the same weight of OTHER. The exit status is then 1 if
     anything differs.
     """
     if against is not None:

@@ -257,9 +257,10 @@ class ModelCommand(click.Command):
     """A command about one model. Its function receives a `RunRequest` as `request`, and the command's other parameters.
 
     rules: whether the command has --cast, --recipe and --preset. runs: whether it has the options of a forward pass (device, inputs
-    and settings). compares: whether it has the options of the reference. measures: whether it has the options of a drift
-    measurement. checks_inputs: whether the input files are on this
-    machine, so that they can be checked first. The argument MODEL is added unless the command has a parameter named `model`.
+    and settings). compares: whether it has the options that choose the reference, --against and --reference. measures: whether it
+    has the options of a drift measurement; it then also has those that choose the reference. checks_inputs: whether the input files
+    are on this machine, so that they can be checked first. The argument MODEL is added unless the command has a parameter named
+    `model`.
     """
 
     def __init__(
@@ -307,6 +308,6 @@ class ModelCommand(click.Command):
         explicit = frozenset(name for name in ctx.params if ctx.get_parameter_source(name) is not default)
         values = {name: ctx.params.pop(name) for name in tuple(ctx.params) if name in self._shared}
         if values.get("against") is not None and ctx.get_parameter_source("reference") is _OF_CONFIGURATION:
-            values["reference"] = FLOAT32  # the default of the user's own configuration, which --against overrides
+            values["reference"] = FLOAT32  # only a default from the user's configuration, which --against overrides
         ctx.params["request"] = RunRequest.of(values, explicit, self._runs, self._checks_inputs)
         return super().invoke(ctx)

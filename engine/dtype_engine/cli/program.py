@@ -39,8 +39,8 @@ def answer(text: str, nl: bool = True) -> None:
 
 
 def print_stderr(line: str) -> None:
-    """Print a line on standard error, with control characters escaped. A failure is ignored, because the result and the exit status
-    do not depend on the line.
+    """Print a line on standard error, with control characters escaped. If the line can't be written, this is ignored, because the
+    result and the exit status do not depend on it.
     """
     with contextlib.suppress(OSError):
         print(without_controls(line), file=sys.stderr)

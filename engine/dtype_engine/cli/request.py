@@ -45,8 +45,8 @@ class RunRequest:
     """The model that the command-line argument MODEL names, the rules for it, and the options for opening and running it."""
 
     model: str | None
-    """The model that is opened, cast and run, as the user typed it: the command-line argument MODEL or, if another checkpoint is
-    compared with it, the value of --against. None if MODEL was left out.
+    """The model that is opened, cast and run, as the user typed it, such as `path/to/model`. With --against OTHER, this is OTHER,
+    and MODEL is the reference. Otherwise, this is the command-line argument MODEL, or None if it was left out.
     """
     options: Options
     """The options. They include the settings of the recipe file, except those that the command line overrides."""

@@ -1,4 +1,4 @@
-"""`dtype-engine weights A --against B`: the weights of two checkpoints, compared one by one without running a model."""
+"""`dtype-engine weights A --against B`: compares the weights of two checkpoints one by one, without running a model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
 
 DIFFERENT = 1
+"""The exit status if the two checkpoints differ."""
 
 
 def compare_weights(request: RunRequest, against: str, save: Path | None, as_object: bool) -> int:
-    """Compare each weight of MODEL with that of the checkpoint `against`, and print the result. Returns the exit status: 0 if both
-    have the same weights with equal values, otherwise 1.
+    """Compare each weight of MODEL, the reference, with the same weight of the checkpoint `against`, and print the result. Returns
+    the exit status: 0 if both have the same weights with equal values, otherwise 1.
 
-    save: a file from which the comparison continues, and to which it is saved; None for none. If the user interrupts the command,
-    what is done is saved and printed. Raises UserError.
+    save: the file to which the comparison is saved, or None to save nothing. If the file exists, the comparison continues from it.
+    If the user interrupts the command, the weights compared so far are printed and, if `save` is given, saved. Raises UserError if
+    the checkpoints can't be compared, or the file can't be read or written.
     """
     from dtype_engine.checkpoint.source import locate
     from dtype_engine.runtime.measure.saved_differences import SavedDifferences

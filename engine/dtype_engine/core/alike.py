@@ -10,8 +10,9 @@ from dtype_engine.core.tree import Module, Tree, is_number
 
 
 class AlikeModules:
-    """Says which modules of a tree are alike: of one class, with the same tensors (local names, shapes, stored and planned dtypes)
-    and the same children, in this order. Nothing is compared before `runs` is called.
+    """Finds the modules of a tree that are alike. Two modules are alike if they have the same class, the same children and the same
+    tensors, in the same order. Tensors are the same if their local names, shapes, kinds, stored dtypes and planned dtypes are
+    equal. Modules are compared only when `runs` is called.
     """
 
     def __init__(self, tree: Tree, planned: Mapping[str, str]) -> None:
@@ -21,7 +22,10 @@ class AlikeModules:
         self._has_ties = any(tensor.aliases for tensor in tree.tensors.values())
 
     def runs(self, modules: Sequence[Module]) -> Iterator[list[Module]]:
-        """Yield the modules in runs of alike neighbours. Only modules with numbers as labels, such as layers, share a run."""
+        """Group neighbouring modules that are alike, and yield each group. Only modules whose labels are numbers, such as the
+        layers `0` and `1`, can share a group. Any other module is a group of its own. modules: neighbouring children of one module,
+        in order.
+        """
         run: list[Module] = []
         for module in modules:
             if run and not self._are_alike(run[-1], module):
@@ -41,11 +45,11 @@ class AlikeModules:
                 return False
             if planned.get(a.name) != planned.get(b.name):
                 return False
-        # Without classes and ties, the names of the tensors imply which modules there are.
+        # In a tree without classes and tied tensors, equal tensor names imply equal modules below.
         return not (self._tree.has_classes or self._has_ties) or self._have_same_modules(one, other)
 
     def _have_same_modules(self, one: Module, other: Module) -> bool:
-        """Return whether two modules and those below them have the same classes, children and tied tensors."""
+        """Return whether two modules have the same class, children and tied tensors, and so have the modules below them."""
         stack = [(one, other)]
         while stack:
             a, b = stack.pop()
@@ -59,8 +63,8 @@ class AlikeModules:
 
 
 def _ties(module: Module) -> list[tuple[str, str]]:
-    """Return the local names of a module's tied tensors, each with the tensor that it leads to. Two ties are alike if they lead to
-    one tensor.
+    """Return (local name, canonical name) for each of a module's tensors that is tied to a tensor elsewhere, such as `("weight",
+    "model.embed_tokens.weight")`. Two modules have the same ties if these pairs are equal.
     """
     return [
         (local, tensor.name)

@@ -178,8 +178,8 @@ _SCALES = {"tensor": PER_TENSOR, "t": PER_TENSOR, "channel": "", "c": ""}
 
 
 def short_name(name: str) -> str:
-    """Return the short name of a dtype, such as `bf16` for `bfloat16`. Of a format of another program, such as `gptq:int4@g128`, it
-    is the part after the colon. Any other name that is not in the table is returned unchanged.
+    """Return the short name of a dtype, such as `bf16` for `bfloat16`. For a format of another program, it is the part after the
+    colon, such as `int4@g128` for `gptq:int4@g128`. Any other unknown name is returned unchanged.
     """
     row = BY_NAME.get(name)
     return row.short_name if row else name.partition(":")[2] or name

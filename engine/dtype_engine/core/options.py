@@ -10,7 +10,9 @@ from typing import Literal
 from dtype_engine.core.input_limits import InputLimits
 
 FLOAT32, STORED = "float32", "stored"
-"""The two references that are the model itself: its weights in float32 arithmetic, or in the dtypes in which they are stored."""
+"""The two values of `Options.reference` with which the reference is the model itself, either in float32 arithmetic or in its stored
+dtypes. Any other value names another checkpoint.
+"""
 ClassesDim = int | Literal["auto", "none"]
 """The type of the setting that says in which dimension of the main output the logits of a distribution lie: an index (from 0, or
 from the end if negative), "auto" to determine it from the model, or "none" if the output is no distribution.
@@ -110,9 +112,10 @@ class Options:
     reference_bytes: int | None = None
     """Maximum number of bytes of reference outputs kept for later measurements. If None, 1/4 of the free memory, at most 2 GiB."""
     reference: str = FLOAT32
-    """From what drift is measured. "float32": the stored weights in float32 arithmetic (float64 where they are stored so).
-    "stored": the model as stored, in its own dtypes, as plain torch runs it. Any other text names another checkpoint of the same
-    architecture, as MODEL is named; its weights in float32 arithmetic are then the reference.
+    """The reference, from which drift is measured. "float32": the model's stored weights in float32 arithmetic (float64 for weights
+    stored in float64). "stored": the model in its stored dtypes, as plain torch runs it. Any other text names another checkpoint of
+    the same architecture, for example "path/to/other". The reference then has the weights of that checkpoint, in float32
+    arithmetic.
     """
     precision: float | None = None
     """The relative standard error of the drift at which a measurement stops, before it has run all inputs. If None, it runs all
@@ -143,5 +146,5 @@ class Options:
 
     @property
     def reference_model(self) -> str | None:
-        """The text that names the checkpoint whose weights are the reference, or None if they are the model's own."""
+        """The path or name of the other checkpoint whose weights the reference has, or None if it has the model's own weights."""
         return None if self.reference in (FLOAT32, STORED) else self.reference

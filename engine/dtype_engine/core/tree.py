@@ -24,7 +24,9 @@ from dtype_engine.core.units import human_bytes, human_count, percent, plural
 MOST_PARTS = 200
 """Maximum number of dot-separated parts in a module's name. The tree's memory grows with the square of this number."""
 MOST_MODULES = 500_000
-"""Maximum number of modules in a tree. They take about 0.6 GB. A model of 671 B parameters has 50,000."""
+"""Maximum number of modules in a tree. This many modules take about 0.6 GB of memory. For comparison, a model with 671 billion
+parameters has 50,000 modules.
+"""
 Kind = Literal["parameter", "buffer", "non-persistent buffer"]
 
 
@@ -63,7 +65,9 @@ class TensorInfo:
     If None, each element of the tensor is one parameter.
     """
     reference_dtype: str | None = None
-    """The dtype in which another checkpoint stores the tensor, if drift is measured from that checkpoint's weights; else None."""
+    """If the reference has the weights of another checkpoint, the dtype in which that checkpoint stores this tensor. Otherwise
+    None.
+    """
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
     """Bytes of the tensor as stored, scales included."""
@@ -191,8 +195,9 @@ class Totals:
 
     @property
     def parameters_text(self) -> str:
-        """The number of parameters as text. If some packed weights represent an unknown number, it is `> 1.2 M` or `unknown`. If
-        all tensors are tied weights that are counted elsewhere, it is `-`.
+        """The number of parameters as text, such as `1.2 M`. If the number is unknown for some packed weights, the text is a lower
+        bound such as `> 1.2 M`, or `unknown` if there are no other parameters. If all tensors are tied weights that are counted
+        elsewhere, the text is `-`.
         """
         if self.unknown:
             return f"> {human_count(self.parameters)}" if self.parameters else "unknown"
@@ -239,7 +244,9 @@ class NodeTotals(Mapping[str, Totals]):
         return self.of((self._tree.modules[module],))
 
     def of(self, modules: Sequence[Module]) -> Totals:
-        """Return the totals of neighbouring children of one module together, in the tree's order."""
+        """Return the totals of several modules added up. modules: neighbouring children of one module, in the tree's order, or one
+        module.
+        """
         start, stop = modules[0].first, modules[-1].end
         found = Totals()
         for dtype, indices in self._indices.items():
@@ -429,8 +436,9 @@ def numbered_parts(name: str) -> list[int]:
 
 
 def ancestors(name: str) -> Iterator[str]:
-    """Yield the names of the modules above a dotted name, from its parent up to the root (""). Of a name with over `MOST_PARTS`
-    parts, which no tree has but an engine elsewhere may send, yield only the root, since all names would fill the memory.
+    """Yield the names of the modules above a dotted name, from its parent up to the root (""). For "a.b.c", these are "a.b", "a"
+    and "". For a name with too many parts (see `MOST_PARTS`), only the root is yielded, because all the names together could fill
+    the memory. No tree has such a name, but an engine on another machine may send one.
     """
     if name.count(".") > MOST_PARTS:
         yield ""

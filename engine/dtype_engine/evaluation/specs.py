@@ -151,9 +151,10 @@ def model_text(source: Source) -> str | None:
 
 
 def portable(options: Options, threads: int | None) -> Options:
-    """Return the options for a worker. Paths become absolute, so that they mean the same in any folder, and `threads` is set.
+    """Return the options for a worker process. Paths become absolute, including that of a reference checkpoint, so that they mean
+    the same in any folder. `threads` is set, and `workers` is None.
 
-    Raises UserError if the options name a reference that is not there any more.
+    Raises UserError if the options name a reference checkpoint that no longer exists.
     """
     from dtype_engine.checkpoint.source import locate
 

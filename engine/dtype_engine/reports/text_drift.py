@@ -25,8 +25,9 @@ the drifts of several modules cancel each other.
 
 
 def reference_words(reference: str) -> str:
-    """Return the words for the reference of a drift report, after "drift from": `the float32 reference`, `the model as stored
-    (bfloat16)` or `the weights of path/to/other`.
+    """Return words that name the reference in a sentence, for example after "drift from": `the float32 reference`, `the model as
+    stored (bfloat16)` or `the weights of path/to/other`. reference: the `reference` of a drift report, such as `float32`, `as
+    stored (bfloat16)` or `path/to/other`.
     """
     if reference in dtypes.BY_NAME:
         return f"the {reference} reference"

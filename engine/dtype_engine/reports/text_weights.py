@@ -11,11 +11,13 @@ from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.weights import WeightDifference, WeightsComparison
 
 _SHOWN = 3
+"""Maximum number of names in a line about weights that only one checkpoint has."""
 
 
 def comparison_text(report: WeightsComparison) -> str:
-    """Return a line about each side, a table with the weights that differ, the lowest SQNR first, and a line for each other kind of
-    difference.
+    """Return the comparison as text. It has a line with the title of each checkpoint, a table of the weights whose values differ
+    (the lowest SQNR first), and the number of equal weights. Further lines name weights with different shapes and weights that only
+    one checkpoint has, and count those that are not compared yet.
     """
     equal = [weight for weight in report.weights if weight.equal]
     lines = [
@@ -55,6 +57,8 @@ def _table(differing: Sequence[WeightDifference]) -> list[str]:
 
 
 def _name(weight: WeightDifference) -> str:
-    """Return the name of a weight in the candidate, preceded by its name in the reference if that is another."""
+    """Return the name of a weight in the candidate. If its name in the reference is another, return both, as in `reference's name =
+    candidate's name`.
+    """
     name = printable(weight.name, 100)
     return name if weight.name == weight.reference_name else f"{printable(weight.reference_name, 100)} = {name}"

@@ -128,7 +128,7 @@ class NonFiniteDiagnosis:
     largest_reference: float | None
     """The largest magnitude of the operation's result in the reference."""
     remedy: tuple[str, ...]
-    """Rules which, appended to the recipe's rules, make the output finite wherever the reference is finite. They have been tried.
+    """Rules to append to the recipe's rules. In a trial run with them, the output was finite wherever the reference is finite.
     Empty if no such rules were found.
     """
     reason: str = ""
@@ -152,8 +152,9 @@ class LossRemedy:
 
     rules: tuple[str, ...]
     tensors: tuple[Name, ...]
-    """The tensors that the suggested rules match. Each gets the dtype nearest to its planned one in which no value becomes
-    infinite or zero or, if there is none, its stored dtype.
+    """The tensors that the suggested rules match. Each gets another dtype, usually a wider one such as bfloat16, in which none of
+    its values becomes infinite or zero. If there is no such dtype with fewer bits than the stored dtype, the tensor gets its stored
+    dtype.
     """
     planned_bytes_before: int
     """The bytes of the whole model in its planned dtypes, without the suggested rules."""

@@ -152,7 +152,7 @@ def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
 
 
 def _has_inner(module: str, names: Sequence[str]) -> bool:
-    """Return whether one of the sorted `names` is that of a module inside `module`."""
+    """Return whether `names` include a module inside `module`, such as `mlp.up` inside `mlp`. names: sorted names of modules."""
     place = bisect_left(names, f"{module}.")
     return place < len(names) and names[place].startswith(f"{module}.")
 

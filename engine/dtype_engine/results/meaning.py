@@ -24,7 +24,7 @@ Grade = Literal["green", "yellow", "orange", "red"]
 GRADES: Mapping[Word, Grade] = {
     "exact": "green", "under the floor": "green", "invisible": "green", "small": "yellow", "visible": "orange", "broken": "red",
 }  # fmt: skip
-"""The colour of each word, on the screen and in reports."""
+"""The colour in which each word about a drift is shown, on the screen and in reports."""
 
 
 def rounding_sqnr_db(mantissa: int) -> float:
@@ -72,12 +72,13 @@ _SQNR: tuple[tuple[float, Word, str], ...] = (
 
 
 def sqnr_limits(output: OutputDrift | None) -> tuple[tuple[float, Word], ...]:
-    """Return (minimum SQNR in dB, word) from the best to the worst word, by which to rate a module's SQNR: so that the SQNR of the
-    output gets the word of the output.
+    """Return pairs (minimum SQNR in dB, word) for rating the SQNRs of modules, from the best word to the worst. A module whose SQNR
+    equals that of the output gets the same word as the output.
 
-    The KL of a small error is proportional to its square, so 10 dB less of SQNR are ten times the KL. If an output is judged by its
-    KL, the limits are the SQNRs at which it would have the KLs that divide the words. output: the drift of the main output, or None
-    if it is unknown.
+    If the output is a distribution, its mean KL determines its word. The limits are then the SQNRs at which the output would have
+    the KLs that separate the words. They follow from the output's own SQNR and KL: the KL of a small error is proportional to the
+    square of the error, so if the SQNR is 10 dB lower, the KL is ten times as large. For any other output, the limits are those for
+    the SQNR of outputs. output: the drift of the main output, or None if it is unknown.
     """
     if output is None or not output.kl_mean or not output.kl_mean > 0 or not math.isfinite(output.sqnr_db):
         return tuple((least, word) for least, word, _ in _SQNR)

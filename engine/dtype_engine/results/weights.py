@@ -64,8 +64,8 @@ class WeightStats:
     exponents: ExponentHistogram
     errors: tuple[WeightError, ...]
     reference: ModuleDrift | None = None
-    """How far the tensor, as it is currently cast, is from the reference's, if drift is measured from another checkpoint's
-    weights. Otherwise None.
+    """If the reference has the weights of another checkpoint: the difference between the tensor, as it is currently cast, and the
+    reference's tensor. Otherwise None.
     """
 
 
@@ -78,33 +78,40 @@ class WeightDifference:
     reference_name: Name
     """The weight's name in the reference's files."""
     reference: str
-    """The dtype in the reference's files."""
+    """The dtype or format in which the reference's files store the weight, such as "bfloat16" or "gptq:int4@g128"."""
     candidate: str
-    """The dtype in the candidate's files."""
+    """The dtype or format in which the candidate's files store the weight."""
     shape: tuple[int, ...]
     """The shape of the compared values."""
     equal: bool
     """Whether all values are equal. NaN equals NaN."""
     sqnr_db: float
-    """The SQNR of the candidate's values, in dB: infinity if all are equal, minus infinity if only one of two values is finite."""
+    """The SQNR of the candidate's values, in dB: infinity if all are equal, minus infinity if in any place only one of the two
+    values is finite.
+    """
     max_abs: float
+    """The largest |Δ|."""
     mean_abs: float
+    """The mean of |Δ|."""
     rel_l2: float
+    """The L2 norm of Δ divided by that of the reference: 0 if Δ is 0 everywhere, infinity if only the reference is."""
     nonfinite: int
     """The number of values that are not finite in the candidate and differ from the reference."""
     rows: str = ""
-    """How the candidate orders the rows, if in another way than the reference: a phrase such as "permuted as by llama.cpp, 32
-    heads". The metrics are those of the same rows. "" if the order is the same.
+    """How the order of the rows in the candidate differs from that in the reference, such as "permuted as by llama.cpp, 32 heads".
+    The metrics compare each row with its counterpart. "" if the order is the same.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class DifferentShape:
-    """A weight that has another shape in the candidate than in the reference, so that its values can't be compared."""
+    """A weight whose shape in the candidate differs from that in the reference, so that its values can't be compared."""
 
     name: Name
     reference: tuple[int, ...]
+    """The shape in the reference."""
     candidate: tuple[int, ...]
+    """The shape in the candidate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +123,9 @@ class WeightsComparison:
     candidate: str
     """The title of the candidate."""
     weights: tuple[WeightDifference, ...]
-    """The compared weights, those with the lowest SQNR first."""
+    """The compared weights, those with the lowest SQNR first, and equal ones last."""
     shapes: tuple[DifferentShape, ...]
+    """The weights whose values were not compared, because their shapes differ."""
     only_reference: tuple[Name, ...]
     """The weights that only the reference has."""
     only_candidate: tuple[Name, ...]

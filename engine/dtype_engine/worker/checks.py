@@ -15,7 +15,7 @@ from dtype_engine.worker import events
 _LARGEST_EXPONENT = 1100
 """An upper bound for the absolute exponents of float64, which reach -1074 in subnormal numbers."""
 _MOST_SHOWN = 100
-"""Maximum length of each list whose entries the app shows all at once, such as the times of a model's variants."""
+"""Maximum length of a list whose entries the app draws all at once, such as the rows of a speed measurement."""
 _MOST_NOTICES = 1000
 """Maximum number of notices in one event."""
 
@@ -55,8 +55,8 @@ def check_event(event: object) -> None:
 
 
 def _shown_whole(event: object) -> Iterator[tuple[int, int]]:
-    """Yield the length and the maximum length of each list in an event whose entries the app draws all at once, since it handles no
-    key meanwhile.
+    """Yield (length, maximum length) for each list in an event whose entries the app draws all at once. The length is limited
+    because the app handles no keys while it draws them.
     """
     match event:
         case events.HeadersRead() | events.ModelReady() | events.Saved() | events.Composed():

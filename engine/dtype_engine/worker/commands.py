@@ -169,7 +169,9 @@ class MeasureFloor(FollowUp, frozen=True):
 
 
 class CompareWeights(FollowUp, frozen=True):
-    """Compare each weight with that of the checkpoint from which drift is measured, when no other command is waiting."""
+    """When no other command is waiting, compare each weight, as it is cast, with the same weight of the checkpoint that is the
+    reference.
+    """
 
     name = "weights"
     rank = 4

@@ -53,7 +53,7 @@ class HeadersRead(Event, frozen=True):
     tree: Tree
     notices: tuple[str, ...] = ()
     provenance: tuple[str, ...] = ()
-    """Lines about how the checkpoint was quantised, as far as its files say."""
+    """Lines that say how the checkpoint was quantised, such as "not quantised: lm_head". Empty if its files don't say."""
 
 
 class ModelReady(Event, frozen=True):
@@ -71,9 +71,11 @@ class ModelReady(Event, frozen=True):
     no_text: str | None = None
     """Why the model can't generate text, or None if it can."""
     provenance: tuple[str, ...] = ()
-    """Lines about how the checkpoint was quantised, as far as its files say."""
+    """Lines that say how the checkpoint was quantised, such as "not quantised: lm_head". Empty if its files don't say."""
     reference: str = "float32"
-    """From what drift is measured: the reference's dtype, "as stored" with the stored dtypes, or the name of another checkpoint."""
+    """The name of the reference, from which drift is measured: "float32", for example, or "as stored (bfloat16)", or the path or
+    name of another checkpoint.
+    """
 
 
 class InputsReady(Event, frozen=True):
@@ -183,7 +185,9 @@ class NoiseFloorMeasured(Event, frozen=True):
 
 
 class WeightsCompared(Event, frozen=True):
-    """Reports how far each weight, as cast by the recipe, is from the weight of the checkpoint from which drift is measured."""
+    """Reports the difference between each weight, as the recipe casts it, and the same weight of the checkpoint that is the
+    reference.
+    """
 
     recipe: Recipe
     weights: tuple[dtype_engine.results.drift.ModuleDrift, ...]

@@ -44,7 +44,9 @@ class OpenModel:
 
     @property
     def provenance(self) -> tuple[str, ...]:
-        """Lines about how the checkpoint was quantised, as far as its files say. Empty if the model has no files."""
+        """Lines that say how the checkpoint was quantised, such as "not quantised: lm_head". Empty if its files don't say, or if it
+        has no files.
+        """
         return self.checkpoint.provenance.lines() if self.checkpoint is not None else ()
 
     def tree(self) -> Tree:

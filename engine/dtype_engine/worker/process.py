@@ -279,7 +279,7 @@ class EngineProcess(Engine):
         try:
             while (data := connection.reader.next()) is not None:
                 if self._closing:
-                    continue  # the app takes no more events, and decoding them would delay its end
+                    continue  # the app handles no more events, and decoding them would delay its exit
                 self._take(decoder.decode(data), connection)
                 unhandled, unhandled_bytes = unhandled + 1, unhandled_bytes + len(data)
                 if unhandled >= _MOST_UNHANDLED or unhandled_bytes >= _MOST_UNHANDLED_BYTES:

@@ -45,7 +45,9 @@ class ReportRequest(Message, frozen=True):
     nonfinite: dtype_engine.results.attribution.NonFiniteDiagnosis | None = None
     """Where values stop being finite in this measurement, if they do and the app knows it already."""
     speed: dtype_engine.results.runs.SpeedReport | None = None
-    """The times of forward passes under the recipe, or None if they were not measured. They are not measured for the report."""
+    """The times of forward passes under the recipe. If None, the report has no times, because writing a report does not measure
+    them.
+    """
 
 
 class ConvertRequest(Message, frozen=True):

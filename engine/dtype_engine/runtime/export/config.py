@@ -15,7 +15,9 @@ from dtype_engine.runtime.export.experts import all_experts, expert_layer
 
 
 def export_dtype(contents: Contents) -> str:
-    """Return the dtype that `config.json` must name: the widest in the export, so that a loader can hold all values unrounded."""
+    """Return the dtype that `config.json` must name: the widest in the export, so that a loader can hold all values unrounded. If
+    weights are copied as another program quantised them, it is the dtype that the source's `config.json` names, if any.
+    """
     if any(item.copied for item in contents.items):
         named = (contents.config or {}).get("dtype") or (contents.config or {}).get("torch_dtype")
         if named in dtypes.COMPUTE_DTYPES:  # the program that quantised the weights decodes them to this dtype

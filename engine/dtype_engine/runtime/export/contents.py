@@ -114,11 +114,14 @@ class ExportTensor:
     """The weight of the live model into which loading packs this weight and others; "" if this weight is not packed."""
 
     encoded: EncodedWeight | None = None
-    """The weight as another program quantised it in the source, or None if the source has its values or codes of this program."""
+    """How the source stores the weight, if another program quantised it, for example by GPTQ. None if the source stores plain
+    values, or codes that an export of this program wrote.
+    """
 
     copies: tuple[CheckpointTensor, ...] = ()
-    """The tensors of another program that the export copies unchanged. It is () if the weight is written in another format, and if
-    another item copies the tensors: of experts that are stacked in one tensor, the first one does.
+    """The source's tensors that the export copies unchanged, if another program quantised the weight. Empty if the weight is
+    written in another format. Also empty if another item copies these tensors: if experts are stacked in one tensor, only the item
+    of the first expert copies it.
     """
 
     @property
@@ -129,8 +132,8 @@ class ExportTensor:
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
         """The tensors that hold this weight in the file: codes, scales, further tensors of the format, and finally the scale of the
-        inputs. Scales are [channels, 1] for a matrix, [1] for a single scale, or [blocks down, blocks across]. If another program
-        quantised the weight and it is copied, they are the tensors of that program.
+        inputs. Scales are [channels, 1] for a matrix, [1] for a single scale, or [blocks down, blocks across]. If the export copies
+        the weight as another program quantised it, these are the tensors of that program (`copies`).
         """
         if self.copied:
             return tuple(TensorEntry(each.name, each.dtype, each.shape) for each in self.copies)

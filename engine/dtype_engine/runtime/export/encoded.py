@@ -1,7 +1,10 @@
-"""What an export does with weights that another program quantised: copy their tensors, or decode and write them anew.
+"""Decides what an export does with weights that another program quantised: copy their tensors unchanged, or decode and rewrite
+them.
 
-The entry in config.json by which that program reads its weights describes all of them. They are copied if no rule casts any, or if
-this entry can list the modules of those that rules cast to plain dtypes. Otherwise all of them are decoded.
+One entry of config.json, such as `quantization_config`, describes all of these weights. If a rule casts any weight of the model to
+a format with scales, all of them are decoded, because the entry can't describe both. Otherwise, if no rule casts any of them, all
+are copied. If rules cast some of them, the others are copied if the entry can list the modules of the cast ones as not quantised.
+If it can't, all are decoded.
 """
 
 from __future__ import annotations
@@ -27,21 +30,24 @@ _PLAIN_MODULES = {
     "fp8": "modules_to_not_convert", "awq": "modules_to_not_convert", "compressed-tensors": "ignore",
     "modelopt": "ignore", "bitsandbytes": "llm_int8_skip_modules",
 }  # fmt: skip
-"""For each quantisation method of transformers, the key under which its settings list the modules that are not quantised."""
+"""For each quantisation method of transformers that has such a list: the key under which its settings list the modules that are not
+quantised.
+"""
 
 
 def exported_config(checkpoint: Checkpoint, of_files: dict[str, str]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the source's config.json as the export needs it, and the weights that are decoded although no rule casts them. Their
-    dtypes in `of_files` are changed to the dtype to which they are decoded.
+    """Return the content of config.json that fits the export's quantised weights, and the names of the weights that must be decoded
+    although no rule casts them. The content is None if the source has no config.json.
 
-    of_files: the planned dtype of each weight of the files.
+    of_files: the planned dtype of each weight, by its name in the files. For the weights that must be decoded, this function
+    changes it to the dtype to which they are decoded.
     """
     config, encoded = checkpoint.config, checkpoint.encoded
     kept = [name for name, weight in encoded.items() if of_files[name] == weight.format]
     cast = [name for name in encoded if of_files[name] != encoded[name].format]
     scaled = any(dtype in dtypes.STORAGE_DTYPES and dtype != checkpoint.dtype(name) for name, dtype in of_files.items())
     if checkpoint.form == "gguf" or (kept and not cast and not scaled):
-        return config, []  # what has the blocks of a GGUF file can't be written, and is refused later
+        return config, []  # weights in GGUF blocks can't be written, and are refused later
     if kept and not scaled and (listing := _with_plain_modules(checkpoint, cast)) is not None:
         return listing, []
     of_files |= dict.fromkeys(kept, decoded_dtype(checkpoint))
@@ -49,15 +55,18 @@ def exported_config(checkpoint: Checkpoint, of_files: dict[str, str]) -> tuple[d
 
 
 def _without_entries(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration, and that of its text part, without what it says about quantised weights."""
+    """Return a configuration without the entries that describe quantised weights (`_ENTRIES`). They are also removed from
+    `text_config`.
+    """
     rest = {key: value for key, value in config.items() if key not in _ENTRIES}
     text = rest.get("text_config")
     return rest | ({"text_config": _without_entries(text)} if isinstance(text, dict) else {})
 
 
 def _with_plain_modules(checkpoint: Checkpoint, weights: Sequence[str]) -> dict[str, Any] | None:
-    """Return the source's configuration with the modules of `weights` listed as not quantised. Returns None if the method has no
-    such list, or if the weights are not those of single linear layers.
+    """Return the source's configuration with the modules of `weights` listed as not quantised. Returns None if the quantisation
+    method has no such list. Also returns None if one of the weights is not that of a single linear layer, but of an expert for
+    example.
     """
     changed = copy.deepcopy(checkpoint.config or {})
     settings = changed.get("quantization_config")
@@ -70,7 +79,7 @@ def _with_plain_modules(checkpoint: Checkpoint, weights: Sequence[str]) -> dict[
     ):
         return None
     before = settings.get(key)
-    if before is None:  # without a list, transformers leaves out the head, which a list then has to name
+    if before is None:  # without a list, transformers skips the head; with a list, only what the list names
         others = checkpoint.weights.keys() - checkpoint.encoded.keys()
         before = sorted(name.removesuffix(".weight") for name in others if len(checkpoint.weights[name].shape) == 2)
     settings[key] = [*before, *modules]
@@ -78,15 +87,17 @@ def _with_plain_modules(checkpoint: Checkpoint, weights: Sequence[str]) -> dict[
 
 
 def copies_of(checkpoint: Checkpoint, weight: EncodedWeight) -> tuple[CheckpointTensor, ...]:
-    """Return the tensors of the files that hold a weight, except those that an earlier weight has as well, so that each is copied
-    once.
+    """Return the tensors of the files that hold a weight. Tensors that an earlier weight shares, such as one tensor with several
+    experts, are left out, so that each tensor is copied only once.
     """
     whole = {part.name: checkpoint.tensors[part.name] for part in weight.tensors}
     return tuple(tensor for name, tensor in whole.items() if checkpoint.owners[name] == weight.name)
 
 
 def layout_beside(layout: Layout, checkpoint: Checkpoint, items: Sequence[ExportTensor]) -> Layout:
-    """Return the layout with the metadata of the source's files if tensors of another program are copied, which may need it."""
+    """Return the export's layout. If the export copies tensors of another program, the metadata of the source's files are added to
+    each file, because that program may need them. Otherwise, the layout is unchanged.
+    """
     if not any(item.copied for item in items):
         return layout
     parts = (dataclasses.replace(part, metadata={**checkpoint.metadata, **part.metadata}) for part in layout.parts)
@@ -94,8 +105,8 @@ def layout_beside(layout: Layout, checkpoint: Checkpoint, items: Sequence[Export
 
 
 def decoded_notice(decoded: Collection[str], items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a sentence about the weights that another program quantised and that the export decodes although no rule casts them.
-    decoded: these weights. items: all weights to export.
+    """Return a notice for the user about weights that the export decodes although no rule casts them, or () if there are none.
+    decoded: the names of these weights, which another program quantised. items: all weights to export.
     """
     if not decoded:
         return ()

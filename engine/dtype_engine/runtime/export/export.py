@@ -125,7 +125,7 @@ def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, st
     names = {item.name for item in items}
     written = {
         item.name for item in items if not item.copied
-    }  # a copied weight may need what the metadata says about it
+    }  # a copied weight keeps its entry in the metadata, which its program may need
     rest = {
         key: value
         for key, value in part.metadata.items()

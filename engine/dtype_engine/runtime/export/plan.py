@@ -197,8 +197,8 @@ def _placed_contents(
 def _planned_in_files(
     checkpoint: Checkpoint, tree: Tree, placements: Mapping[str, Placement], planned: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the dtype that the plan gives to each weight of the files, by its name there. planned: dtypes of the model's tensors.
-    placements: for each tensor of the files, the model's tensor into which it is loaded.
+    """Return the planned dtype of each weight, by its name in the files. planned: the planned dtype of each of the model's tensors,
+    by its name in the model. placements: for each tensor of the files, the model's tensor into which it is loaded.
     """
     found = {}
     for name in checkpoint.weights:
@@ -207,7 +207,7 @@ def _planned_in_files(
         found[name] = stored = checkpoint.dtype(name)
         if info is not None and placement is not None and info.castable:
             dtype = planned[info.name]
-            # No rule casts parts of several dtypes that have the dtype of their whole, so each keeps its own.
+            # If no rule changes the dtype of the live tensor, each part that is packed into it keeps its stored dtype.
             found[name] = stored if placement.part and dtype == info.dtype else dtype
     return found
 

@@ -39,8 +39,8 @@ def running(what: str) -> Iterator[None]:
 
 
 def tokenizer_of(model: LiveModel) -> Any:
-    """Return the tokenizer in the model's folder, or else the one in its GGUF file. Returns None if there is none or it can't be
-    loaded.
+    """Return the tokenizer in the model's folder or, if the folder has none, the one inside the model's GGUF file. Returns None if
+    there is neither, or if the tokenizer can't be loaded.
     """
     return _loaded(model, _TOKENIZERS, _load_tokenizer)
 
@@ -102,7 +102,8 @@ def _loaded(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) 
 
 def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
     """Load a part of the preprocessing: return `load(folder, ...)` for the model's folder, or None if the folder has none of the
-    files named in `files`. Raises any exception that `load` raises, and ValueError if a file is not a regular file.
+    files named in `files`. If a GGUF model's folder has no tokenizer files, the tokenizer inside the GGUF file is loaded. Raises
+    any exception that `load` raises, and ValueError if a file is not a regular file.
     """
     folder, inside = model.folder, {}
     if folder is None:

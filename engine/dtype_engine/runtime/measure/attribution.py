@@ -116,8 +116,8 @@ class Attribution:
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """Facts that passes of the model have shown, such as side effects of its modules, kept for later passes."""
     known: dict[Part, PartDrift] = field(default_factory=dict)
-    """What an earlier `report` on the same casts, settings and inputs has measured before it was cancelled. A report measures the
-    other modules and subtrees, adds them, and clears all of them when it is complete.
+    """The measurements of an earlier `report` that was cancelled: the drift of each module or subtree, for the same casts, settings
+    and inputs. `report` does not repeat these measurements. It adds its own, and empties the mapping when it is complete.
     """
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0

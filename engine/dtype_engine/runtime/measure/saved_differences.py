@@ -16,24 +16,30 @@ from dtype_engine.core.typed_data import as_plain, as_type
 from dtype_engine.results.weights import WeightDifference
 
 _KIND = "dtype-engine weights"
+"""The text that marks a file as a saved comparison."""
 _LARGEST = 1 << 30
+"""Maximum size of a saved comparison, in bytes."""
 _EVERY = 300
-"""The file is written at most once in this many tenths of a second, since it is written whole."""
+"""Minimum time between two writes of the file while the comparison runs, in tenths of a second. Each write replaces the whole file,
+so frequent writes would be slow.
+"""
 
 
 class _File(msgspec.Struct):
     """The content of a saved comparison."""
 
     kind: str
+    """`_KIND`, which shows that this is a saved comparison."""
     files: list[tuple[str, int, int]]
     """The name, size in bytes and modification time in nanoseconds of each file of both checkpoints."""
     weights: list[WeightDifference]
 
 
 class SavedDifferences:
-    """The differences that earlier runs have computed, kept in the file `path` together with those of this run.
+    """The differences between weights that earlier runs and this run have computed. They are saved in the file `path`. If this file
+    exists, the differences of earlier runs are read from it.
 
-    Raises UserError if the file holds something else, or a comparison of other files.
+    Raises UserError if the file is not a saved comparison, or if it compares other checkpoint files.
     """
 
     def __init__(self, path: Path, reference: Checkpoint, candidate: Checkpoint) -> None:
@@ -42,13 +48,13 @@ class SavedDifferences:
         identities = (*reference.identities, *candidate.identities)
         self._files = [(file.path.name, file.size, file.mtime_ns) for file in identities]
         self.found: dict[tuple[str, str], WeightDifference] = {}
-        """The differences by the names of the weight in the reference and in the candidate."""
+        """All differences so far, by (name of the weight in the reference, name in the candidate)."""
         if path.exists():
             for weight in self._read().weights:
                 self.add(weight)
 
     def add(self, weight: WeightDifference) -> None:
-        """Add a difference. The file is written from time to time."""
+        """Add a difference. The file is written if the last write was long enough ago."""
         self.found[weight.reference_name, weight.name] = weight
         if self._throttle.due():
             self.write()

@@ -1,4 +1,4 @@
-"""The differences between the weights of two checkpoints, tensor by tensor, without a forward pass and without loading a model."""
+"""Compares the weights of two checkpoints, tensor by tensor, without a forward pass and without loading a model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,15 @@ from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
 _VALUES_AT_ONCE = 1 << 20
 """The approximate number of values of each weight that a thread has in memory at once."""
 _BYTES_AT_ONCE = 1 << 22
+"""The number of bytes of each file that are compared at once."""
 _UNLIKE_DB = 3.0
-"""An SQNR in dB below which two weights have nothing in common, as after their rows were permuted. 4-bit weights have over 15."""
+"""If two weights have a lower SQNR than this, in dB, their values have nothing in common. Their rows may then be in different
+orders, so other orders are tried. For comparison, weights rounded to 4 bits have over 15 dB.
+"""
 _LIKE_DB = 10.0
-"""An SQNR in dB above which two weights are the same one, rounded to a few bits."""
+"""If two weights have a higher SQNR than this, in dB, after their rows were reordered, they are the same weight. They may have been
+rounded.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +65,12 @@ class TwoCheckpoints:
         known: Mapping[tuple[str, str], WeightDifference],
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Iterator[WeightDifference | DifferentShape]:
-        """Yield the difference between the two values of each weight, in the reference's order. Memory use does not grow with the
-        weights.
+        """Compare each weight that both checkpoints have, and yield the difference, in the order of the reference's weights. The
+        weights are read in pieces, so memory use does not grow with their size.
 
-        known: differences of earlier runs, by the weight's names in the reference and in the candidate. They are not computed
-        again. `on_progress(done, total)` is called with the numbers of finished and of all bytes. Raises UserError if a file can't
-        be read or has changed since it was opened.
+        known: differences of earlier runs, by (name of the weight in the reference, name in the candidate). They are yielded
+        without being computed again. `on_progress(done, total)` is called with the number of bytes compared so far and the number
+        of all bytes. Raises UserError if a file can't be read or has changed since it was opened.
         """
         sizes = [self.candidate.weights[pair.candidate].nbytes for pair in self.pairing.pairs]
         done, total = 0, sum(sizes)
@@ -102,8 +107,8 @@ class TwoCheckpoints:
         return self._report(pair, tuple(shapes[0]), sums, order)
 
     def _in_another_order(self, left: _Rows, right: _Rows, sums: ElementSums) -> tuple[ElementSums, str]:
-        """Return the sums over the same rows and how the candidate orders them, if it has the reference's rows in another order;
-        otherwise the given sums, and "".
+        """Find out whether the candidate has the reference's rows in another order. If so, return the sums over matching rows, and
+        a phrase that says how the candidate orders them. Otherwise, return `sums` and "". sums: the sums over the rows as they are.
         """
         for heads in self._heads:
             if left.count % (2 * heads) == 0 and left.count > 2 * heads:
@@ -115,7 +120,9 @@ class TwoCheckpoints:
         return sums, ""
 
     def _same_bytes(self, pair: Pair) -> bool:
-        """Return whether the files have the same bytes in the same form for both weights, so that no value need be compared."""
+        """Return whether both checkpoints store a weight in the same form with the same bytes. Its values are then equal, and need
+        not be decoded and compared.
+        """
         left, right = _stored(self.reference, pair.reference), _stored(self.candidate, pair.candidate)
         if left is None or right is None or left[0] != right[0] or len(left[1]) != len(right[1]):
             return False
@@ -140,8 +147,9 @@ class TwoCheckpoints:
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> tuple[object, list[ByteRange]] | None:
-    """Return the form in which a checkpoint stores a weight, and the bytes of all tensors that hold its values. Two weights of one
-    form with the same bytes have the same values. Returns None if the bytes are not contiguous in a file.
+    """Return the form in which a checkpoint stores a weight, such as its format and shape, and the byte ranges of the tensors that
+    hold its values. Two weights with equal forms and equal bytes have equal values. Returns None if the bytes of a tensor are not
+    contiguous in a file.
     """
     own, encoded = checkpoint.quantized.get(name), checkpoint.encoded.get(name)
     if own is not None:
@@ -173,7 +181,9 @@ def _equal_ranges(one: ByteRange, other: ByteRange) -> bool:
 
 
 def _heads(configs: Sequence[Mapping[str, Any] | None]) -> list[int]:
-    """Return the numbers of heads that the configurations name: those of the queries, and those of keys and values."""
+    """Return the numbers of attention heads that the configurations name, such as [32, 8]: 32 for the queries, and 8 for keys and
+    values.
+    """
     found = dict[int, None]()
     for config in configs:
         for part in (config or {}, *(each for each in (config or {}).values() if isinstance(each, dict))):
@@ -184,10 +194,11 @@ def _heads(configs: Sequence[Mapping[str, Any] | None]) -> list[int]:
 
 
 def _sums(left: _Rows, right: _Rows, heads: int | None = None) -> ElementSums:
-    """Return the sums over the values of two weights.
+    """Compare two weights element by element, and return the sums from which the metrics are computed.
 
-    heads: if given, the rows of `right` are ordered as llama.cpp orders those of queries and keys: in each of the heads, row i of
-    the first half and row i of the second half are neighbours. (`LlamaModel.permute` of convert_hf_to_gguf.py.)
+    heads: if given, the rows of `right` are in the order in which llama.cpp stores the rows of queries and keys, and are first put
+    into the order of `left`. In llama.cpp's order, row i of the first half of each head is followed by row i of the second half.
+    (`LlamaModel.permute` of convert_hf_to_gguf.py.)
     """
     unit = max(left.reader.unit, right.reader.unit, left.count // heads if heads else 1)
     step = max(1, _VALUES_AT_ONCE // max(1, left.reader.columns) // unit) * unit
@@ -214,7 +225,9 @@ def _sums(left: _Rows, right: _Rows, heads: int | None = None) -> ElementSums:
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:
-    """Return values that torch can widen to float64: packed codes, which have no such values, as the bytes that hold them."""
+    """Return real values that torch can widen to float64. Complex numbers become pairs of real numbers. torch can't widen packed
+    float4 codes, so they become the bytes that hold them.
+    """
     if values.is_complex():
         return torch.view_as_real(values)
     return values.view(torch.uint8) if values.dtype == torch.float4_e2m1fn_x2 else values
@@ -225,8 +238,9 @@ def _sqnr(sums: ElementSums) -> float:
 
 
 def _hashes(rows: _Rows) -> torch.Tensor:
-    """Return a hash of the float32 values of each row: int64 [rows]. Rows with equal values have equal hashes, and zeros of both
-    signs are equal. The products and sums are those of int64, which wrap.
+    """Return a hash of the float32 values of each row: int64 [rows]. Rows with equal values have equal hashes, and 0.0 and -0.0
+    count as equal. The hash multiplies the bits of each value by a random odd number, and adds up the products. int64 overflow
+    wraps around, which does no harm.
     """
     factors = torch.randint(-(1 << 62), 1 << 62, (rows.reader.columns,), generator=torch.Generator().manual_seed(7))
     step = max(1, _VALUES_AT_ONCE // max(1, rows.reader.columns))
@@ -238,5 +252,5 @@ def _hashes(rows: _Rows) -> torch.Tensor:
 
 
 def sorted_worst_first(found: Sequence[WeightDifference]) -> tuple[WeightDifference, ...]:
-    """Return differences in the order of a report: those with the lowest SQNR first, and equal weights last."""
+    """Return differences in the order in which a report lists them: those with the lowest SQNR first, and equal weights last."""
     return tuple(sorted(found, key=lambda each: (each.equal, each.sqnr_db)))

@@ -113,8 +113,8 @@ def _inspected(model: LiveModel, name: str, targets: tuple[str, ...], cancelled:
 
 
 def reference_differences(model: LiveModel, cancelled: IsCancelled = never) -> Iterator[ModuleDrift]:
-    """Yield how far each weight of a model, as it is currently cast, is from the weight that another checkpoint has for it. Yields
-    nothing if the reference has the model's own weights. Raises Cancelled between two weights.
+    """Compare each weight of a model, as it is currently cast, with the same weight of the checkpoint that is the reference, and
+    yield the difference. Yields nothing if the reference has the model's own weights. Raises Cancelled, between two weights.
     """
     for weight in model.weights.values():
         if cancelled():

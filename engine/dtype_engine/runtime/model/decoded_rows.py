@@ -1,4 +1,6 @@
-"""Reading the values of a weight that another program quantised a piece at a time, so that it need not be decoded as a whole."""
+"""Reads a weight that another program quantised, piece by piece. Only the pieces that are read are decoded, so memory need not hold
+all values of the weight at once.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,15 @@ from dtype_engine.runtime.model.mmap_reader import read_encoded
 from dtype_engine.runtime.model.pread_reader import FileRows
 
 _WORTH_KEEPING = 1 << 19
-"""Number of values from which on the last decoded piece is kept: those of an expert, which is decoded as a whole."""
+"""The last decoded piece is kept if one index of the weight's first dimension has at least this many values. Such an index is, for
+example, an expert. Its values are all decoded even if only some of them are read, so the next read may need the same piece.
+"""
 
 
 class DecodedValues:
-    """The float32 values of a weight, readable flat or as rows."""
+    """The float32 values of a weight that another program quantised. They can be read by flat index or as rows. Each read decodes
+    only the piece that it needs.
+    """
 
     device = torch.device("cpu")
     dtype = torch.float32
@@ -43,7 +49,7 @@ class DecodedValues:
             return read_encoded(self.weight, first, last)
         with self._lock:
             if self._last is None or self._last[:2] != (first, last):
-                self._last = None  # its memory is free before that of the next is taken
+                self._last = None  # frees its memory before the next piece is decoded
                 self._last = first, last, read_encoded(self.weight, first, last)
             return self._last[2]
 

@@ -1,4 +1,6 @@
-"""Loading weights that other programs quantised. The module holds a placeholder for each, and each use decodes its values."""
+"""Loads weights that other programs quantised. The module holds a placeholder for each such weight, and each use decodes its
+values.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 
 def decoded_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype that decoded weights have in a model that is not quantised: the one in config.json, for all of the model or
-    for its text part, or else the widest compute dtype of the other tensors.
+    """Return the dtype that the decoded weights would have in a model that is not quantised. This is the dtype that config.json
+    names for the model. If it names none there, it is the one for the model's text part or, if there is none either, the widest
+    compute dtype of the checkpoint's tensors.
     """
     config = checkpoint.config or {}
     text = config.get("text_config")
@@ -36,12 +39,12 @@ def decoded_dtype(checkpoint: Checkpoint) -> str:
 def encoded_values(
     title: str, checkpoint: Checkpoint, module: nn.Module, placements: Mapping[str, Placement]
 ) -> dict[str, StoredValues]:
-    """Return the values of the module's weights that other programs quantised, or that are packed from such weights, by their names
-    in the module.
+    """Return the values of the module's weights that other programs quantised, by their names in the module. A weight that loading
+    packs from several tensors is included if another program quantised any of these.
 
     title: the name of the model, for errors. module: the model, which may be on the meta device. placements: for each tensor of the
-    files, the tensor of the module into which it is loaded. Raises NoForward for a weight that has another shape in the module, or
-    that is packed from parts in another way than in rows.
+    files, the tensor of the module into which it is loaded. Raises NoForward if a weight has another shape in the module than in
+    the files, or if it is packed from parts that are not simply stacked along its rows.
     """
     live = {placements[name].name for name in checkpoint.encoded if name in placements}
     if not live:
@@ -80,7 +83,9 @@ def _values(checkpoint: Checkpoint, name: str, holds: torch.dtype, turned: bool)
 
 
 def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a sentence for the user if runtimes round the inputs of the quantised layers and a measurement does not."""
+    """Return a notice for the user if config.json says that the inputs of quantised layers are rounded, because measurements do not
+    round them. Otherwise, return ().
+    """
     settings = declared(checkpoint.config or {})
     groups = settings.get("config_groups")
     rounded = settings.get("activation_scheme") is not None or any(
@@ -95,8 +100,8 @@ def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
 def state_to_load(
     checkpoint: Checkpoint, placements: Mapping[str, Placement], values: Mapping[str, StoredValues]
 ) -> dict[str, torch.Tensor]:
-    """Return what transformers has to load: the other tensors of the files under their names there, and a placeholder for each
-    weight in `values` under its name in the module.
+    """Return the tensors that transformers has to load: a placeholder for each weight in `values`, under its name in the module,
+    and all other tensors of the files, under their names there.
     """
     others = {
         name: read_stored(checkpoint, tensor)

@@ -59,7 +59,7 @@ class Weight:
     None.
     """
     other_reference: StoredValues | None = None
-    """The values of the weight in the reference, if they are others than `stored`; otherwise None."""
+    """The weight's values in the reference, if these come from another checkpoint. Otherwise None."""
     as_stored: bool = False
     """Whether the reference computes with this weight in its stored dtype, as plain torch does, instead of in float32."""
     shares: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class Weight:
 
     @property
     def reference(self) -> StoredValues:
-        """The values that the reference uses: the stored ones, unless there are others to compare with."""
+        """The values that the reference uses: `other_reference` if it is not None, otherwise `stored`."""
         return self.stored if self.other_reference is None else self.other_reference
 
     @property
@@ -80,12 +80,16 @@ class Weight:
 
     @property
     def differs(self) -> bool:
-        """Whether the module holds other data for this weight than it does for the reference."""
+        """Whether the module's data for this weight must be exchanged to run the reference: the weight is cast, or the reference
+        has another checkpoint's values.
+        """
         return self.cast or self.other_reference is not None
 
     @property
     def decoded(self) -> bool:
-        """Whether each operation decodes the values, because the module can't hold them as they are stored."""
+        """Whether each operation has to decode the values, because the weight is not cast and the module can't hold it in the
+        stored format.
+        """
         return self.scale is None and not self.cast and self.stored.decoded
 
     @property
@@ -179,8 +183,8 @@ class LiveModel:
     """The size, modification time and inode of each of `files`, recorded before anything was read from it, to detect later changes.
     """
     reference: str = ""
-    """The name of the reference: of another checkpoint with whose weights the model is compared, or "stored" for the model as
-    stored. "" for float32 arithmetic on the model's own weights.
+    """What drift is measured from. "": the model's own weights in float32 arithmetic. "stored": the model in its stored dtypes. Any
+    other text is the path or name of another checkpoint, whose weights the reference has.
     """
     coverage: Coverage | None = None
     """How many of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
@@ -202,10 +206,10 @@ class LiveModel:
         originals.
 
         title: the name of the model. quantized: the dtype and scales of each weight that is stored with scales, keyed by any of the
-        weight's names. encoded: the values of each weight for which the module has a placeholder, likewise. placements: for each
-        tensor of the checkpoint's files, the tensor of the module into which it is loaded. rest: values for the other
-        fields. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the
-        device.
+        weight's names. encoded: the values of each weight for which the module has a placeholder, also keyed by any of its names.
+        placements: for each tensor of the checkpoint's files, the tensor of the module into which it is loaded. rest: values for
+        the other fields. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit
+        on the device.
         """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
@@ -230,7 +234,7 @@ class LiveModel:
         originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
         if device.type != "cpu":
             for tensor in map(module.state_dict(keep_vars=True).__getitem__, encoded):
-                tensor.data = tensor.new_empty(0)  # a placeholder would take the memory of the whole weight there
+                tensor.data = tensor.new_empty(0)  # moving a placeholder would take memory for the whole weight
             try:
                 module.to(device)  # a tensor object that can't be moved is replaced by a new one
             except torch.OutOfMemoryError as error:

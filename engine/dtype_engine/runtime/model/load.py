@@ -174,7 +174,7 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
                 trust_remote_code=options.trust_remote_code,
                 **more,
             )
-            if by_state:  # transformers reads what else is in the folder only if it reads the weights, too
+            if by_state:  # transformers reads other files of a folder only if it also reads its weights
                 module.config.name_or_path = str(folder)
                 if module.can_generate() and (folder / "generation_config.json").is_file():
                     module.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -302,8 +302,8 @@ def as_stored(
     this.
 
     If it does not, all tensors are loaded in one dtype, and `_restore_stored` has to read those stored in other dtypes again.
-    placements: an empty dictionary, which loading fills with the placement of each tensor of the files. encoded: the weights for
-    which the module gets placeholders.
+    placements: an empty dictionary, which loading fills with the placement of each tensor of the files. encoded: the values of the
+    weights for which the module gets placeholders, by their names in the module.
     """
 
     def stored(module: nn.Module) -> dict[str, torch.dtype]:

@@ -101,14 +101,18 @@ def read_quantized(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def read_encoded(weight: EncodedWeight, first: int = 0, last: int | None = None) -> torch.Tensor:
-    """Return the float32 values of a weight that another program quantised, or only its rows from `first` up to `last` along its
-    first dimension. Raises UserError if a file can't be read.
+    """Return the values of a weight that another program quantised, decoded to float32. Raises UserError if a file can't be read.
+
+    first, last: the range of indexes along the weight's first dimension to decode, without `last` itself. If `last` is None, the
+    range goes to the end.
     """
     return schemes.decode(weight, {role: read_part(part) for role, part in weight.parts.items()}, first, last)
 
 
 def read_part(part: CheckpointTensor) -> torch.Tensor:
-    """Return a tensor of an encoded weight, mapped from its file: the bytes of blocks that only GGUF has, or else its values."""
+    """Return one of the tensors that store an encoded weight, mapped from its file. A tensor in GGUF blocks, for which torch has no
+    dtype, is returned as its bytes: uint8 [bytes].
+    """
     if not part.packed:
         return read_mapped(part)
     return read_mapped(dataclasses.replace(part, dtype="uint8", shape=(part.nbytes,), packed=False))

@@ -70,8 +70,8 @@ def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> d
 
 def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, str]:
     """Return the stored dtype of each live tensor, keyed by its live name. For a live tensor packed from several tensors of the
-    files, this is the widest dtype among them or, if another program quantised any of them, the format of the first of those.
-    placements: for each tensor of the files, the live tensor into which it is loaded.
+    files, this is the widest dtype among them. If another program quantised any of these, it is the format of the first quantised
+    one. placements: for each tensor of the files, the live tensor into which it is loaded.
     """
     by_live_name: dict[str, str] = {}
     formats = {weight.format for weight in checkpoint.encoded.values()}

@@ -1,7 +1,8 @@
-"""Which weight of one checkpoint is which weight of another checkpoint of the same architecture.
+"""Finds the weights that two checkpoints of the same architecture have in common, even if the names differ.
 
-Equal names are a pair. Other names are compared under the names that the live model of transformers has, so prefixes and renamed
-tensors make no difference, and one expert's weight finds its rows in a weight that holds all experts.
+Two weights with equal names are a pair. All other names are first translated to the names in the live model that transformers
+builds. Different prefixes and renamed tensors therefore make no difference, and the weight of one expert is paired with its rows in
+a weight that holds all experts.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ class Pair:
     """A weight that both checkpoints have."""
 
     reference: str
-    """The weight's key in the `weights` of the reference."""
+    """The weight's key in `weights` of the reference checkpoint."""
     candidate: str
-    """The weight's key in the `weights` of the candidate."""
+    """The weight's key in `weights` of the candidate checkpoint."""
     reference_part: tuple[int | None, int] | None = None
-    """Which rows of the reference's weight are the candidate's whole weight: (index of the matrix, or None if there is only one;
-    number of the part among those stacked in the rows of this matrix). None if the whole weights are compared.
+    """If the candidate's weight is only a part of the reference's weight, such as one expert: where this part is. For example, (3,
+    1) is part 1 of those that are stacked in the rows of matrix 3. The first number is None if the reference's weight is a single
+    matrix. The position is None if the reference's weight is compared as a whole.
     """
     candidate_part: tuple[int | None, int] | None = None
-    """The same with the roles exchanged: the reference's whole weight is these rows of the candidate's weight."""
+    """If the reference's weight is only a part of the candidate's weight: where this part is, in the same form. Otherwise None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class Pairing:
 
 
 def pair_weights(reference: Checkpoint, candidate: Checkpoint, options: Options) -> Pairing:
-    """Find the weights that two checkpoints have in common. transformers is imported only if names differ.
+    """Find the weights that two checkpoints have in common. transformers is imported only if each checkpoint has names that the
+    other lacks.
 
     Raises UserError if `options` name an architecture that transformers lacks.
     """
@@ -67,11 +70,15 @@ def pair_weights(reference: Checkpoint, candidate: Checkpoint, options: Options)
 
 
 _Place = tuple[str, tuple[int | None, int] | None]
-"""Where the live model has a weight: the name of the live tensor; and the position inside it, or None if it is the whole tensor."""
+"""Where a weight is in the live model: the name of the live tensor, and the weight's position inside it in the form of
+`Pair.reference_part`. The position is None if the weight is the whole tensor.
+"""
 
 
 def _by_place(left: Mapping[str, _Place], right: Mapping[str, _Place]) -> list[Pair]:
-    """Return the pairs of weights that have the same place in the live model, or one of which is a part of the other."""
+    """Return the pairs of weights. Two weights are a pair if they have the same place in the live model, or if one of them is a
+    part of the other.
+    """
     in_left = {place: name for name, place in reversed([*left.items()])}
     in_right = {place: name for name, place in reversed([*right.items()])}
     pairs = []
@@ -87,9 +94,9 @@ def _by_place(left: Mapping[str, _Place], right: Mapping[str, _Place]) -> list[P
 
 
 def _places(checkpoint: Checkpoint, names: list[str], other: Checkpoint, options: Options) -> Mapping[str, _Place]:
-    """Return where the live model has each weight. All names of a tied weight have one place. Without a known architecture, that of
-    the `other` checkpoint is taken or, if it is unknown too, every weight is where its name says. A weight that loading turns or
-    mixes with others has no place.
+    """Return the place of each weight in the live model. All names of a tied weight have one place. If the checkpoint's
+    architecture is unknown, that of the `other` checkpoint is used. If that is unknown, too, each weight's place is its own name. A
+    weight has no place if loading packs it with others in another way than by stacking rows.
     """
     if (made := _made(checkpoint, options)) is not None:
         module, placements = made
@@ -98,7 +105,7 @@ def _places(checkpoint: Checkpoint, names: list[str], other: Checkpoint, options
     else:
         return {name: (name, None) for name in names}
     canonical = {name: info.name for info in collect_tensors(module)[0] for name in info.names}
-    prefix = f"{getattr(module, 'base_model_prefix', '') or ''}."  # only a model with a head has it
+    prefix = f"{getattr(module, 'base_model_prefix', '') or ''}."  # only a model with a head has this prefix
     places = {}
     for name in names:
         placement = placements.get(name, Placement(name, False))
@@ -108,8 +115,10 @@ def _places(checkpoint: Checkpoint, names: list[str], other: Checkpoint, options
 
 
 def _made(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
-    """Return a checkpoint's module without data and where it has each tensor, or None if the architecture is unknown."""
+    """Build a checkpoint's module without data. Returns the module and the placement of each of the files' tensors in it. Returns
+    None if the architecture is unknown or does not fit the files.
+    """
     try:
         return build_on_meta(checkpoint, options)
-    except NoForward:  # its tensors are not those of the architecture
+    except NoForward:  # the files' tensors do not fit the architecture
         return None

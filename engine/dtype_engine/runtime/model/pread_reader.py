@@ -19,7 +19,7 @@ from dtype_engine.core.regular_files import reading
 
 
 class Elements(Protocol):
-    """Values of a tensor that are read a few at a time."""
+    """The values of a tensor that is read in pieces, for example from a file."""
 
     def elements(self, start: int, count: int) -> torch.Tensor:
         """Return `count` elements from the flat index `start` on."""

@@ -1,6 +1,8 @@
-"""Refuses a checkpoint with tensors of a quantised weight that can't be decoded: its scheme is unknown, or a tensor is missing.
+"""Refuses a checkpoint if one of its quantised weights can't be decoded, because the scheme is unknown or one of the weight's
+tensors is missing.
 
-Loading such tensors would take codes as values, leave out scales, or initialise weights randomly, all without an error.
+If such a weight were loaded, its codes would be taken for values, its scales would be left out, or it would be initialised
+randomly, all without an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Takes the reference's weights from another checkpoint of the same architecture.
 
-The module is that of the candidate, which is the model that is open. Each of its weights gets the values that the other checkpoint
-has for it, so both run one code with one configuration. Checkpoints whose structure or configuration differs are therefore refused.
+The open model is the candidate, and the reference runs in the same module: each weight gets the values that the other checkpoint
+has for it. Both therefore run the same code with the same configuration. A checkpoint that needs another structure or configuration
+is refused.
 """
 
 from __future__ import annotations
@@ -31,15 +32,19 @@ _WITHOUT_EFFECT = frozenset(
         "attention_probs_dropout_prob", "router_aux_loss_coef", "output_router_logits", "gradient_checkpointing",
     }
 )  # fmt: skip
-"""Entries of a configuration on which the output of a forward pass does not depend, or whose effect is seen in the weights."""
+"""Entries of a configuration that may differ between the two checkpoints. Either they don't change the output of a forward pass, or
+a difference in them is also found by comparing the weights.
+"""
 _SHOWN = 3
+"""Maximum number of differences that an error message lists."""
 
 
 def use_reference(live: LiveModel, source: Source, options: Options, on_step: OnStep = lambda step: None) -> None:
-    """Give each weight of an open model the values that another checkpoint has for it, as the reference of measurements.
+    """Make another checkpoint the reference of an open model: each weight gets the values that this checkpoint has for it as its
+    `other_reference`.
 
-    live: the candidate. source, options: the other checkpoint, and how to open it. Raises UserError if the two have other tensors
-    or shapes, or configurations with which they compute differently.
+    live: the open model, which is the candidate. source: the other checkpoint. options: how to open it. Raises UserError if the
+    tensors or shapes of the two differ, or if their configurations make them compute differently.
     """
     if options.weights is not None:
         raise UserError("--weights goes with one model: --against compares two that bring their own weights")
@@ -66,12 +71,14 @@ def use_reference(live: LiveModel, source: Source, options: Options, on_step: On
 
 
 def _has_numbers(weight: Weight) -> bool:
-    """Return whether the values of a weight are floats, so that they are compared. Integers are indexes and counters."""
+    """Return whether a weight holds floats. Only these are compared, because integers are indexes and counters."""
     return weight.stored.dtype.is_floating_point
 
 
 def _refuse_other_structure(other: LiveModel, live: LiveModel, sides: tuple[str, str]) -> None:
-    """Raise UserError unless both models have the same tensors in the same shapes. sides: the titles of both."""
+    """Raise UserError unless both models have the same tensors with the same shapes. sides: the titles of the reference and the
+    candidate.
+    """
     theirs, ours = _shapes(other), _shapes(live)
     for mine, missing in ((sides, [*theirs.keys() - ours.keys()]), (sides[::-1], [*ours.keys() - theirs.keys()])):
         if missing:
@@ -102,13 +109,15 @@ def _shapes(model: LiveModel) -> dict[str, tuple[int, ...]]:
 
 
 def _refuse_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[str, str]) -> None:
-    """Raise UserError if the reference's weights would run with another configuration than their own. sides: the titles of both."""
+    """Raise UserError if the candidate's configuration would make the reference's weights compute differently than their own one
+    does. sides: the titles of the reference and the candidate.
+    """
     theirs, ours = (dict(_entries(_configuration(model))) for model in (other, live))
     scaled = any(name.endswith("rope_type") and kind not in ("default", None) for name, kind in ours.items())
     differing = [
         name
         for name in sorted(theirs.keys() | ours.keys())
-        # The longest text has a part in rotary frequencies only if they are scaled; learned positions are weights.
+        # The maximum length changes the output only if it scales rotary frequencies. Learned positions are weights.
         if not _alike(theirs.get(name), ours.get(name)) and (scaled or not name.endswith("max_position_embeddings"))
     ]
     if not differing:
@@ -128,7 +137,9 @@ def _refuse_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Return whether two values of a configuration are equal. GGUF files hold numbers in float32."""
+    """Return whether two values of a configuration are equal. Floats may differ by rounding, because GGUF files hold numbers in
+    float32.
+    """
     if isinstance(one, float) and isinstance(other, (int, float)):
         return math.isclose(one, other, rel_tol=1e-6)
     return bool(one == other)
@@ -140,7 +151,9 @@ def _configuration(model: LiveModel) -> Any:
 
 
 def _entries(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a configuration on which results depend, those of nested configurations with dotted names."""
+    """Yield (name, value) for each entry of a configuration that can change results. Entries of nested configurations get dotted
+    names, such as `text_config.hidden_size`.
+    """
     for name, value in settings.items() if isinstance(settings, Mapping) else ():
         if name in _WITHOUT_EFFECT:
             continue
@@ -151,7 +164,9 @@ def _entries(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _different_buffers(other: LiveModel, live: LiveModel) -> list[str]:
-    """Return the names of the buffers that are computed from the configuration and differ, such as rotary frequencies."""
+    """Return the names of the buffers whose values differ, such as rotary frequencies. Only buffers that are computed from the
+    configuration and not stored in the files are compared.
+    """
     theirs, ours = (
         {name: weight.stored.read() for name, weight in model.weights.items() if not weight.info.persistent}
         for model in (other, live)

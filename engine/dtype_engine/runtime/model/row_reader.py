@@ -1,4 +1,6 @@
-"""Reading the values of one weight of a checkpoint as rows, a piece at a time, whatever the form in which its files store it."""
+"""Reads the values of one weight of a checkpoint as rows, in pieces. The files may store the weight in any form, such as plain
+values or codes.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
 
 
 class RowReader:
-    """The values of a weight as a matrix [rows, columns]: the last dimension gives the columns, all others together the rows. A
-    vector is one row.
+    """The values of a weight as a matrix [rows, columns]. The weight's last dimension becomes the columns, and all other dimensions
+    together become the rows. A vector is one row.
 
     Rows are read in the stored dtype, or in float32 for a weight that is stored as codes. Several threads may read at once.
 
-    checkpoint, name: the checkpoint, and the weight's key in `checkpoint.weights`. Raises UserError if the values can't be read.
+    name: the weight's key in `checkpoint.weights`. Raises UserError if the values can't be read.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
@@ -39,9 +41,11 @@ class RowReader:
         self.columns = shape[-1] if shape else 1
         self.rows = math.prod(shape[:-1])
         self.unit = self.rows // shape[0] if self._encoded is not None and len(shape) > 2 and shape[0] else 1
-        """The number of rows that are decoded together. Reading pieces of whole units decodes nothing twice."""
+        """The number of rows that can only be decoded together. If every piece starts and ends at a multiple of it, no row is
+        decoded twice.
+        """
         self.uses_threads = self._own is not None
-        """Whether reading uses the threads of `parallel_map`, which must then not read themselves."""
+        """Whether `read` uses the threads of `parallel_map`. If so, `read` must not be called from these threads."""
         self._codes = read_quantized(self._own) if self._own is not None else None
 
     def read(self, first: int, last: int) -> torch.Tensor:
@@ -60,7 +64,9 @@ class RowReader:
         return part.view(last - first, self.columns)
 
     def _decoded(self, first: int, last: int) -> torch.Tensor:
-        """Return rows of a weight that another program quantised. They are decoded in units of the first dimension."""
+        """Return rows of a weight that another program quantised. All rows that belong to one index of the first dimension are
+        decoded together.
+        """
         assert self._encoded is not None
         if len(self.shape) < 2:
             return read_encoded(self._encoded).reshape(1, -1)[first:last]
@@ -79,12 +85,12 @@ class RowReader:
         blocks = dtypes.BY_NAME[self._own.dtype].blocks
         codes = codes.reshape(self.rows, self.columns)
         if blocks is None:
-            if len(scale) == self.shape[0] > 1:  # one for each channel
+            if len(scale) == self.shape[0] > 1:  # one scale for each channel
                 unit = self.rows // self.shape[0]
                 scale = scale[torch.arange(first, last) // unit]
             return dequantize(codes[first:last], scale, torch.float32)
         count, height, _ = matrices(self.shape, blocks.columns)
-        if count * height != self.rows or self.rows == 1:  # the rows of its blocks are not those of the matrix
+        if count * height != self.rows or self.rows == 1:  # its blocks are made of other rows than those of the matrix
             values = dequantize(self._codes[0].reshape(self.shape), scale, torch.float32, blocks)
             return values.reshape(self.rows, self.columns)[first:last]
         down = -(-height // blocks.rows)

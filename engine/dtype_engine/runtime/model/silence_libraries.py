@@ -23,7 +23,7 @@ def quiet() -> Iterator[None]:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")  # tqdm reads this when transformers imports it
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        os.environ.setdefault("LOGURU_AUTOINIT", "False")  # compressed-tensors logs by loguru what a configuration says
+        os.environ.setdefault("LOGURU_AUTOINIT", "False")  # compressed-tensors logs text from config.json with loguru
         logging.getLogger("transformers").setLevel(logging.CRITICAL)
         try:
             yield
@@ -34,8 +34,8 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def no_stderr() -> Iterator[None]:
-    """Drop what Python code writes to `sys.stderr` while the block runs. compressed-tensors draws progress bars that nothing turns
-    off, and logs the names in a configuration as they are.
+    """Drop what Python code writes to `sys.stderr` while the block runs. compressed-tensors draws progress bars that no setting
+    turns off. It also logs names from a configuration without escaping control characters.
     """
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         yield

@@ -89,7 +89,7 @@ def with_files(
         if files and not changed.quantized and (size := sum(header.nbytes for header in files)) != changed.nbytes:
             if (
                 dtype not in dtypes.COMPUTE_DTYPES and not is_encoded
-            ):  # codes in place of values: only blocks that can be decoded are cast
+            ):  # packed codes that can't be decoded here can't be cast either
                 uncastable_reason = uncastable_reason or f"stored as {dtype} in another shape, so as packed codes"
             # The parts have several dtypes, or a byte holds several values.
             changed = dataclasses.replace(changed, packed_bytes=size, uncastable_reason=uncastable_reason)

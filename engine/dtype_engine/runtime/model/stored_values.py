@@ -1,8 +1,8 @@
-"""Where the values of a live weight come from: a tensor that holds them, codes with this program's scales, or what another program
-quantised.
+"""The stored values of a live weight. They come from a tensor that holds them, from codes with scales of this program, or from
+tensors that another program quantised.
 
-Nothing here is ever written to. A weight that another program quantised is decoded to float32 each time when its values are read,
-and the result is not kept, so that it takes no more memory than its tensors in the files.
+Nothing here is ever written to. A weight that another program quantised is decoded to float32 each time its values are read. The
+decoded values are not kept, so the weight takes no more memory than its tensors in the files.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ _CPU = torch.device("cpu")
 
 
 class StoredValues(ABC):
-    """The values that files store for one weight, or those with which a module was built."""
+    """The values of one weight as the files store them or, for a module that Python code has built, as they were when it was
+    opened.
+    """
 
     shape: tuple[int, ...]
     """The shape of the weight in the module."""
     dtype: torch.dtype
     """The dtype of the values that `read` and `rows` return."""
     holds: torch.dtype
-    """The dtype of what the module holds while the weight is not cast."""
+    """The dtype of the tensor that the module holds while the weight is not cast. This tensor holds the values or the codes, or it
+    is a placeholder.
+    """
     tensors: tuple[torch.Tensor, ...]
-    """The tensors from which the values are computed, on the CPU: as the files store them."""
+    """The tensors from which the values are computed, as the files store them."""
     scale: torch.Tensor | None = None
-    """For codes that the module holds, their scales on its device; otherwise None."""
+    """If the module holds codes, their scales, on the module's device. Otherwise None."""
     format: str = ""
-    """The name of the format in which the files store the weight, if its values are decoded or have scales."""
+    """If the files store the weight as codes, the name of the format, such as "gptq:int4@g128". Otherwise ""."""
     decoded: bool = False
     """Whether the module can't hold the weight as it is stored, so that each operation has to decode its values."""
 
@@ -54,7 +58,9 @@ class StoredValues(ABC):
 
     @abstractmethod
     def held(self, device: torch.device) -> torch.Tensor:
-        """Return what the module on `device` holds while the weight is not cast, in the weight's shape."""
+        """Return the tensor that a module on `device` holds while the weight is not cast, in the weight's shape: values, codes or a
+        placeholder.
+        """
 
     @abstractmethod
     def read(self, device: torch.device = _CPU) -> torch.Tensor:
@@ -62,11 +68,15 @@ class StoredValues(ABC):
 
     @abstractmethod
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return some rows of an embedding table [rows, width], on the device of `ids`: [*ids.shape, width]. ids: their indexes."""
+        """Return some rows of an embedding table [rows, width], on the device of `ids`: [*ids.shape, width]. ids: the indexes of
+        the rows.
+        """
 
 
 class PlainValues(StoredValues):
-    """The values themselves, usually mapped from a file. They are returned without a copy."""
+    """A weight that is stored as plain values, usually mapped from a file. Reading it makes no copy, unless the values go to
+    another device.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensors = (tensor,)
@@ -83,7 +93,9 @@ class PlainValues(StoredValues):
 
 
 class QuantizedValues(StoredValues):
-    """Codes with scales that this program's export stored. format: its name in `core.dtypes`. scale: on the module's device."""
+    """A weight that an export of this program stored as codes with scales. scale: the scales, on the module's device. format: the
+    format's name in `core.dtypes`, such as "int8".
+    """
 
     dtype = torch.float32
 
@@ -104,10 +116,10 @@ class QuantizedValues(StoredValues):
 
 
 class EncodedValues(StoredValues):
-    """A weight that another program quantised. The module holds a placeholder in its place, which takes the memory of one element.
+    """A weight that another program quantised. In its place, the module holds a placeholder that takes the memory of one element.
 
-    holds: the dtype of the placeholder: that of the weight in a model that is not quantised. turned: whether the weight's last two
-    dimensions are exchanged in the module.
+    holds: the dtype of the placeholder, which is the dtype that the weight would have in a model that is not quantised. turned:
+    whether the weight's last two dimensions are exchanged in the module.
     """
 
     dtype = torch.float32
@@ -150,10 +162,11 @@ class EncodedValues(StoredValues):
 
 
 class StackedValues(StoredValues):
-    """Values of several stored tensors that loading packs into one weight, such as the experts of a layer, some of which another
-    program quantised.
+    """A weight that loading packs from several stored tensors, such as the experts of a layer. Another program quantised at least
+    one of these tensors.
 
-    parts: the values of each, in the order in which they follow each other in the weight's memory. shape: the weight's shape.
+    parts: the values of each tensor, in the order in which they follow each other in the weight's memory. shape: the weight's
+    shape. holds: the dtype of the placeholder in the module.
     """
 
     dtype = torch.float32
@@ -188,7 +201,9 @@ class StackedValues(StoredValues):
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of any shape that takes the memory of one element. It is NaN, so that a result shows if it was used."""
+    """Return a tensor of the given shape that takes the memory of only one element. All its values are NaN, so that an operation
+    that uses them by mistake returns NaN.
+    """
     return torch.full((1,), torch.nan, device=device).to(dtype).expand(shape)
 
 

@@ -19,8 +19,8 @@ class CandidateMode(WeightMode):
     """Runs the model with its weights as they are cast.
 
     A weight in a format with scales, such as float8, is dequantized to the dtype of the activation in the same operation. If there
-    is no activation, as in an embedding look-up, it is dequantized to `compute`. A weight of another program that no rule casts is
-    decoded in each operation, and rounded to the dtype that it would have in a model that is not quantised.
+    is no activation, as in an embedding look-up, it is dequantized to `compute`. A weight that another program quantised and that
+    no rule casts is decoded in each operation. It is then rounded to the dtype that it would have in a model that is not quantised.
     """
 
     def __init__(
@@ -47,13 +47,15 @@ class CandidateMode(WeightMode):
 
 
 def candidate_dtype(weight: Weight, compute: torch.dtype) -> torch.dtype:
-    """Return the dtype that the model's code reads of a weight. compute: the dtype of weights in a format with scales."""
+    """Return the dtype that the model's code sees if it reads the `dtype` of a weight. compute: the dtype that it sees for a weight
+    in a format with scales.
+    """
     return compute if weight.scale is not None else weight.tensor.dtype
 
 
 def candidate_value(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of a weight as it is currently cast. dtype: the dtype of the values if the weight is in a format with
-    scales, such as float8.
+    scales, such as float8. Any other weight keeps its own dtype.
     """
     if weight.scale is not None:
         return dequantize(weight.tensor.data, weight.scale, dtype, dtypes.BY_NAME[weight.dtype].blocks)
@@ -63,7 +65,7 @@ def candidate_value(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
 
 def candidate_rows(weight: Weight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return some rows of an embedding table [rows, width] as it is currently cast: [*ids.shape, width]. ids: the indexes of the
-    rows. dtype: the dtype of the rows if the table is in a format with scales.
+    rows. dtype: the dtype of the rows if the table is in a format with scales. Any other table keeps its own dtype.
     """
     held = weight.tensor
     if weight.scale is not None:

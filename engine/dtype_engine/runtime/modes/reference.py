@@ -1,7 +1,7 @@
 """The reference: the stored weights, each widened to float32 when it is used, without a second copy of the model.
 
-If drift is measured from the model as stored, weights stay in their stored dtypes instead. Codes are decoded then as the candidate
-decodes them, so that a model whose weights are not cast equals its reference.
+If drift is measured from the model as stored, the weights are not widened, but stay in their stored dtypes. Codes are then decoded
+in the same way as in the candidate, so that a model in which no weight is cast equals its reference.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dtype_engine.runtime.numerics.quantize import dtype_name
 from dtype_engine.search.sensitivity import is_lossless
 
 _MOST_NAMED = 3
+"""Maximum number of stored dtypes in the name of the reference."""
 _KEEPS_NO_ARGUMENT = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
 """Operations whose result never shares memory with an argument, so that the memory of a widened weight can be reused at once."""
 
@@ -30,8 +31,9 @@ class ReferenceMode(WeightMode):
     Weights stored in float64 stay in float64. An embedding look-up widens only the selected rows.
 
     widened: memory that large widened weights use one after another, on a CPU without gradients. Since each weight overwrites the
-    previous one, no other mode may keep the tensors that it sees. If None, each widened weight is in new memory. compute: the dtype
-    to which codes are decoded for an operation without an activation, if the reference is the model as stored.
+    previous one, no other mode may keep the tensors that it sees. If None, each widened weight is in new memory. compute: used only
+    if the reference is the model as stored. It is the dtype to which codes are decoded for an operation without an activation, such
+    as an embedding look-up.
     """
 
     def __init__(
@@ -64,8 +66,8 @@ class ReferenceMode(WeightMode):
 
 
 def is_coded(weight: Weight) -> bool:
-    """Return whether the reference is the model as stored, and this weight is stored as codes with scales that the module holds.
-    The dtype of such a weight is that of the activation.
+    """Return whether the reference uses this weight as codes. This is so if the reference is the model as stored, and the module
+    holds the weight as codes with scales. Each operation decodes the codes to the dtype of its activation.
     """
     return weight.as_stored and weight.reference.scale is not None
 
@@ -81,7 +83,8 @@ def holds_reference(weight: Weight) -> bool:
 
 def reference_dtype(weight: Weight) -> torch.dtype:
     """Return the dtype of a weight in the reference: float64 if it is stored in float64, else float32. If the reference is the
-    model as stored, it is the stored dtype, and for a weight that another program quantised the dtype that the module would hold.
+    model as stored, it is the stored dtype instead. For a weight that another program quantised, it is then the dtype that this
+    weight would have in a model that is not quantised.
     """
     if weight.as_stored and not is_coded(weight):
         return weight.reference.held(torch.device("cpu")).dtype
@@ -89,7 +92,9 @@ def reference_dtype(weight: Weight) -> torch.dtype:
 
 
 def reference_value(weight: Weight, device: torch.device, of_codes: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a weight's values in the reference, in its `reference_dtype` and on `device`. of_codes: the dtype if `is_coded`."""
+    """Return a weight's values in the reference, in its `reference_dtype` and on `device`. of_codes: the dtype to use instead for a
+    weight that the reference uses as codes (`is_coded`).
+    """
     return weight.reference.read(device).to(of_codes if is_coded(weight) else reference_dtype(weight))
 
 
@@ -97,22 +102,23 @@ def reference_rows(
     weight: Weight, ids: torch.Tensor, device: torch.device, of_codes: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """Return some rows of an embedding table [rows, width], with the reference's values: [*ids.shape, width]. ids: the indexes of
-    the rows. of_codes: the dtype if `is_coded`.
+    the rows. of_codes: the dtype of the rows if the reference uses the table as codes (`is_coded`).
     """
     dtype = of_codes if is_coded(weight) else reference_dtype(weight)
     return weight.reference.rows(ids.to(device)).to(dtype)
 
 
 def equals_reference(weight: Weight, dtype: str) -> bool:
-    """Return whether a weight that is cast to `dtype` has the values and arithmetic of the reference, and so causes no drift."""
+    """Return whether a cast of a weight to `dtype` causes no drift, since its values and arithmetic stay those of the reference."""
     if weight.other_reference is not None:
         return False
     return dtype == weight.info.dtype if weight.as_stored else is_lossless(weight.info.dtype, dtype)
 
 
 def reference_name(model: LiveModel) -> str:
-    """Return the name of the reference for reports: the dtype in which it computes; "as stored" with the stored dtypes, those of
-    most bytes first; or the other checkpoint whose weights it has.
+    """Return the name of the reference for reports. This is the dtype in which it computes, such as "float32". For the model as
+    stored, it is a text such as "as stored (bfloat16, float32)", in which the dtypes with the most bytes come first. If the
+    reference has the weights of another checkpoint, it is the path or name of that checkpoint.
     """
     if model.reference == STORED:
         sizes: dict[str, int] = {}

@@ -42,9 +42,9 @@ class KeptPositions:
 
     @classmethod
     def of(cls, module: nn.Module, batch: Batch, device: torch.device) -> KeptPositions | None:
-        """Return the positions that the masks in `batch` keep, or None if they keep all. Masks are the attention mask and, in a
-        model with a decoder, the decoder's attention mask and labels of -100. module: the model, whose signature names the batch's
-        positional arguments.
+        """Return the positions that the masks in `batch` keep, or None if they keep all positions. The masks are the attention mask
+        and, in a model with an encoder and a decoder, the decoder's attention mask and the labels: a label of -100 leaves out its
+        position. module: the model, whose signature names the batch's positional arguments.
         """
         given = _arguments(module, batch)
         has_decoder = bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))

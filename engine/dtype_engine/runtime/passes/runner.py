@@ -87,8 +87,8 @@ class ForwardRunner:
         return partial(self.candidate_batch(batch).run, self.model.module)
 
     def reference_batch(self, batch: Batch) -> Batch:
-        """Return a batch for the reference: float inputs in float32, or in float64 if all weights are stored in float64. The model
-        as stored gets the inputs of the candidate.
+        """Return a batch for the reference: float inputs in float32, or in float64 if all weights are stored in float64. If the
+        reference is the model as stored, it gets the same inputs as the candidate.
         """
         if self.model.reference == STORED:
             return self.candidate_batch(batch)

@@ -38,7 +38,7 @@ _WITH_TENSORS = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def stored_values(model: LiveModel) -> Iterator[None]:
-    """Let the module hold the reference's data instead of the cast data while the block runs. On the CPU, only pointers change."""
+    """Let the module hold the reference's data instead of the cast data while the block runs. On the CPU, this copies no data."""
     changed = [weight for weight in model.weights.values() if weight.differs]
     try:
         for weight in changed:

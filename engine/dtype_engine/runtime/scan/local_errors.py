@@ -88,8 +88,9 @@ class LocalErrors:
         return reference_value(self.weights[name], self.device)
 
     def _computed_in(self, name: str, dtype: str) -> str:
-        """Return the dtype that a weight planned in `dtype` has in an operation. It is `dtype` itself, except for the format of
-        another program in which the weight is stored.
+        """Return the dtype that a weight has in an operation if the plan gives it `dtype`. This is usually `dtype` itself. If
+        `dtype` is the format in which another program quantised the weight, it is the dtype that the weight would have in a model
+        that is not quantised.
         """
         stored = self.weights[name].stored
         return dtype_name(stored.holds) if stored.decoded and dtype == self.weights[name].info.dtype else dtype

@@ -89,8 +89,8 @@ def open_session(
 
 
 def _set_reference(live: LiveModel, options: Options, on_step: OnStep) -> None:
-    """Set what the drift of a model is measured from. Raises UserError if another checkpoint, which `options.reference` may name,
-    can't be compared with the model.
+    """Set the reference of a model, from which drift is measured, to what `options.reference` says. Raises UserError if it names
+    another checkpoint that can't be compared with the model.
     """
     if options.reference == STORED:
         live.reference = STORED

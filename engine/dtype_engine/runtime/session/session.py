@@ -109,7 +109,9 @@ class Session:
         self._meter: DriftMeter | None = None
         self._floor: tuple[Inputs, ClassesDim, NoiseFloor] | None = None
         self._parts: tuple[Recipe, RunSettings, Inputs, dict[Part, PartDrift]] | None = None
-        """The recipe, settings and inputs of the last attribution of drift, and what it has measured if it was cancelled."""
+        """The recipe, settings and inputs of the last attribution of drift, and its measurements if it was cancelled
+        (`Attribution.known`). None if there was no attribution yet.
+        """
         self._scan = LastScan()
         if inputs is None:
             try:
@@ -479,8 +481,8 @@ class Session:
         return self.attribution().report(on_progress, cancelled, on_causes=on_causes)
 
     def attribution(self) -> Attribution:
-        """Return what attributes the drift of the current recipe. If this was cancelled before for the same recipe, settings and
-        inputs, it continues where it stopped.
+        """Return an `Attribution`, which measures how much of the current recipe's drift each module causes. If an earlier one for
+        the same recipe, settings and inputs was cancelled, it continues where that one stopped.
 
         Example:
             >>> session.attribution().rules == tuple(map(str, session.recipe.rules))
@@ -569,7 +571,7 @@ class Session:
 
     @reading_weights
     def weight_differences(self, cancelled: IsCancelled = never) -> tuple[ModuleDrift, ...]:
-        """Compare each weight, as it is currently cast, with the weight of the checkpoint that `Options.reference` names.
+        """Compare each weight, as it is currently cast, with the same weight of the checkpoint that `Options.reference` names.
 
         Args:
             cancelled: Checked between weights.

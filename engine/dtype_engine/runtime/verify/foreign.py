@@ -55,7 +55,8 @@ class _Side:
 
 
 def _of_checkpoint(checkpoint: Checkpoint, trust: bool) -> _Side:
-    """Return the tensors of a checkpoint. Plain tensors are read with loaders of other packages, and codes with scales are decoded.
+    """Return the tensors of a checkpoint. Plain tensors are read with loaders of other packages. Weights that are stored as codes
+    are decoded.
 
     trust: whether a pickle may run any code. Raises UserError if a file can't be read.
     """

@@ -61,7 +61,7 @@ class ElementSums:
 def element_sums(reference: torch.Tensor, candidate: torch.Tensor, parallel: bool = False) -> ElementSums:
     """Return the sums over all elements of two outputs of one shape and any floating dtypes, computed on the candidate's device.
 
-    parallel: on the CPU, whether several threads share the work. This is faster only for some million elements or more.
+    parallel: whether several threads share the work on the CPU. This is faster only if there are several million elements or more.
 
     Raises:
         ValueError: The shapes differ.
