@@ -422,7 +422,7 @@ class MainScreen(Screen[None]):
     # -- stopping, filtering, sorting ----------------------------------------------------------------------------
 
     def action_stop(self) -> None:
-        if (left_open := self._open_prompt) is not None:  # it can lack the focus, after a click on the tree
+        if (left_open := self._open_prompt) is not None:  # open, but a click on the tree took its focus
             left_open.action_cancel()
         elif self.tree_view.filter_text:
             self.tree_view.set_filter("")

@@ -6,7 +6,7 @@
     keys: {cast: "c", measure: "f5"}
     defaults: {device: cpu, sequences: 8}
 
-`keys` maps the commands of the `:` line (Tab lists them) to keys; `defaults` maps options of `dtype-tui` to values.
+`keys` maps the commands of the `:` line (Tab lists them) to keys. `defaults` maps options of `dtype-tui` to values.
 """
 
 from __future__ import annotations

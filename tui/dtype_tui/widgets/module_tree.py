@@ -202,8 +202,8 @@ class ModuleTree(ScrollView, can_focus=True):
                 self._unfolded.update(member.name for member in (module and self._folds.around(module)) or ())
 
     def fold(self, folds: bool) -> None:
-        """Choose whether neighbours that are alike share one row. Folds that the user opened are closed. folds: False for a row for
-        each.
+        """Choose whether neighbours that are alike share one row. Folds that the user opened are closed. folds: False gives each
+        neighbour a row of its own.
         """
         self.folds = folds
         self._unfolded.clear()
@@ -441,7 +441,7 @@ class ModuleTree(ScrollView, can_focus=True):
 
     def refresh_changed(self) -> None:
         """Redraw what has changed. If the plan or the measurement is another one, first find the folds again."""
-        # A measurement may not split the fold under the cursor, or the next key would act on fewer modules than chosen.
+        # A measurement must not split the fold under the cursor. The next key would act on fewer modules than chosen.
         if self._is_remeasured and not (self.rows and self.current.members):
             self._report = self.experiment.results.report
         if self.folds and self._folds_are_old:
@@ -499,7 +499,7 @@ class ModuleTree(ScrollView, can_focus=True):
 
     @cached_property
     def _base(self) -> Style:
-        """The colours of the theme for text and background. Without colours if the theme uses the terminal's own."""
+        """The theme's colours for text and background, or a style without colours if the theme uses the terminal's own."""
         if self.app.native_ansi_color:
             return PLAIN
         colours = self.rich_style
