@@ -34,7 +34,7 @@ from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
 from dtype_tui.state.read_only import READ_ONLY, refuses
 
-# Not for the first paint.
+# Importing these would delay the first paint, so they are imported where they are used.
 if TYPE_CHECKING:
     from dtype_tui.state.session_saver import SessionSaver
     from dtype_tui.tour_guide import TourGuide
@@ -45,7 +45,8 @@ _SERVER_EVERY_S = 1.0
 _SIGNAL_WAIT_S = 0.3
 """How long the engine may take to end after a signal, so that the app ends within a second. It is killed then."""
 _SIGNAL_MOST_S = 0.8
-"""How long it may take to restore the terminal and to close the engine after a signal. The process ends then in any case."""
+"""Maximum number of seconds, after a signal, for restoring the terminal and closing the engine. Then the process ends in any case.
+"""
 LONGEST_WITHOUT_GC_S = 60.0
 StartEngine = Callable[[Callable[[events.Event], None], Callable[[], None]], Engine]
 
@@ -148,21 +149,21 @@ class DtypeApp(BaseApp[None]):
     def _end_by_signal(self, number: int, frame: object) -> None:
         """Handle a signal: save the session, restore the terminal, close the engine, and end the process.
 
-        The event loop does not do this, because it may be busy with large windows for seconds; nor does `exit`, after which Textual
-        unmounts every widget of every window.
+        All of this runs in the signal's handler, because the event loop may be busy with large windows for seconds. `exit` is not
+        used, because Textual then unmounts every widget of every window, which also takes seconds.
         """
         status = 128 + number
         closing = threading.Thread(target=self._close_engine, args=[_SIGNAL_WAIT_S], daemon=True)
         closing.start()
         try:
             self._close_session()
-            # A terminal that takes no more output must not keep the process alive.
+            # If the terminal takes no more output, restoring it blocks. This timer then ends the process.
             last = threading.Timer(_SIGNAL_MOST_S, os._exit, [status])
             last.daemon = True
             last.start()
             with contextlib.suppress(SuspendNotSupported), self.suspend():  # a browser has no terminal to restore
                 closing.join()
-                os._exit(status)  # the end of this block would take the terminal again
+                os._exit(status)  # leaving this block would start the app in the terminal again
             closing.join()
         finally:
             os._exit(status)
@@ -195,7 +196,7 @@ class DtypeApp(BaseApp[None]):
         """Run an action as Textual's method of this name does, and report the action to the tour. Returns whether the action was
         handled. A read-only session says why it refuses an action.
         """
-        await self.main.complete()  # the key may have been pressed before the first paint
+        await self.main.complete()  # a key may come before the panes are mounted
         if self.launch.read_only and refuses(action if isinstance(action, str) else action[1]):
             self.main.say(READ_ONLY, "warning")
             return True

@@ -54,7 +54,7 @@ class BaseApp(App[ReturnType]):
         install_key_parser()
         for theme in (*THEMES, HIGH_CONTRAST):
             self.register_theme(theme)
-        self.set_reactive(App.ansi_theme_dark, DARK)  # setting the theme applies them
+        self.set_reactive(App.ansi_theme_dark, DARK)  # applied when `self.theme` is set below
         self.set_reactive(App.ansi_theme_light, LIGHT)
         self.theme = config.theme or THEMES[0].name
         self._filters += [MergedStyles(), PrintableLines()]
@@ -73,8 +73,8 @@ class BaseApp(App[ReturnType]):
         return self.theme_variables
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Apply the theme's colours, as Textual's method of this name does. While there is no screen, the style sheets are not
-        parsed, because the first screen parses them.
+        """Apply the theme's colours, as Textual's method of this name does. Before there is a screen, the style sheets are not
+        parsed here, because the first screen parses them anyway.
         """
         if self.screen_stack:
             super().refresh_css(animate)
@@ -116,7 +116,7 @@ class BaseApp(App[ReturnType]):
             self._refresh_notifications()
 
     def withdraw(self, message: str) -> None:
-        """Show a message no longer if it is the newest one."""
+        """Stop showing a message. If it is not the newest message, do nothing."""
         if self.messages and self.messages[-1].message == message:
             self._note_read(True)
 

@@ -109,7 +109,7 @@ class CommandWords:
 
     def _choices(self, kind: str) -> list[str]:
         if kind == "preset":
-            from dtype_engine.recipe.presets import PRESETS  # the first paint does not need it
+            from dtype_engine.recipe.presets import PRESETS  # imported late, for a faster first paint
 
             return list(PRESETS)
         choices = {"order": ORDERS, "columns": COLUMNS, "theme": sorted(self._tree.app.available_themes)}

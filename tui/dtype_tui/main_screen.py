@@ -39,7 +39,7 @@ from dtype_tui.widgets.status import key_line, next_keys, status_line
 from dtype_tui.widgets.tree_rows import ORDERS
 from dtype_tui.windows import Windows
 
-# What the first paint does not show is imported with `MainScreen.complete`, or where it is used.
+# Importing these would delay the first paint. They are imported in `MainScreen.complete`, or where they are used.
 if TYPE_CHECKING:
     from dtype_tui.main_commands import CommandWords
     from dtype_tui.state.commands import Command
@@ -55,13 +55,13 @@ DEPTH_FROM = (120, 36)
 TRADE_OFF_FROM = 180
 """Least number of columns with room for the plot of bytes and drift next to it."""
 MOST_WINDOWS = 6
-"""Maximum number of open screens. If so many are open, a result that arrives does not open a window of its own, because Textual
-draws them all over each other: twenty windows of 200 rows take eight seconds, in which no key is handled.
+"""Maximum number of open screens, the main screen included. If this many are open, a result that arrives opens no further window.
+Textual draws all of them, one over the other: for twenty windows of 200 rows, this takes eight seconds, in which no key is handled.
 """
 
 
 def message_text(sentence: str) -> str:
-    """Return a sentence as it is shown to the user, with keys in place of placeholders."""
+    """Return a sentence as the user sees it: each placeholder, such as `{undo}`, is replaced by the key, such as `u`."""
     return printable(with_keys(sentence), 500)
 
 
@@ -101,7 +101,7 @@ class MainScreen(Screen[None]):
         self._windows = Windows(controller, self.tree_view, lambda *window: self.app.push_screen(*window))
         self._awaited = AwaitedResults(controller)
         self._rest: list[AwaitMount] = []
-        """The panes and prompts, which are mounted after the first paint."""
+        """What to await until the panes and prompts are mounted. Empty until `complete` is called."""
         self._is_complete = False
         self.draw_every_s = 0.1
         """Minimum number of seconds between two redraws that are caused by engine events.
@@ -135,9 +135,11 @@ class MainScreen(Screen[None]):
         self.show_all()  # for the first paint, and after a window was closed, since some windows change the baseline
 
     async def complete(self) -> None:
-        """Mount the panes and the prompts unless they are mounted. The first paint does not wait for them, but every key does."""
+        """Mount the panes and the prompts, unless they are mounted. They are not part of the first paint, but no key is handled
+        without them.
+        """
         if self._is_complete:
-            return  # waiting once more would lay out the whole screen again
+            return  # awaiting the mounts again would lay out the whole screen again
         if not self._rest:
             from dtype_tui.widgets.command_line import CommandLine
             from dtype_tui.widgets.panes.depth import DepthPane
@@ -259,7 +261,7 @@ class MainScreen(Screen[None]):
             case events.HeadersRead() | events.ModelReady():
                 self.tree_view.new_tree()
                 if (prompt := self._open_prompt) is not None:
-                    prompt.typed(prompt.field.value)  # what it previewed was in the tree before
+                    prompt.typed(prompt.field.value)  # its preview was made for the old tree
                 self._go_to_wanted_cursor()
             case events.Measured() if self.tree_view.order == "drift":
                 self.tree_view.rebuild()
@@ -420,7 +422,7 @@ class MainScreen(Screen[None]):
     # -- stopping, filtering, sorting ----------------------------------------------------------------------------
 
     def action_stop(self) -> None:
-        if (left_open := self._open_prompt) is not None:  # a click on the tree has moved the focus away from the prompt
+        if (left_open := self._open_prompt) is not None:  # open, but a click on the tree took its focus
             left_open.action_cancel()
         elif self.tree_view.filter_text:
             self.tree_view.set_filter("")
@@ -461,7 +463,7 @@ class MainScreen(Screen[None]):
         self._words.sort_by(ORDERS[(ORDERS.index(self.tree_view.order) + 1) % len(ORDERS)])
 
     def action_fold(self) -> None:
-        """Fold neighbours that are alike, or show each of them."""
+        """Switch between one row for neighbours that are alike and a row for each of them."""
         self.tree_view.fold(not self.tree_view.folds)
         words = "neighbours that are alike share a row" if self.tree_view.folds else "every layer has a row of its own"
         self.say(words, "information")
@@ -478,7 +480,7 @@ class MainScreen(Screen[None]):
             self.set_focus((side.after(focused) or self.tree_view) if focused is not None else side.panes[0])
 
     def action_jump(self) -> None:
-        """Put labels on the panes and the rows of the tree. The user types one to go there."""
+        """Put labels on the panes and on the rows of the tree. When the user types a label, go to its pane or row."""
         others = [pane for pane in (self.depth, self.trade_off) if pane.region]
         panes = [*self.side.places(), *((pane, pane.region.offset) for pane in others)]
         rows = list(self.tree_view.rows_on_screen()) if self.tree_view.region else []

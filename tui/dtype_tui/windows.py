@@ -230,7 +230,9 @@ class Windows:
         self._push(JobsScreen(self._controller.activity, stop))
 
     def jump(self, places: Sequence[Offset], go: Callable[[int | None], None]) -> None:
-        """Put labels on places of the screen. go: called with the index of the place whose label the user types."""
+        """Put labels on places of the screen, given in cells from the upper left corner. go: called with the index of the place
+        whose label the user types, or with None if the user types none.
+        """
         from dtype_tui.screens.jump import JumpScreen
 
         self._push(JumpScreen(places), go)

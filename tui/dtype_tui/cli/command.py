@@ -114,7 +114,7 @@ def command(
         saved = saved_session(model)
         model, options = saved.model, with_saved_options(options, saved.options, request.explicit)
         if options.reference != saved.options.reference:
-            saved = dataclasses.replace(saved, measured=())  # they are drifts from another reference
+            saved = dataclasses.replace(saved, measured=())  # the saved drifts are from another reference
     elif model is None and engine_command is None:
         _need_a_terminal()
         model = _chosen(config)

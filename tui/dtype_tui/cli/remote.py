@@ -71,9 +71,12 @@ def address_of(model: str) -> Address:
 
 
 def reference_there(model: str | None, options: Options) -> str:
-    """Return the value of `Options.reference` for an engine on another machine, which has both checkpoints. model: the candidate.
+    """Return `Options.reference` as an engine on another machine needs it. model: the candidate's address, such as
+    "ssh://HOST/twin".
 
-    Raises UserError unless both are addresses on one machine.
+    If the reference is a checkpoint, "ssh://HOST/base" becomes its path on that machine, "/base". "float32" and "stored" are
+    returned unchanged. Raises UserError if the reference is a checkpoint, unless both
+    it and the candidate are addresses on one machine.
     """
     if options.reference_model is None:
         return options.reference

@@ -6,7 +6,7 @@
     keys: {cast: "c", measure: "f5"}
     defaults: {device: cpu, sequences: 8}
 
-`keys` maps the commands of the `:` line (Tab lists them) to keys; `defaults` maps options of `dtype-tui` to values.
+`keys` maps the commands of the `:` line (Tab lists them) to keys. `defaults` maps options of `dtype-tui` to values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Config:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of command-line options, not yet converted by click. Each key is an option's name without dashes."""
     fold: bool = True
-    """Whether the tree folds neighbours that are alike at the start."""
+    """Whether neighbouring modules that are alike, such as layers, share one row of the tree when the app starts."""
 
 
 def config_path() -> Path:

@@ -1,4 +1,4 @@
-"""Draws blanks in the style of the text next to them, because every change of style costs some 25 bytes on a slow connection."""
+"""Draws blanks in the style of the text next to them. Each change of style costs some 25 bytes, much on a slow connection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from textual.filter import LineFilter
 
 
 class MergedStyles(LineFilter):
-    """Merges each run of blanks with the text before it or after it that has the same background."""
+    """Draws each run of blanks in the style of the text before or after it, if blanks look the same in both styles."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         merged: list[Segment] = []
@@ -27,7 +27,7 @@ class MergedStyles(LineFilter):
 
 
 def _looks_alike(one: Style | None, other: Style | None) -> bool:
-    """Return whether blanks look the same in two styles."""
+    """Return whether a blank looks the same in both styles: on the same background, and without a line through or below it."""
     if one is None or other is None:
         return False
     return one.bgcolor == other.bgcolor and not (_marks_blanks(one) or _marks_blanks(other)) and one.meta == other.meta

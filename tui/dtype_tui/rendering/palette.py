@@ -111,16 +111,16 @@ def pill(dtype: str) -> tuple[str, Style]:
 
 
 def ramp(word: Word) -> str:
-    """Return the name of the ramp's colour for a word of `meaning`."""
-    from dtype_engine.results.meaning import GRADES  # the first paint does not need it
+    """Return the name of the colour for a word of `meaning`, such as "yellow" for "small"."""
+    from dtype_engine.results.meaning import GRADES  # imported late, for a faster first paint
 
     grade = GRADES[word]
     return "bright_red" if grade == "orange" else grade
 
 
 def sqnr_colour(sqnr_db: float, limits: Iterable[tuple[float, Word]]) -> str:
-    """Return the name of the ramp's colour for a module's SQNR in dB. limits: the minimum SQNR of each word, the best first. NaN
-    has the colour of the worst.
+    """Return the name of the colour for a module's SQNR, such as "yellow". sqnr_db: the SQNR in dB; NaN has the colour of the worst
+    word. limits: the minimum SQNR in dB of each word, such as (40.0, "small"), with the best word first.
     """
     return ramp(next((word for least, word in limits if sqnr_db >= least), "broken"))
 

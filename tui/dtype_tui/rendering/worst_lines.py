@@ -46,12 +46,14 @@ def worst_lines(
     scale: tuple[float, float],
     limits: Sequence[tuple[float, Word]],
 ) -> list[Text]:
-    """Return the lines about the modules that drift most: a label, the SQNR in dB, a track that is longer for more drift, and the
-    end of the name.
+    """Return the lines about the modules that drift most. Each line has a label, the SQNR in dB, a bar that is longer for more
+    drift, and the end of the module's name.
 
-    If names that are shortened so are ambiguous, the track is left out. If they still are, the full name follows on further lines.
-    worst: the modules to list. width: the width of the lines in cells. others: the names of all modules. scale: the SQNRs at which
-    a track is full and empty. limits: `Results.sqnr_limits`.
+    If a shortened name could mean several modules, the bars are left out, so that more of each name fits. If the name is still
+    ambiguous, the full name follows on further lines.
+
+    worst: the modules to list. width: the width of the lines in cells. others: the names of all modules. scale: the SQNRs in dB at
+    which a bar is full and at which it is empty. limits: see `Results.sqnr_limits`.
     """
     numbers = ["not finite" if drift.nonfinite else decibels(drift.sqnr_db).removesuffix(" dB") for drift in worst]
     widest = max(map(len, numbers), default=0)

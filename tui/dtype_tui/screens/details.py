@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def details_screen(experiment: Experiment, node: str) -> Overlay:
-    """Return a window with everything that is known about a module, a tensor or a fold of modules that are alike."""
+    """Return a window with everything that is known about a node: a module, a tensor, or a fold of modules that are alike."""
     grid = PlainTable.labelled()
     grid.add_row("name", printable(node, 2000) or "the whole model")
     modules = modules_at(experiment.tree, node)

@@ -15,7 +15,7 @@ from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 
 MOST_ROWS = 200
-"""Maximum number of casts that the window shows. Drawing a thousand takes two seconds, in which no key is handled."""
+"""Maximum number of casts that the window shows. Drawing a thousand casts takes two seconds, and no key is handled meanwhile."""
 _NAME_WIDTH = 26
 """Width in cells to be left for module names. Long operation names are truncated to make room for them."""
 

@@ -26,11 +26,11 @@ MOST_TOKENS = 4096
 MOST_TEXTS = 100
 """Maximum number of generated texts that the window shows."""
 _MOST_CHARACTERS = 100_000
-"""Number of characters after which a generated text is cut, where a line break counts as 80. A text of 4,096 tokens has about half
-of this.
+"""Maximum number of characters of a generated text. A longer text is cut. A line break counts as 80 characters. A text of 4,096
+tokens has about half of the maximum.
 """
 _MOST_OF_A_PIECE = 1000
-"""Maximum number of characters of one token that are shown."""
+"""Maximum number of characters that are shown of a single token."""
 
 
 class GenerationScreen(ModalScreen[None]):

@@ -1,4 +1,4 @@
-"""The labels over the main screen: the user types one to go to a pane or to a row of the tree."""
+"""Labels over the main screen. The user types a label to go to its pane or its row of the tree."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.widgets.line_input import LineInput
 
 LETTERS = "asdfghjklqwertyuiopzxcvbnm"
-"""The letters of labels. Those of the home row come first, because they are typed most easily."""
+"""The letters that labels consist of. Those of the home row come first, because they are the easiest to type."""
 
 
 def labels(count: int) -> list[str]:
-    """Return `count` different labels, of which none is the beginning of another: as many of one letter as possible, first."""
+    """Return `count` different labels, such as ["a", "s", "ma"]. No label is the beginning of another one. Labels of one letter
+    come first, and as many labels as possible have only one letter.
+    """
     pairs = max(0, -(-(count - len(LETTERS)) // (len(LETTERS) - 1)))
     singles = len(LETTERS) - pairs
     return [*LETTERS[:singles], *map("".join, product(LETTERS[singles:], LETTERS))][:count]
 
 
 class JumpScreen(ModalScreen[int]):
-    """Puts a label on each place of the screen below. The result is the index of the place whose label the user types.
+    """Shows a label on each place of the screen below. When the user types a label, the window closes with the index of its place.
 
     places: where the labels begin, in cells from the upper left corner of the screen.
     """
@@ -55,10 +57,12 @@ class JumpScreen(ModalScreen[int]):
 
     def on_resize(self, event: events.Resize) -> None:
         if event.size != self._size:
-            self.dismiss()  # the places have moved
+            self.dismiss()  # after a resize, the labels would be in the wrong places
 
     def _go(self, typed: str) -> None:
-        """Go to the place with the label that was typed. While there are several, show only those that begin so."""
+        """Handle the letters typed so far. If they are a label, go to its place. If they begin several labels, show only those. If
+        they begin none, clear the input field and show all labels.
+        """
         if typed in self._statics:
             self.dismiss(list(self._statics).index(typed))
             return

@@ -45,11 +45,12 @@ if TYPE_CHECKING:
 
 
 class Controller:
-    """Controls one experiment and the engine that runs it.
+    """Controls one experiment and the engine that runs it. Every method except `handle` calls `changed` after it has changed the
+    state.
 
-    notify: a function that shows a sentence until the user has read it. changed: a function that redraws the screen. Every method
-    except `handle` calls `changed` after it has changed the state. read_only: whether no file may be read or written. withdraw: a
-    function that removes a sentence of `notify` which is true no longer.
+    notify: a function that shows a sentence until the user has read it. changed: a function that redraws the screen. read_only:
+    whether reading and writing files is forbidden. withdraw: a function that hides a sentence that `notify` shows, once it is no
+    longer true.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Controller:
             case _:
                 self.experiment.take(event)
                 if isinstance(event, events.CastDone) and event.lost:
-                    from dtype_engine.reports.text_losses import loss_notice  # the first paint does not need it
+                    from dtype_engine.reports.text_losses import loss_notice  # imported late, for a faster first paint
 
                     if words := loss_notice(event.lost):
                         self.notify(words, "warning")
@@ -173,7 +174,7 @@ class Controller:
         self._preset, self._after_preset = launch.preset, recipe
         if self._preset is None:
             return
-        from dtype_engine.recipe.presets import PRESETS  # the first paint does not need it
+        from dtype_engine.recipe.presets import PRESETS  # imported late, for a faster first paint
 
         tree_suffices = not PRESETS[self._preset].needs_classes and self.experiment.model.has_tree
         if self.experiment.tree.has_classes or tree_suffices:
@@ -241,7 +242,9 @@ class Controller:
             self.notify(f"{broken[0]}{more} should stay in float32, as the model's own code declares", "warning")
 
     def cast_node(self, node: str, dtype: str) -> None:
-        """Cast everything at or below a node, which may be a fold. If all of it already has this dtype, say so and add no rule."""
+        """Cast all tensors at or below a node. If this changes no tensor's dtype, notify the user and add no rule. node: the name
+        of a module, of a tensor, or of a fold, such as `model.layers.{2..9}`.
+        """
         experiment = self.experiment
         rule = Rule.make(patterns_for(experiment.tree, node)[0], dtype)
         is_known = not experiment.model.partial and not experiment.plan.pending_classes

@@ -23,8 +23,10 @@ STOP_WAIT_S = 2.0
 
 
 class EngineLife:
-    """Tracks whether there is an engine, and what the engine is doing. notify: shows a sentence until the user has read it.
-    changed: redraws the screen. withdraw: removes a sentence of `notify` that is true no longer.
+    """Tracks whether there is an engine, and what the engine is doing.
+
+    notify: a function that shows a sentence until the user has read it. changed: a function that redraws the screen. withdraw: a
+    function that hides a sentence that `notify` shows, once it is no longer true.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class EngineLife:
         self.must_end = False
         """Whether the running job has not stopped within `STOP_WAIT_S`. Only ending the engine can then stop the job."""
         self._offer = ""
-        """The sentence that offered to end the engine, or "" if it was not said or was withdrawn."""
+        """The sentence on the screen that offers to end the engine, or "" if there is none."""
 
     def follow(self, event: Progress) -> None:
         self.activity.follow(event)
@@ -62,7 +64,7 @@ class EngineLife:
             self._stop_ended()
 
     def _stop_ended(self) -> None:
-        """Record that no job is being stopped any more."""
+        """Record that no job is being stopped any more, and withdraw the offer to end the engine."""
         self._stopping, self.must_end = None, False
         if self._offer:
             self._withdraw(self._offer)

@@ -33,7 +33,7 @@ OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
 _MOST_MODULES_SIZE = 32 << 20
 """Maximum size of the drift of all modules: 100 for each module, and 1 for each character of its name."""
 _MOST_OF_A_FAILURE = 2000
-"""Number of characters after which the reason of a failed measurement is cut."""
+"""Maximum number of characters of the reason why a measurement failed. A longer reason is cut."""
 _MOST_KNOWN = 10
 """Maximum number of drift reports that are kept. An undo shows the report of the earlier recipe at once, if the report is kept."""
 
@@ -54,7 +54,7 @@ class ModelFacts:
     no_forward: str | None = None
     """Why the model can't run, or None if it can."""
     no_text: str | None = None
-    """Why the model can't generate text, or None if it can or if this is not known yet."""
+    """Why the model can't generate text. None if it can, or if this is not known yet."""
     live: bool = False
     """Whether the engine has opened the model, so that the model's modules exist in memory."""
     has_tree: bool = True
@@ -64,9 +64,9 @@ class ModelFacts:
     partial: bool = False
     """Whether only some headers of a large checkpoint have been read, so that sums do not cover the whole model yet."""
     provenance: tuple[str, ...] = ()
-    """Lines about how the checkpoint was quantised, as far as its files say."""
+    """Lines that say how the checkpoint was quantised, such as "written by dtype-tui". Empty if its files do not say."""
     reference: str = "float32"
-    """From what drift is measured: the reference's dtype, "as stored" with the stored dtypes, or the name of another checkpoint."""
+    """The reference from which drift is measured: "float32", "as stored (bfloat16)", or the name of another checkpoint."""
 
 
 @dataclass
@@ -327,7 +327,9 @@ class Experiment:
             del self._known[old]
 
     def _remember(self, **further: Any) -> None:
-        """Add results to those that an undo shows again. further: fields of `Results`."""
+        """Add results to the stored results of the current recipe, which an undo shows again. further: fields of `Results`, such as
+        `speed`.
+        """
         key = self.recipe, self.settings
         if key in self._known:
             self._known[key] = replace(self._known[key], **further)

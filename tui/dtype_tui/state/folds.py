@@ -1,7 +1,7 @@
-"""Folds neighbours that are alike, such as the layers of a transformer, into one row of the tree.
+"""Folds neighbouring modules that are alike, such as the layers of a transformer, into one row of the tree.
 
-The name of a fold is the pattern that matches its members, such as `model.layers.{2..9}`. It can therefore stand wherever the name
-of a node can: in a rule, in the clipboard, and as the saved cursor.
+The name of a fold is the pattern that matches its members, such as `model.layers.{2..9}`. It can be used wherever the name of a
+node can be used: in a rule, in the clipboard, and as the cursor of a saved session.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import ModuleDrift
 
 FEWEST = 4
-"""Least number of members of a fold."""
+"""Minimum number of modules in a fold."""
 NEAR_DB = 6.0
-"""Greatest difference in dB between the SQNRs of a fold's members: a factor of two in the error's amplitude. The row shows the
-worst member, so the others are at most this much better.
+"""Maximum difference in dB between the SQNRs of a fold's members: a factor of two in the amplitude of the error. The row shows the
+SQNR of the worst member, and every other member is better by at most this much.
 """
 _INVISIBLE_DB = 80.0
-"""SQNRs above this do not count as different, for example that of a module without any drift."""
+"""SQNRs above this number of dB count as equal to it. Modules whose drift is invisible or zero can therefore share a fold."""
 _LONGEST_NAME = 2000
-"""Maximum number of characters of a fold's name. It stays far below the limit of a pattern."""
+"""Maximum number of characters of a fold's name, far below that of a pattern. Modules are not folded if the name would be longer.
+"""
 
 Members = tuple[Module, ...]
 
 
 class Folds:
-    """The folds of a tree under one plan. They are found when a node is opened, since a large checkpoint has thousands of them.
+    """The folds of a tree under one plan. A large checkpoint can have thousands of them, so those among a node's children are
+    found only when the node is opened.
 
-    planned: the planned dtype of each tensor, by tensor name. drift: the drift of each module by name, as far as it is known. A
-    module that drifts otherwise than its neighbours is in no fold with them.
+    planned: the planned dtype of each tensor, by tensor name. drift: the drift of each measured module, by module name. A module
+    whose SQNR differs from its neighbours' by more than `NEAR_DB` is not folded with them.
     """
 
     def __init__(self, tree: Tree, planned: Mapping[str, str], drift: Mapping[str, ModuleDrift]) -> None:
@@ -46,14 +48,16 @@ class Folds:
         self._below: dict[str, list[Members]] = {}
 
     def below(self, parent: Module) -> list[Members]:
-        """Return the children of a module in the model's order: the members of each fold together, all others alone."""
+        """Return the children of a module in the order of the model. The members of a fold are one tuple. Every other child is a
+        tuple of its own.
+        """
         known = self._below.get(parent.name)
         if known is None:
             known = self._below[parent.name] = list(self._grouped(parent))
         return known
 
     def around(self, module: Module) -> Members | None:
-        """Return the members of the fold that a module is in, or None if it is in none."""
+        """Return the members of the fold that contains a module, or None if no fold contains it."""
         parent = self._tree.modules[module.name.rpartition(".")[0]]
         return next(
             (members for members in self.below(parent) if len(members) > 1 and any(each is module for each in members)),
@@ -62,7 +66,7 @@ class Folds:
 
     def _grouped(self, parent: Module) -> Iterator[Members]:
         children = list(parent.children.values())
-        literal = not parent.name or generalisations(parent.name)[0] == parent.name  # without special characters
+        literal = not parent.name or generalisations(parent.name)[0] == parent.name  # no special pattern characters
         foldable = len(children) >= FEWEST and literal
         for alike in self._alike.runs(children) if foldable else ([child] for child in children):
             for run in self._near(alike):
@@ -72,7 +76,9 @@ class Folds:
                     yield from ((module,) for module in run)
 
     def _near(self, modules: Iterable[Module]) -> Iterator[list[Module]]:
-        """Yield the modules in runs of neighbours whose SQNRs differ by at most `NEAR_DB`. Unknown SQNRs differ from none."""
+        """Yield runs of neighbours whose SQNRs differ by at most `NEAR_DB`. A module with an unknown SQNR always stays in the
+        current run.
+        """
         run: list[Module] = []
         lowest, highest = math.inf, -math.inf
         for module in modules:
@@ -88,7 +94,9 @@ class Folds:
 
 
 def _decibels(drift: ModuleDrift | None) -> float | None:
-    """Return a module's SQNR as it is compared with others: minus infinity if its output is not finite, None if it is unknown."""
+    """Return a module's SQNR in dB, limited to the range from 0 to `_INVISIBLE_DB`, for comparison with its neighbours. Returns
+    minus infinity if the module's output is not finite, and None if the SQNR is unknown.
+    """
     if drift is None:
         return None
     if drift.nonfinite:
@@ -97,7 +105,9 @@ def _decibels(drift: ModuleDrift | None) -> float | None:
 
 
 def fold_name(members: Sequence[Module]) -> str:
-    """Return the name of a fold: `model.layers.{2..9}` or, if numbers are missing, `model.layers.{{2..4},7,9}`."""
+    """Return the name of the fold with these members, such as `model.layers.{2..9}`. If numbers are missing between them, the name
+    lists the ranges and numbers that are there, such as `model.layers.{{2..4},7,9}`.
+    """
     runs: list[list[str]] = []
     for label in (member.label for member in members):
         if runs and _follows(runs[-1][-1], label):
@@ -110,32 +120,36 @@ def fold_name(members: Sequence[Module]) -> str:
 
 
 def _follows(one: str, other: str) -> bool:
-    """Return whether a range in a pattern can lead from one label to the other, which excludes `07`."""
+    """Return whether `other` is the number after `one`, so that a range in a pattern can contain both. Labels such as `07` are in
+    no range.
+    """
     if not (one.isascii() and other.isascii() and len(other) < 19):
         return False
     return other == str(int(one) + 1) and one == str(int(one))
 
 
 def fold_members(tree: Tree, node: str) -> Members:
-    """Return the members of the fold with this name. Returns no modules if it is not the name of a fold."""
+    """Return the members of the fold with this name, such as `model.layers.{2..9}`. Returns () if no fold has this name."""
     parent = tree.modules.get(node.partition("{")[0].removesuffix("."))
     if "{" not in node or parent is None or node in tree.modules or tree.canonical(node) is not None:
         return ()
     try:
         matches = compile_pattern(node).matches
-    except PatternError:  # the saved cursor may be any text
+    except PatternError:  # `node` may be the cursor of a saved session, which can be any text
         return ()
     return tuple(child for child in parent.children.values() if matches(child.name))
 
 
 def modules_at(tree: Tree, node: str) -> Members:
-    """Return the module with this name, or the members of the fold with this name. Returns no modules for a tensor."""
+    """Return the module with this name, or all members of the fold with this name. Returns () for a tensor or an unknown name."""
     module = tree.modules.get(node)
     return (module,) if module is not None else fold_members(tree, node)
 
 
 def patterns_for(tree: Tree, node: str) -> list[str]:
-    """Return patterns for a node, which may be a fold, from the most specific to the most general."""
+    """Return patterns that match a node, from the most specific to the most general. node: the name of a module, a tensor or a
+    fold.
+    """
     modules = modules_at(tree, node)
     class_name = modules[0].class_name if modules else None
     if len(modules) < 2:
@@ -144,7 +158,7 @@ def patterns_for(tree: Tree, node: str) -> list[str]:
 
 
 def node_label(tree: Tree, node: str) -> str:
-    """Return the last part of a node's name: `mlp`, or `2 … 9` for a fold. Returns "" for the root."""
+    """Return the last part of a node's name, such as `mlp`. For a fold, it is a range, such as `2 … 9`; for the root, ""."""
     members = fold_members(tree, node)
     return fold_label(members) if members else node.rpartition(".")[2]
 

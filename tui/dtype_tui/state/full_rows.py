@@ -39,7 +39,7 @@ def drift_rows(experiment: Experiment) -> Rows:
 
 
 def _reference(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """Yield the reference if it is not the usual one."""
+    """Yield the row that names the reference. Yields nothing if the reference is a dtype, such as float32."""
     if experiment.model.reference not in BY_NAME:
         yield "reference", printable(experiment.model.reference, 300)
 

@@ -11,7 +11,7 @@ from dtype_tui.state.folds import modules_at
 
 
 def tensor_names(tree: Tree, node: str) -> set[str]:
-    """Return the canonical names of the tensors at or below a node, which may be a tensor or a fold."""
+    """Return the canonical names of the tensors at or below a node. node: the name of a module, a tensor or a fold."""
     if modules := modules_at(tree, node):
         return {tensor.name for module in modules for tensor in tree.below(module.name)}
     found = tree.canonical(node)
@@ -33,10 +33,12 @@ def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int
 
 
 def reference_rule(tree: Tree, node: str, reference: str = "float32") -> Rule:
-    """Return the rule that gives the tensors of a node the dtype that they have in the reference. This is float32, and float64 for
-    tensors that are stored in float64, so that a node with such tensors is kept as stored unless others need to be widened.
+    """Return the rule that gives the tensors of a node the dtype that they have in the reference.
 
-    reference: the name of the reference. If it is the model as stored, every node is kept as stored.
+    If the reference is the model as stored, the rule keeps the tensors as stored. Otherwise, the reference has float64 for tensors
+    that are stored in float64, and float32 for all others. One rule gives one dtype: a node with float64 tensors is kept as stored
+    if all its other tensors are float32, and everything else is cast to float32. reference: its name, such as "float32" or "as
+    stored (bfloat16)".
     """
     stored = {tree.tensors[name].dtype for name in tensor_names(tree, node) if tree.tensors[name].castable}
     keeps = reference.startswith("as stored") or ("float64" in stored and stored <= {"float32", "float64"})

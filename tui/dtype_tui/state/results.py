@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-# What the first paint does not need is imported where it is used.
+# Importing these would delay the first paint, so they are imported where they are used.
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import AttributionReport, LossRemedy, NonFiniteDiagnosis, PartialAttribution
     from dtype_engine.results.drift import DriftReport, ModuleDrift, PartialDrift
@@ -52,7 +52,7 @@ class Results:
     modules: Mapping[str, ModuleDrift] = field(default_factory=dict)
     """The drift of each module by name: from the report or, while there is none, from the passes that have finished."""
     weights: Mapping[str, ModuleDrift] = field(default_factory=dict)
-    """How far each weight is from the reference's, by name, if drift is measured from another checkpoint. Otherwise empty."""
+    """How far each weight is from the same weight of the reference, by name. Empty unless the reference is another checkpoint."""
     loss_remedy: LossRemedy | None = None
     """Rules that prevent casts from making weight values infinite or zero, or None if there are none or they were not searched for
     yet.
@@ -62,7 +62,7 @@ class Results:
     partial_causes: PartialAttribution | None = None
     """The causes found so far by a measurement of causes that is running or was stopped. None once `causes` is known."""
     speed: SpeedReport | None = None
-    """The times of forward passes, or None if they were not measured."""
+    """The times of forward passes, or None if they have not been measured."""
     failure: str | None = None
     """Why the measurement failed, or None if it did not."""
     failed_module: str | None = None
@@ -77,7 +77,9 @@ class Results:
 
     @cached_property
     def sqnr_limits(self) -> Sequence[tuple[float, Word]]:
-        """The minimum SQNR in dB of each word that rates a drift, for this model. The colours of its modules' SQNRs have them."""
+        """Pairs of (minimum SQNR in dB, word), such as (40.0, "small"), with the best word first. In this model, a module's SQNR
+        has the colour of its word.
+        """
         from dtype_engine.results.meaning import sqnr_limits
 
         measured = self.report or self.partial_drift
@@ -85,7 +87,7 @@ class Results:
 
     @cached_property
     def sqnr_range(self) -> tuple[float, float]:
-        """The SQNRs in dB at which a module's bar is full and empty."""
+        """The SQNRs in dB at which a module's bar is full and at which it is empty, such as (20.0, 60.0)."""
         return sqnr_range(self.modules.values())
 
     @property
@@ -104,8 +106,8 @@ class Results:
 
 
 def sqnr_range(modules: Iterable[ModuleDrift]) -> tuple[float, float]:
-    """Return the SQNRs in dB at which a module's bar is full and empty: those of the worst and the best of these modules, and at
-    least the limits of a small drift. Bars thus differ within a model, and are short if nothing drifts much.
+    """Return the SQNRs in dB at which a module's bar is full and at which it is empty: the lowest and the highest SQNR of these
+    modules. The range is widened to contain `SQNR_FP8` and `SQNR_BF16`, so that all bars are short if no module drifts much.
     """
     from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8
 

@@ -175,8 +175,9 @@ class ScanState:
         self.version += 1
 
     def cell(self, nodes: Sequence[str]) -> tuple[str, float]:
-        """Return what the tree shows of the score of a node, or of several together, for the dtype shown: the score as text, and
-        its heat, which is the score on the scale from 0 to 1 of `heat`. Without a score, they are "" and 0.
+        """Return (score, heat), as the tree shows them for one node, or for several nodes in one row, whose scores are added. The
+        score is text, for the dtype that the tree shows. The heat is a number from 0 to 1, see `heat`. Without a score, returns
+        ("", 0.0).
         """
         scores = [self.nodes[node] for node in nodes if node in self.nodes]
         return (figure(sum(scores)), self.heat(sum(scores))) if scores else ("", 0.0)

@@ -25,8 +25,10 @@ _CLOSE_WAIT_S = 3.0
 
 
 class SessionSaver:
-    """Writes the session in a thread whenever it has changed. Only `close` waits for the disk. A signal's handler may call `update`
-    and `close` while the same thread is in one of them, so neither holds a lock that the writing thread needs.
+    """Writes the session to disk in a thread of its own whenever the session has changed. Only `close` waits for the disk.
+
+    A signal can interrupt `update` or `close`, and its handler then calls both. So neither holds a lock that the writing thread
+    needs.
 
     If the session can't be written, `say` is called once with a sentence for the user, and the program continues without saving.
     """
@@ -38,7 +40,7 @@ class SessionSaver:
         self._about = SavedSession(canonical_model_ref(model), title, path, Path.cwd(), options)
         self._file = SessionFile()
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """An entry for each change of `_now`, and True for the end."""
+        """What wakes the writing thread: False after each change of `_now`, and True to end the thread."""
         self._now: SavedSession | None = None
         self._written: SavedSession | None = None
         self._trouble: str | None = None
@@ -80,7 +82,7 @@ class SessionSaver:
             closed = self._wake.get()
             if not closed and self._only_the_cursor_moved(self._now):
                 with contextlib.suppress(queue.Empty):
-                    closed = self._wake.get(timeout=_REST_S)  # any change in the meantime is written with it
+                    closed = self._wake.get(timeout=_REST_S)  # changes until then are written together
             now = self._now
             if now is None or now == self._written:
                 continue

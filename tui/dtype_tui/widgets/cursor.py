@@ -1,7 +1,7 @@
-"""The look of the line under the cursor, the same in the tree and in every list: a tint, and an edge in the accent at its left. In
-the tree, the tint ends before the bars.
+"""The look of the line under the cursor: a tint, and an edge in the accent colour at the left. It is the same in the tree and in
+every list. In the tree, the tint ends before the bars.
 
-Lists of Textual get the tint from the variables `block-cursor-*` of the theme; see `palette.cursor_variables`.
+Textual's own lists get the tint from the theme's variables `block-cursor-*`; see `palette.cursor_variables`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def cursor_style(widget: Widget) -> Style:
 
 
 def over_cursor(widget: Widget, segments: list[Segment], until: int) -> Strip:
-    """Return a line's segments as they look under the cursor. The first one is the edge. Badges keep their colours, and so does
-    everything from column `until` on.
+    """Return a line as it looks under the cursor. segments: the line; the first segment is the cursor's edge. until: the column at
+    which the tint ends. Badges keep their colours.
     """
     over, column, drawn = cursor_style(widget), 0, []
     for segment in segments:

@@ -87,7 +87,7 @@ def _about_drift(experiment: Experiment) -> list[_Part]:
     report = experiment.results.report
     if report is None:
         return [_Part(Text(*verdict_pill("broken")), 1)] if experiment.results.failure else []
-    from dtype_engine.results.meaning import meaning  # the first paint does not need it
+    from dtype_engine.results.meaning import meaning  # imported late, for a faster first paint
 
     output = report.output
     found = meaning(output, experiment.floor, report.modules)

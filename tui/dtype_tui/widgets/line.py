@@ -1,4 +1,4 @@
-"""A single line of text at the edge of the screen."""
+"""A line of text at the top or the bottom of the screen."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from textual.widget import Widget
 from dtype_tui.rendering.changed_cells import changed_cells
 
 ACTION = "key_action"
-"""The name under which the style of a key's text holds the key's action. Textual would draw text with `@click` as a link."""
+"""The entry of a style's metadata that holds the action of a key in the line. Textual's own entry `@click` is not used, because
+Textual draws such text as a link.
+"""
 
 
 class Line(Widget):
-    """A line of text. Only the cells that have changed are painted again. A click on a key or its meaning runs the key's action."""
+    """A line of text. Only the cells that have changed are redrawn. A click on a key, or on the words after it, runs the action of
+    the key.
+    """
 
     DEFAULT_CSS = "Line { height: 1; }"
 
@@ -25,7 +29,7 @@ class Line(Widget):
         self._painted = Strip([])
 
     def show(self, text: Text) -> None:
-        """Set the text. It should be as wide as the widget; the rest of the line is blank."""
+        """Show another text. If it is shorter than the widget is wide, the rest is blank; if it is longer, its end is cut off."""
         if text == self.text:
             return
         self.text = text

@@ -57,8 +57,8 @@ class ModuleTree(ScrollView, can_focus=True):
         "Every module and tensor: dtype (or a bar of the mix by bytes, and the name of the largest part), bytes under the recipe, "
         "with a bar of the share of the parent's bytes, and drift as SQNR in dB. The bar of the SQNR is full for the worst module "
         "and empty for the best. Numbers of parameters appear in a wide terminal. Four or more neighbours that are alike, such as "
-        "layers, are folded into one row: they have one structure and one plan, and their SQNRs differ by 6 dB at most. The row "
-        "has the bytes of all and the SQNR of the worst. F folds them or shows each."
+        "layers, are folded into one row if they have the same structure and planned dtypes and SQNRs that differ by at most 6 dB. "
+        "This row has the bytes of all of them and the SQNR of the worst. F switches between it and a row for each."
     )
 
     DEFAULT_CSS = """
@@ -97,7 +97,7 @@ class ModuleTree(ScrollView, can_focus=True):
         super().__init__(id=id)
         self.experiment = experiment
         self.folds = True
-        """Whether neighbours that are alike are folded into one row."""
+        """Whether neighbours that are alike share one row."""
         self.rows: list[Row] = []
         self.cursor = 0
         self.preview: Preview | None = None
@@ -111,10 +111,10 @@ class ModuleTree(ScrollView, can_focus=True):
         """The widths that the names in all rows need."""
         self._opened = first_opened(experiment.tree)
         self._unfolded: set[str] = set()
-        """The names of the modules that are members of open folds."""
+        """The names of the modules in open folds. Each of them has a row of its own."""
         self._report: DriftReport | None = None
-        """The measurement by whose readings modules are folded. It stays until the next one is complete, so that rows do not come
-        and go while the model is measured.
+        """The complete measurement whose SQNRs decide which modules are folded. Only the next complete measurement replaces it, so
+        that rows do not come and go while the model is measured.
         """
         self._folds: Folds
         self._folds_made_for: tuple[Plan, DriftReport | None] | None = None
@@ -123,7 +123,9 @@ class ModuleTree(ScrollView, can_focus=True):
     # -- what is visible -----------------------------------------------------------------------------------------
 
     def rebuild(self) -> None:
-        """Rebuild the rows. The cursor stays on its node, or goes to the nearest row above it that is still shown."""
+        """Rebuild the rows. The cursor stays on its node. If the node has no row any more, the cursor goes to the closest node or
+        fold above it that has one.
+        """
         self._make_rows()
         self._repaint_changed()
         self._show_cursor()
@@ -142,7 +144,7 @@ class ModuleTree(ScrollView, can_focus=True):
 
     @property
     def _is_remeasured(self) -> bool:
-        """Whether there is a complete measurement by which modules are not folded yet."""
+        """Whether a complete measurement has arrived that the folds do not use yet."""
         report = self.experiment.results.report
         return report is not None and report is not self._report
 
@@ -152,7 +154,7 @@ class ModuleTree(ScrollView, can_focus=True):
         return made_for is None or made_for[0] is not self.experiment.plan or made_for[1] is not self._report
 
     def _find_folds(self) -> None:
-        """Find the folds again if the plan or the measurement has changed."""
+        """Find the folds again if the plan or the measurement has changed since they were last found."""
         experiment = self.experiment
         if self._folds_are_old:
             drift = {} if self._report is None else {module.name: module for module in self._report.modules}
@@ -166,13 +168,17 @@ class ModuleTree(ScrollView, can_focus=True):
         return ordered(self.experiment, self._groups(parent), self.order)
 
     def _is_open(self, row: Row) -> bool:
-        """Return whether the rows below a module or a fold are shown. While there is a filter, only folds can be closed."""
+        """Return whether the rows below a module or a fold are shown. With a filter, all modules are open, and only folds can be
+        closed.
+        """
         if row.members:
             return row.module.name in self._unfolded
         return bool(self.filter_text) or row.name in self._opened
 
     def _index_of(self, name: str) -> int:
-        """Return the index of the row of a node or fold or, if it is not shown, of the nearest row above it."""
+        """Return the index of the row of a node or fold. If it has no row, return that of the closest node or fold above it that
+        has one.
+        """
         index_of = {row.name: index for index, row in enumerate(self.rows)}
         members = fold_members(self.experiment.tree, name) if name not in index_of else ()
         if members:
@@ -189,14 +195,16 @@ class ModuleTree(ScrollView, can_focus=True):
         return self._folds.around(module) if self.folds else None
 
     def _unfold_above(self, name: str) -> None:
-        """Open the folds that a node is in."""
+        """Open every fold that contains a node or one of its ancestors."""
         if self.folds:
             for above in (name, *ancestors(name)):
                 module = self.experiment.tree.modules.get(above)
                 self._unfolded.update(member.name for member in (module and self._folds.around(module)) or ())
 
     def fold(self, folds: bool) -> None:
-        """Fold neighbours that are alike, also those whose fold was opened, or show each of them."""
+        """Choose whether neighbours that are alike share one row. Folds that the user opened are closed. folds: False gives each
+        neighbour a row of its own.
+        """
         self.folds = folds
         self._unfolded.clear()
         self.rebuild()
@@ -227,7 +235,7 @@ class ModuleTree(ScrollView, can_focus=True):
             return False
         after = [index for index in indices if (index > self.cursor if step > 0 else index < self.cursor)]
         self.move_to((after[0] if step > 0 else after[-1]) if after else (indices[0] if step > 0 else indices[-1]))
-        while self.current.matches:  # its first or last match is inside this fold
+        while self.current.matches:  # a closed fold: open it, and go to the match inside
             at, below = self.cursor, len(self.rows) - self.cursor
             self._open(self.current)
             inside = range(at + 1, len(self.rows) - below + 1)
@@ -236,14 +244,14 @@ class ModuleTree(ScrollView, can_focus=True):
         return True
 
     def show_preview(self, preview: Preview | None) -> None:
-        """Highlight the nodes that a rule would match. If `preview` is None or of an earlier tree, remove the highlight."""
+        """Highlight the nodes that a rule would match. If `preview` is None, or of an earlier tree, remove the highlight."""
         is_of_this = preview is not None and len(preview.counts) == len(self.experiment.tree.order) + 1
         self.preview = preview if is_of_this else None
         self._repaint_changed()
 
     def new_tree(self) -> None:
-        """Show the experiment's new tree, which is of the same model. Open nodes stay open. The preview of a rule, which is of the
-        tree before, is no longer shown.
+        """Show the experiment's new tree, which is of the same model. Open nodes stay open. The preview of a rule is removed,
+        because it was made for the old tree.
         """
         self.preview = None
         opened = self._opened
@@ -269,16 +277,16 @@ class ModuleTree(ScrollView, can_focus=True):
         self._paint(index)
         self._show_cursor()
         if self.rows[before].members and self._is_remeasured:
-            self.refresh_changed()  # the measurement may now split the fold
+            self.refresh_changed()  # a measurement may have been waiting to split this fold
         self.post_message(self.Moved(self.current.name))
 
     def go_to_row(self, row: Row) -> None:
-        """Put the cursor on the row of this node, if it is still shown."""
+        """Put the cursor on the row of the same node. If the node has no row any more, the cursor does not move."""
         self.move_to(next((index for index, each in enumerate(self.rows) if each.name == row.name), self.cursor))
 
     def go_to(self, name: str) -> bool:
-        """Put the cursor on the node or fold with this name, and open the nodes and folds above it. Returns False if there is no
-        such node.
+        """Put the cursor on the node or fold with this name, and open all nodes and folds above it. Returns False if no node or
+        fold has this name.
         """
         tree, members = self.experiment.tree, fold_members(self.experiment.tree, name)
         if not members and name not in tree.modules and tree.canonical(name) is None:
@@ -292,7 +300,7 @@ class ModuleTree(ScrollView, can_focus=True):
         return True
 
     def rows_on_screen(self) -> Iterator[tuple[Row, Offset]]:
-        """Yield each row that is visible, with the place on the screen where it begins."""
+        """Yield each visible row, with the position at which it begins, in cells from the upper left corner of the screen."""
         top = self.scroll_offset.y
         for line, row in enumerate(self.rows[top : top + self.size.height - 1], 1):
             yield row, self.region.offset + Offset(0, line)
@@ -382,7 +390,7 @@ class ModuleTree(ScrollView, can_focus=True):
             return
         order = {name: i for i, name in enumerate(self.experiment.tree.names[0])}
         row = self.current
-        # The members of a closed fold are one step.
+        # From a closed fold whose members are cast, go on after its last member, since the members have no rows.
         passes = step > 0 and bool(row.members) and not self._is_open(row) and row.nodes[-1] in nodes
         here = order.get(row.nodes[-1 if passes else 0], -1)
         indices = [order.get(node, -1) for node in nodes]
@@ -432,8 +440,8 @@ class ModuleTree(ScrollView, can_focus=True):
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def refresh_changed(self) -> None:
-        """Show what has changed. If the plan or the measurement is another one, neighbours may be alike no longer."""
-        # A fold under the cursor is not split by a measurement: the next key would act on fewer modules than the user chose.
+        """Redraw what has changed. If the plan or the measurement is another one, first find the folds again."""
+        # A measurement must not split the fold under the cursor. The next key would act on fewer modules than chosen.
         if self._is_remeasured and not (self.rows and self.current.members):
             self._report = self.experiment.results.report
         if self.folds and self._folds_are_old:
@@ -442,7 +450,7 @@ class ModuleTree(ScrollView, can_focus=True):
             if not self.current.members:
                 self._unfold_above(self.current.name)
             self._make_rows()
-            if self.cursor != before:  # the line under the cursor stays where it is on the screen
+            if self.cursor != before:  # scroll, so that the cursor's line does not move
                 self.scroll_to(y=self.scroll_offset.y + self.cursor - before, animate=False, immediate=True)
         self._repaint_changed()
 
@@ -491,14 +499,14 @@ class ModuleTree(ScrollView, can_focus=True):
 
     @cached_property
     def _base(self) -> Style:
-        """The tree's colours: the theme's or, in a theme of the terminal's own colours, none."""
+        """The theme's colours for text and background, or a style without colours if the theme uses the terminal's own."""
         if self.app.native_ansi_color:
             return PLAIN
         colours = self.rich_style
         return Style(color=colours.color, bgcolor=colours.bgcolor)
 
     def notify_style_update(self) -> None:
-        """Textual calls this when the theme has changed."""
+        """Take over the colours of a new theme. Textual calls this when the theme has changed."""
         self.__dict__.pop("_base", None)
         super().notify_style_update()
 

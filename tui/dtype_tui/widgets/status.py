@@ -58,8 +58,9 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
 
 
 def key_line(pairs: list[tuple[str, str]], width: int, chosen: Mapping[str, str]) -> Text:
-    """Return the text of a line with as many of the keys as fit into `width` cells, and those for help and quitting. pairs:
-    what `next_keys` returns. chosen: the keys that the user has configured, by binding id.
+    """Return the line of keys: as many of `pairs` as fit into `width` cells, then the keys for help and for quitting. pairs:
+    (binding id, meaning) for each key, such as ("jobs", "stop a job"), as `next_keys` returns them. chosen: the user's own keys, by
+    binding id, such as {"measure": "f5"}.
     """
     end = _entries(_ALWAYS, chosen)
     left = width - 1 - sum(each.cell_len + 2 for each in end)
@@ -118,7 +119,7 @@ def status_line(
     else:
         line.append(idle)
     if losses := experiment.results.losses.values:
-        from dtype_tui.rendering.loss_text import loss_status  # the first paint does not need it
+        from dtype_tui.rendering.loss_text import loss_status  # imported late, for a faster first paint
 
         if lost := loss_status(losses):
             line.append(f"  {lost}", style="bold red")
@@ -136,7 +137,7 @@ def _so_far(partial: PartialDrift, width: int) -> str:
 
     Returns only the number of sequences, or "", if the whole text does not fit into `width` cells.
     """
-    from dtype_engine.reports.text_drift import extent_text, partial_text  # the first paint does not need it
+    from dtype_engine.reports.text_drift import extent_text, partial_text  # imported late, for a faster first paint
 
     whole = partial_text(partial)
     extent = extent_text(partial.extent).split(",")[0] if not partial.output.nonfinite else whole

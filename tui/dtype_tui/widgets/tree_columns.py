@@ -42,8 +42,8 @@ class Columns:
 
     @property
     def before_bars(self) -> int:
-        """The total width of the columns that have the tint of the cursor. The bars and figures after them have not, so that a move
-        of the cursor does not write them again.
+        """The total width of the columns that are tinted under the cursor. The bars and figures to their right are not tinted, so
+        that they need not be redrawn when the cursor moves.
         """
         return self.name + self.dtype + self.parameters + self.size
 

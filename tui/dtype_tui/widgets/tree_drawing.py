@@ -142,16 +142,18 @@ def _add_name(line: _Line, experiment: Experiment, row: Row, end: int, state: Ro
 
 
 def _loss_mark(experiment: Experiment, row: Row) -> str:
-    """Return the mark of a module in which casts lose values or, for a fold, how many of its members have such a mark."""
+    """Return the mark of a module in which casts lose values. For a fold, return how many members have such a mark, as in "⚠ in 3
+    of 8". Returns "" if no value is lost.
+    """
     marks = [mark for node in row.nodes if (mark := experiment.results.losses.marks.get(node))]
     return f"⚠ in {len(marks)} of {len(row.members)}" if marks and row.members else "".join(marks)
 
 
 def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tuple[str, str, str]:
-    """Return (mark of an open or closed node, name, text after the name), which together fit into `width` cells.
+    """Return (▾ for an open or ▸ for a closed node, name, text after the name). Together they fit into `width` cells.
 
     The text after the name is the module's class, the tensor's shape, or the number of a fold's members. For a tied weight, it also
-    names the tensor it is tied to.
+    names the tensor to which the weight is tied.
     """
     width -= EDGE + 2 * row.depth + 3
     if row.tensor is None:
@@ -180,8 +182,8 @@ def _class_words(row: Row) -> str:
 
 
 def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
-    """Add the dtype column: a module's dtypes, or a tensor's cast, such as `f32→bf16`, and the layers that share the tensor's
-    scale. If drift is measured from another checkpoint, the dtype there comes first.
+    """Add the dtype column: a module's dtypes, or a tensor's cast, such as `f32→bf16`. For a tensor, the layers that share its
+    scale follow. If the reference is another checkpoint, the dtype in that checkpoint comes first.
     """
     if row.tensor is None:
         _add_mix(line, experiment.totals.of(row.modules), end)
@@ -253,8 +255,9 @@ def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -
 
 
 def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
-    """Return the drift of a row's module or of the worst member of a fold. For the root, this is the drift of the model's output;
-    for a tensor, its difference from the checkpoint from which drift is measured. Returns None if it is unknown.
+    """Return the drift that a row shows, or None if it is unknown. A module has its own drift, a fold that of its worst member, and
+    the root that of the model's output. A tensor has its difference from the checkpoint that is the reference, if there is such a
+    checkpoint.
     """
     if row.tensor is not None:
         return experiment.results.weights.get(row.tensor.name)
@@ -264,7 +267,7 @@ def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
 
 
 def _as_of_module(output: OutputDrift) -> ModuleDrift:
-    from dtype_engine.results.drift import ModuleDrift  # the first paint does not need it
+    from dtype_engine.results.drift import ModuleDrift  # imported late, for a faster first paint
 
     return ModuleDrift("", output.sqnr_db, output.max_abs, output.nonfinite)
 

@@ -1,5 +1,5 @@
-"""The rows of the module tree and their order. The rows are those of open nodes or, with a filter, those of matching nodes.
-Neighbours that are alike may be folded into one row.
+"""The rows of the module tree and their order. Without a filter, a node has a row if all nodes above it are open. With a filter,
+the matching nodes and all nodes above them have rows. Neighbours that are alike may be folded into one row.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class Row:
     """A visible line of the tree: a module, one of its tensors, or a fold of modules that are alike."""
 
     name: str
-    """The name of the node or, for a fold, the pattern that matches its members."""
+    """The name of the node. For a fold, this is the pattern that matches its members, such as `model.layers.{2..9}`."""
     depth: int
-    """Number of rows above this one in the tree: the ancestors of the node, and the folds that it is in."""
+    """The level of the row in the tree: 0 for the root, and one more for each node and fold above the row."""
     module: Module
-    """The module itself, the module that holds `tensor`, or the first member of the fold."""
+    """The module of the row. For a tensor, this is the module that holds it; for a fold, it is the first member."""
     tensor: TensorInfo | None = None
     members: Members = ()
-    """The modules that the row stands for if it is a fold; otherwise empty."""
+    """The members of the fold if the row is a fold, otherwise ()."""
     matches: int = 0
-    """How many names that match the filter are inside the fold, if it is closed."""
+    """Number of names inside the fold that match the filter. 0 unless the row is a closed fold."""
 
     @property
     def label(self) -> str:
@@ -49,22 +49,24 @@ class Row:
 
     @property
     def modules(self) -> Members:
-        """The modules that the row stands for: one, or the members of the fold."""
+        """The row's module or, for a fold, all its members."""
         return self.members or (self.module,)
 
     @property
     def can_open(self) -> bool:
-        """Whether there are rows below this one while it is open."""
+        """Whether the row can be opened to show rows below it."""
         return bool(self.members) or (self.tensor is None and bool(self.module.children or self.module.tensors))
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The names of the nodes that the row stands for: one, or the members of the fold."""
+        """The name of the node or, for a fold, the names of all its members."""
         return tuple(member.name for member in self.members) or (self.name,)
 
     @property
     def about(self) -> str:
-        """A few words about the node: its class or shape or, for a fold, the numbers of its members and of the filter's matches."""
+        """A few words about the node: a module's class, a tensor's shape, or a fold's number of members, such as "8 alike, 3
+        match".
+        """
         if self.members:
             return f"{len(self.members)} alike" + (f", {self.matches:,} match" if self.matches else "")
         if self.tensor is not None:
@@ -92,11 +94,13 @@ def first_opened(tree: Tree) -> set[str]:
 
 
 ChildrenOf = Callable[[Module], Iterable[Members]]
-"""A function that returns the children of a module in the order of their rows: the members of each fold together, others alone."""
+"""A function that returns the children of a module in the order of their rows. The members of a fold are one tuple. Every other
+child is a tuple of its own.
+"""
 
 
 def open_rows(tree: Tree, children_of: ChildrenOf, is_open: Callable[[Row], bool]) -> list[Row]:
-    """Return the rows of all nodes that are visible because every node and fold above them is open."""
+    """Return the rows without a filter. A node has a row if every node and fold above it is open."""
     rows: list[Row] = []
     stack = [Row("", 0, tree.root)]
     while stack:
@@ -110,7 +114,9 @@ def open_rows(tree: Tree, children_of: ChildrenOf, is_open: Callable[[Row], bool
 def filtered_rows(
     tree: Tree, children_of: ChildrenOf, is_open: Callable[[Row], bool], matches: Iterable[str]
 ) -> list[Row]:
-    """Return the rows of the nodes that match the filter, and of all nodes above them. Only folds can be closed."""
+    """Return the rows with a filter: those of the matching nodes and of all nodes above them. Rows in closed folds are left out.
+    matches: the names of the matching nodes.
+    """
     counts = Counter(above for name in matches for above in (name, *ancestors(name)))
     rows: list[Row] = []
     stack = [Row("", 0, tree.root)]
@@ -153,8 +159,8 @@ def matching(tree: Tree, text: str) -> list[str]:
 
 
 def ordered(experiment: Experiment, groups: list[Members], order: str) -> list[Members]:
-    """Return the children of a node, of which some are folded, in one of `ORDERS`. A fold stands where all its bytes or its worst
-    member put it.
+    """Return the children of a node in one of `ORDERS`. groups: the children in the order of the model, with the members of each
+    fold in one tuple. By bytes, a fold counts with the sum of its members; by drift, with its worst member.
     """
     if order == "bytes":
         return sorted(groups, key=lambda group: -experiment.totals.of(group).total_bytes)
@@ -165,7 +171,9 @@ def ordered(experiment: Experiment, groups: list[Members], order: str) -> list[M
 
 
 def worst_drift(drift: Mapping[str, ModuleDrift], modules: Members) -> ModuleDrift | None:
-    """Return the drift of the module that drifts most, or None if none of them is measured."""
+    """Return the drift of the worst of these modules, or None if none of them is measured. drift: the drift of each module, by
+    name.
+    """
     if len(modules) == 1:
         return drift.get(modules[0].name)
     return min((drift[module.name] for module in modules if module.name in drift), key=_drift_key, default=None)

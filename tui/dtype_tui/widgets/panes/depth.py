@@ -41,7 +41,9 @@ class DepthPane(Pane):
         super().__init__(experiment, "Drift over depth", id)
         self._tree: Tree | None = None
         self._names: list[str] = []
-        """The names of the modules that the plot shows: the layers of `_tree`, in their order."""
+        """The names of the modules in the plot, in the order of the tree: its layers or, without numbered layers, its topmost
+        modules.
+        """
         self._order: Mapping[str, int] = {}
         """The place of each measured module in the forward pass."""
 

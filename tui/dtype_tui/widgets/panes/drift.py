@@ -97,7 +97,7 @@ class DriftPane(Pane):
             rest = [] if activity else [Text("Stopped before the end: m measures the rest.")]
             return self._arranged(self._figures(output, extent, results.modules.values()), [self._worst(), rest])
         if experiment.before is not None and activity:
-            from dtype_engine.results.drift import worst_modules  # the first paint does not need it
+            from dtype_engine.results.drift import worst_modules  # imported late, for a faster first paint
 
             before = experiment.before
             figures = self._figures(before.output, before.sequences, before.modules, compares=False)
@@ -235,8 +235,8 @@ def rows_table(rows: Sequence[tuple[str, Text | str]]) -> Table:
 
 
 def _joined(blocks: Sequence[list[Text]], columns: int, lines: int) -> Text:
-    """Return blocks of lines as one text, which is `columns` cells wide. Blank lines separate the blocks, first those at the top,
-    as long as the text has at most `lines` lines.
+    """Return blocks of lines as one text that is `columns` cells wide. A blank line separates two blocks if the text then still has
+    at most `lines` lines. If there is no room for all blank lines, the blocks at the top get theirs first.
     """
     filled = [block for block in blocks if block]
     room = lines - sum(-(-max(1, line.cell_len) // columns) for block in filled for line in block)

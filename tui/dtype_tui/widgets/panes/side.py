@@ -54,7 +54,7 @@ class SidePanes(Vertical):
         yield MessageLine(in_place=True)
 
     def mount_panes(self) -> AwaitMount:
-        """Mount the panes. The first paint needs neither them nor their modules."""
+        """Mount the panes. This also imports their modules. It is done after the first paint, which shows no panes."""
         from dtype_tui.widgets.panes.drift import DriftPane
         from dtype_tui.widgets.panes.memory import MemoryPane
         from dtype_tui.widgets.panes.recipe import RecipePane
@@ -103,7 +103,7 @@ class SidePanes(Vertical):
         self._tabs.update(tabs)
 
     def places(self) -> Iterator[tuple[Pane, Offset]]:
-        """Yield each pane, with the place on the screen where it or its tab begins."""
+        """Yield each pane, with the position of the pane or of its tab, in cells from the upper left corner of the screen."""
         tabs, left = self.query_one("#tabs").region, 1
         for pane in self.panes:
             if pane.region:
