@@ -41,7 +41,9 @@ FLOODS: dict[str, Callable[[int], Answer | TreePart]] = {
     "progress": lambda number: events.MeasuringProgress(Recipe(), "candidate", number % 1000, 1000),
     "messages": lambda number: events.Noticed(f"notice {number}"),
     "tree": lambda number: TreePart(
-        True, ((f"layer.{number}.weight", (4, 4), "float32", "parameter", (), None, None, False, False, (), None),), ()
+        True,
+        ((f"layer.{number}.weight", (4, 4), "float32", "parameter", (), None, None, False, False, (), None, None),),
+        (),
     ),
     "modules": lambda number: events.ModulesMeasured(Recipe(), (ModuleDrift(f"layer.{number}", 0.1, 0.2, 0),)),
     "recipes": lambda number: events.RecipeMeasured(_measured(number), RunSettings()),
