@@ -79,7 +79,9 @@ class DaskPool:
 
 
 def worker_lines(address: str) -> str:
-    """Return the shell commands that start workers. They work on any machine that has the same files under the same paths."""
+    """Return the shell commands that start workers. They work on any machine that has the same files under the same paths. address:
+    the address of the scheduler, to which the workers connect.
+    """
     worker = f"dask worker {address} --nworkers 1 --nthreads 1 --no-dashboard"
     return "\n".join(
         [

@@ -295,7 +295,7 @@ class DriftReport:
     memory: MemoryStats
     seconds: Seconds
     sequences: Extent
-    """How much of the inputs `output` covers."""
+    """How many sequences and positions of the inputs were run, of how many. `output` has the drift of these."""
     modules_sequences: int
     """How many sequences the metrics of `modules` cover: all, or about a sixth of the inputs, which includes the first sequence."""
     notices: tuple[str, ...] = ()

@@ -20,8 +20,10 @@ from dtype_engine.results.scan import Prediction, ScanReport, WeightScore
 
 
 def is_lossless(stored: str, dtype: str) -> bool:
-    """Return whether casting a weight from the dtype `stored` to `dtype` causes no drift. It causes none if `dtype` is at least as
-    wide as the reference's dtype, which is float64 for a weight stored in float64, and float32 for all others.
+    """Return whether casting a weight from the dtype `stored` to `dtype` causes no drift from the reference.
+
+    The reference computes in float64 with a weight stored in float64, and in float32 with all others. A cast thus causes no drift
+    if `dtype` is at least as wide as that. bfloat16 is not: even a weight stored in bfloat16 makes operations round to it.
     """
     reference = "float64" if stored == "float64" else "float32"
     return dtype in dtypes.COMPUTE_DTYPES and dtypes.BY_NAME[dtype].bits >= dtypes.BY_NAME[reference].bits

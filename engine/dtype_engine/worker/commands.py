@@ -33,7 +33,7 @@ JobName = Literal[
 ]
 
 READ_ONLY = "this session is read-only: no files are read or written in it"
-"""Why a command that names a path is refused."""
+"""The message with which a read-only session refuses a command that names a path."""
 
 
 # -- requests that change the queue at once -----------------------------------------------------------------------------

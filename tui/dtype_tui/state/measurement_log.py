@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift
 
 MOST_MEASURED = 1000
-"""Maximum number of measurements in the history. Each may be of another recipe, and an engine elsewhere may send any number."""
+"""Maximum number of measurements in the history. It bounds the memory that an engine on another machine can fill."""
 _MARKS = "123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 

@@ -5,7 +5,7 @@ quantizers' names by `fnmatch`, and the last match wins. Our list first disables
 that the plan quantises.
 
 `block_sizes` gives a block size per dimension (as in ModelOpt's `NVFP4_DEFAULT_CFG`, `MXFP8_DEFAULT_CFG`,
-`INT4_BLOCKWISE_WEIGHT_ONLY_CFG`, `FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG`). Its keys are integers, which JSON keys can't be.
+`INT4_BLOCKWISE_WEIGHT_ONLY_CFG`, `FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG`). Its keys are integers, unlike JSON's.
 """
 
 from __future__ import annotations

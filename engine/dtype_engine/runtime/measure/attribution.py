@@ -44,8 +44,8 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.search.sensitivity import scalar_drift
 
 MOST_PASSES = 160
-"""Maximum number of passes per batch. If a model has more modules than this, subtrees are measured, and those with the most drift
-are split.
+"""Maximum number of passes per batch. Each pass measures one module. If a model has more modules than this, larger modules are
+measured first, and then only the children of those that cause the most drift.
 """
 ENOUGH_POSITIONS = 256
 """The attribution runs further batches until at least this many output rows have been compared."""

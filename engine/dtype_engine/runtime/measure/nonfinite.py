@@ -223,8 +223,8 @@ def diagnose_nonfinite(
 
 
 def _scopes(tree: Tree, recipe: Recipe, origin: _Origin) -> list[Callable[[], Scope]]:
-    """Return functions that make the sets of rules to try as a remedy for the values at `origin`: first for few weights, then for
-    more and more.
+    """Return the remedies to try for values that are not finite and arise at `origin`, those for the fewest weights first. Each is
+    a function that makes a set of rules when it is called.
     """
     culprit = origin.culprit
     if culprit is None:

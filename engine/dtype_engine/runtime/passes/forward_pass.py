@@ -24,8 +24,9 @@ class ModuleObserver:
         """
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
-        """Receive the experts that a router chose: the first integer tensor, [tokens, ...], that a module returned next to float
-        tensors. This is called before the call for the module's float output.
+        """Receive the experts that a router chose, [tokens, ...]. If a module returns an integer tensor and float tensors, the
+        integer tensor is taken for such a choice. For one call of a module, this method is called before `__call__`, which receives
+        the float tensor.
         """
 
     def replay(self, module: str, observed: Any) -> None:

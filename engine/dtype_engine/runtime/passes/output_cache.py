@@ -142,12 +142,13 @@ class OutputCache:
     def reusable_calls(
         self, prefix: int, hooked: Set[str] = frozenset(), writers: Set[str] = frozenset()
     ) -> dict[tuple[str, int], int]:
-        """Return which of the first `prefix` calls can be skipped. The result maps (module, number of its call) to the index of the
-        call in `calls`, for example ("layers.0", 0) to 11. Calls inside a skipped call are not listed.
+        """Return which of the first `prefix` module calls in `calls` can be skipped in the next pass. The result maps (module,
+        number of its call) to the index of the call in `calls`, for example ("layers.0", 0) to 11. Calls inside a skipped call are
+        not listed.
 
-        A call can't be skipped in three cases: its output is not usable; its module is one of `writers`, which change their
-        arguments; or a `hooked` module, whose hooks must see the output, is called in it. Calls inside such a call may still be
-        skipped.
+        A call can't be skipped in three cases: its output was not kept; it calls one of the modules in `writers`, which change
+        their arguments; or it calls one of the modules in `hooked`, whose hooks must see the output. The calls inside a call that
+        can't be skipped are examined in the same way.
         """
         before = [0]  # number of calls of hooked modules before each call
         for name in self.names[:prefix]:

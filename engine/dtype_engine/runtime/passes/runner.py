@@ -192,8 +192,11 @@ class ForwardRunner:
         reused: dict[tuple[str, int], int] | None = None,
         autocast: torch.dtype | None = None,
     ) -> PassResult[Output]:
-        """Run one pass under `mode`. reused: the calls whose outputs are taken from `options.earlier`, a mapping from (module,
-        number of its call) to the index of the call in `options.earlier.calls`.
+        """Run one pass under `mode`, and return its output with what the pass has noted.
+
+        call: runs the model. observer: receives the output of each module. cache: keeps outputs of modules for later passes.
+        reused: the calls that are skipped, since their outputs are in `options.earlier`. It maps (module, number of its call) to
+        the index of the call in `options.earlier.calls`. autocast: the dtype of torch's autocast, or None without autocast.
         """
         model, behavior, modules = self.model, self.behavior, self._calls.modules
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)

@@ -385,10 +385,9 @@ def drift_of_export(
     options: Options,
     cancelled: IsCancelled = never,
 ) -> OutputDrift:
-    """Return the drift of the reloaded export, compared with the reference of the session on its source.
-
-    The module loaded from the export runs as the candidate, and the reference uses the weights of the source. Raises UserError if
-    the two models do not have the same weights.
+    """Return the drift of an export. The candidate is the module that is loaded from the export; the reference is the model from
+    which the export was made. session: the open source of the export. source: where it was opened from. Raises UserError if the two
+    models do not have the same weights.
     """
     model, inputs = session.model, session.inputs
     if model.checkpoint is not None:

@@ -165,8 +165,10 @@ def _scales(settings: Settings, parts: Parts, rows: range, columns: int) -> torc
 
 
 def _rows_of_blocks(grid: torch.Tensor, rows: range, height: int) -> torch.Tensor:
-    """Return the numbers of some rows, [rows, blocks]. grid: a number for each block. height: the rows in a block. If the grid
-    has a single row of blocks, it is returned as it is, [1, blocks].
+    """Return, for each row of the weight in `rows`, the numbers of the blocks across this row: [rows, blocks].
+
+    grid: a number for each block of the weight, such as its scale: [blocks down, blocks across]. height: how many of the weight's
+    rows a block has. If the grid has a single row of blocks, it is returned as it is, [1, blocks].
     """
     if len(grid) == 1 or height == 1:
         return grid if len(grid) == 1 else grid[rows.start : rows.stop]
