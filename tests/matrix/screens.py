@@ -183,13 +183,18 @@ async def _depth(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     return "plain torch"
 
 
-async def _causes(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
-    """`d`: modules of the model, with their shares of the drift of all, which is that of plain torch."""
+async def _open(app: DtypeApp, pilot: Pilot[None], key: str) -> None:
+    """Open a window by its key. Raises Refused with the notice that the app shows in its place."""
     app.clear_notifications()
-    await pilot.press("d")
-    await until(pilot, lambda: len(app.screen_stack) > 1 or app._notifications, "no causes")
+    await pilot.press(key)
+    await until(pilot, lambda: len(app.screen_stack) > 1 or app._notifications, f"no window and no notice after {key}")
     if len(app.screen_stack) == 1:
         raise Refused(next(iter(app._notifications)).message)
+
+
+async def _causes(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
+    """`d`: modules of the model, with their shares of the drift of all, which is that of plain torch."""
+    await _open(app, pilot, "d")
     await until(pilot, lambda: ready(app) and "alone as cast" in shown(app), "no table of causes")
     causes = app.controller.experiment.results.causes
     assert causes is not None
@@ -204,11 +209,7 @@ async def _causes(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
 
 async def _generate(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     """`g`: the ids that the float32 model continues its own inputs with."""
-    app.clear_notifications()
-    await pilot.press("g")
-    await until(pilot, lambda: len(app.screen_stack) > 1 or app._notifications, "no window to generate in")
-    if len(app.screen_stack) == 1:
-        raise Refused(next(iter(app._notifications)).message)
+    await _open(app, pilot, "g")
     await pilot.press("tab", "ctrl+u", "4", "enter")
     await until(pilot, lambda: ("tokens, " in shown(app) and ready(app)) or _refusal_of(app), "nothing is generated")
     if refusal := _refusal_of(app):

@@ -38,6 +38,13 @@ def ended(engine: psutil.Process) -> bool:
     return False
 
 
+def assert_ends_on_a_signal(terminal: Terminal, engine: psutil.Process) -> None:
+    os.kill(terminal.pid, signal.SIGTERM)
+    assert terminal.exit_status(_SECONDS) == 128 + signal.SIGTERM
+    assert terminal.is_restored()
+    assert ended(engine)
+
+
 @pytest.mark.parametrize("kind", FLOODS)
 def test_keys_and_signals_work_while_an_engine_floods_the_app(kind: str) -> None:
     terminal = flooded(kind)
@@ -51,10 +58,7 @@ def test_keys_and_signals_work_while_an_engine_floods_the_app(kind: str) -> None
             terminal.wait_for(r"\A(?s:(?!.*Here: flood))", 30)
             assert app.memory_info().rss < _MOST_BYTES
         assert "no engine" not in terminal.text, "the flood goes on"
-        os.kill(terminal.pid, signal.SIGTERM)
-        assert terminal.exit_status(_SECONDS) == 128 + signal.SIGTERM
-        assert terminal.is_restored()
-        assert ended(engine)
+        assert_ends_on_a_signal(terminal, engine)
     finally:
         terminal.close()
 
@@ -65,10 +69,7 @@ def test_a_signal_ends_it_while_it_draws_windows_over_each_other() -> None:
     try:
         (engine,) = psutil.Process(terminal.pid).children()
         terminal.wait_for("Dtype flow", 60)
-        os.kill(terminal.pid, signal.SIGTERM)
-        assert terminal.exit_status(_SECONDS) == 128 + signal.SIGTERM
-        assert terminal.is_restored()
-        assert ended(engine)
+        assert_ends_on_a_signal(terminal, engine)
     finally:
         terminal.close()
 
