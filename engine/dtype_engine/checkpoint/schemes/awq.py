@@ -25,7 +25,7 @@ from dtype_engine.checkpoint.schemes.configuration import (
     quant_method,
 )
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
-from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
+from dtype_engine.checkpoint.schemes.scaled_codes import packed_words
 
 SCHEME, GEMV = "awq", "awq gemv"
 _GEMM = {"code": "row words", "order": (0, 2, 4, 6, 1, 3, 5, 7), "signed": False}
@@ -44,16 +44,8 @@ def read(
         return {}
     sizes = declared_numbers(settings, "group_size")
     found = {}
-    for name, codes in tensors.items():
-        if not name.endswith("qweight"):
-            continue
-        stem = name.removesuffix("qweight")
-        scale, zero = (tensors.get(stem + end) for end in ("scales", "qzeros"))
-        if scale is None or zero is None or scale.dtype not in FLOATS:
-            continue
+    for stem, codes, scale, zero in packed_words(tensors):
         if (codes.dtype, zero.dtype) != ("int32", "int32") or not codes.nbytes:
-            continue
-        if any(len(part.shape) != 2 for part in (codes, scale, zero)):
             continue
         layout = _layout(codes, scale, zero, sizes)
         if layout is None:

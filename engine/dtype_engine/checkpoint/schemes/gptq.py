@@ -20,10 +20,9 @@ from dtype_engine.checkpoint.schemes.configuration import (
     quant_method,
 )
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
-from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
+from dtype_engine.checkpoint.schemes.scaled_codes import packed_words
 
 SCHEME = "gptq"
-_WORDS = ("int32", "uint32")
 _ADDED = {
     ("gptq", "gptq"): 1, ("gptq", "gptq_v2"): 0,
     ("auto-round", "auto_round:auto_gptq"): 1, ("auto-round", "auto_round:gptq"): 1, ("auto-round", "auto"): 1,
@@ -48,15 +47,8 @@ def read(
         return {}
     widths, sizes = declared_numbers(settings, "bits"), declared_numbers(settings, "group_size")
     found = {}
-    for name, codes in tensors.items():
-        if not name.endswith("qweight"):
-            continue
-        stem = name.removesuffix("qweight")
-        scale, zero, order = (tensors.get(stem + end) for end in ("scales", "qzeros", "g_idx"))
-        if scale is None or zero is None or scale.dtype not in FLOATS:
-            continue
-        if any(part.dtype not in _WORDS or len(part.shape) != 2 for part in (codes, zero)) or len(scale.shape) != 2:
-            continue
+    for stem, codes, scale, zero in packed_words(tensors):
+        order = tensors.get(f"{stem}g_idx")
         groups, rows = scale.shape
         bits = 32 * zero.shape[1] // rows if rows else 0
         if bits not in (2, 3, 4, 8) or bits not in widths:

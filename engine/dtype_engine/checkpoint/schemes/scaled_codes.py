@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -16,6 +16,22 @@ EXPONENTS = ("uint8", "float8_e8m0fnu")
 """The dtypes of scales that are powers of two."""
 FLOATS = ("float32", "bfloat16", "float16")
 """The dtypes of scales that are ordinary floating-point numbers."""
+
+
+def packed_words(
+    tensors: Mapping[str, CheckpointTensor],
+) -> Iterator[tuple[str, CheckpointTensor, CheckpointTensor, CheckpointTensor]]:
+    """Yield each weight that is stored as in AutoGPTQ and AutoAWQ: the beginning of its name, and its matrices `qweight`, `scales`
+    and `qzeros`. Codes and zero points are words of 32 bits. Their shapes are not compared with each other.
+    """
+    for name, codes in tensors.items():
+        stem = name.removesuffix("qweight")
+        scale, zero = tensors.get(f"{stem}scales"), tensors.get(f"{stem}qzeros")
+        if stem == name or scale is None or zero is None or scale.dtype not in FLOATS:
+            continue
+        is_in_words = all(part.dtype in ("int32", "uint32") for part in (codes, zero))
+        if is_in_words and all(len(part.shape) == 2 for part in (codes, scale, zero)):
+            yield stem, codes, scale, zero
 
 
 def same_grid(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
