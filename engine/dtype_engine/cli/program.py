@@ -19,7 +19,7 @@ from dtype_engine.cli.signals import ended_by, raised_signals
 from dtype_engine.cli.streams import ReaderGone, answers, drop_unwritten, fill_closed, own_output
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.job_pace import JobPace
-from dtype_engine.core.text import printable, without_controls
+from dtype_engine.core.text import is_printable, printable, without_controls
 from dtype_engine.core.units import time_left
 
 BAD_INPUT = 2
@@ -28,9 +28,14 @@ TRACEBACK = "DTYPE_TUI_TRACEBACK"
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object on standard output."""
-    json.dump(value, answers(), indent=2, ensure_ascii=False, allow_nan=False)
-    answers().write("\n")
+    """Print one JSON object on standard output. Control, text-direction and invisible characters are \\u escapes."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    lines = (line if is_printable(line) else "".join(map(_json_character, line)) for line in text.split("\n"))
+    answers().writelines(f"{line}\n" for line in lines)
+
+
+def _json_character(character: str) -> str:
+    return character if is_printable(character) else json.dumps(character)[1:-1]
 
 
 def answer(text: str, nl: bool = True) -> None:
