@@ -1,0 +1,411 @@
+"""Lists the tensors of a model's KV cache with their sizes, from its module tree and `config.json`. Does not import torch.
+
+The sizes are those of transformers' `DynamicCache`. The shapes of the projections decide wherever they can, since they are exact
+for every layer; `config.json` tells only what shapes don't: windows, shared layers, and how a fused projection is divided. What
+neither tells is said in `KVCache.notes` and never guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.text import Name, printable
+from dtype_engine.core.tree import Module, Tree, is_number
+from dtype_engine.core.units import plural
+
+KV_CACHE = "kv_cache"
+"""The label of the child of an attention module that holds its cache, as in `model.layers.0.self_attn.kv_cache.k`."""
+PARTS = ("k", "v", "latent", "rope", "indexer", "conv_state", "ssm_state")
+"""What a tensor of the cache may hold: keys and values, MLA's latent and rotary part, the keys of a sparse attention's indexer, and
+the two states of a recurrent layer.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheTensor:
+    """One tensor of the cache, such as the keys of one layer."""
+
+    name: Name
+    """`{module}.kv_cache.{part}`, where module is the attention module's name in the tree."""
+    layer: int
+    """The layer's index in transformers' cache, which is the module's `layer_idx`."""
+    per_token: int = 0
+    """Elements for one token of one sequence: heads x head_dim for keys and values. 0 for recurrent states."""
+    heads: int = 1
+    """The number of heads that share `per_token` equally. 1 if the heads have one common tensor, as the latent of MLA."""
+    fixed: int = 0
+    """Elements of one sequence whatever the context: the size of a recurrent state. 0 for keys and values."""
+    window: int | None = None
+    """The number of tokens that a query attends to, itself included, if the layer has a sliding window or chunks."""
+    shared_with: Name | None = None
+    """The cache tensor of another layer that this layer reads instead of one of its own; it then takes no memory."""
+    source: Literal["decoder", "encoder"] = "decoder"
+    """Whose tokens it holds. Cross attention holds the encoder's."""
+    length: int | None = None
+    """For cross attention, the number of the encoder's tokens if the model fixes it, as Whisper does; otherwise None."""
+
+    @property
+    def module(self) -> str:
+        """The name of the attention module or recurrent layer."""
+        return self.name.rsplit(".", 2)[0]
+
+    @property
+    def part(self) -> str:
+        """What the tensor holds: one of `PARTS`."""
+        return self.name.rpartition(".")[2]
+
+    def tokens(self, context: int, encoder_tokens: int | None = None) -> int:
+        """Return how many tokens of each sequence the tensor keeps. context: tokens that the decoder has seen. encoder_tokens:
+        tokens that the encoder has seen; None means as many as `context`.
+        """
+        if self.shared_with is not None:
+            return 0
+        if self.source == "encoder":
+            return self.length or (context if encoder_tokens is None else encoder_tokens)
+        # The token that is being decoded is the last of its window, so that transformers keeps one less.
+        return context if self.window is None else min(context, self.window - 1)
+
+    def elements(self, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
+        """Return the number of elements for `batch` sequences of `context` tokens."""
+        return batch * (self.tokens(context, encoder_tokens) * self.per_token + (0 if self.shared_with else self.fixed))
+
+    def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
+        """Return the bytes of the elements in `dtype`, without scales."""
+        return self.elements(context, batch, encoder_tokens) * dtypes.BY_NAME[dtype].bits // 8
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """All tensors of a model's cache, in the order of the tree."""
+
+    tensors: tuple[KVCacheTensor, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Sentences about what the files don't tell, and what is therefore missing or an upper bound."""
+    none_because: str | None = None
+    """Why the model keeps no cache, as a sentence, or None if it keeps one."""
+
+    def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
+        """Return the bytes of all tensors if all are in `dtype`, without scales."""
+        return sum(tensor.nbytes(dtype, context, batch, encoder_tokens) for tensor in self.tensors)
+
+
+def kv_cache(tree: Tree, config: Mapping[str, Any] | None) -> KVCache:
+    """Return the tensors of the cache that the model keeps while it generates.
+
+    tree: from headers or of the live model. config: the contents of `config.json`, or the live model's configuration as a dict.
+    """
+    if config is None:
+        return KVCache(none_because="no config.json tells the model's architecture, so that its KV cache is unknown")
+    architecture = _architecture(tree, config)
+    if architecture is not None and not _generates(architecture, config):
+        return KVCache(none_because=f"{printable(architecture)} does not generate text, so that it keeps no KV cache")
+    return _Reader(tree, config).read()
+
+
+_GENERATING = re.compile(
+    r"For(CausalLM|ConditionalGeneration|ImageTextToText|Vision2Seq|SpeechSeq2Seq|Seq2SeqLM)|LMHead|DoubleHeads|MTModel|EncoderDecoder"
+)
+_IN_AN_ENCODER = re.compile(
+    r"encoder|.*(vision|visual|audio|image|speech).*|.*_encoder|.*tower|qformer|perceiver.*|text_model_enc"
+)
+_CROSS = re.compile(
+    r"encoder_attn|EncDecAttention|cross_?att.*|encoder_attention|encoder_decoder_attention|multihead_attn", re.I
+)
+_ATTENTION = re.compile(r".*att(entio)?n.*", re.I)
+_KEYS = ("k_proj", "key_proj", "key", "k", "k_lin", "wk")
+_VALUES = ("v_proj", "value_proj", "value", "v", "v_lin", "wv")
+_FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "qkv_lin", "att_proj", "in_proj_qkv")
+_TEXT_CONFIGS = ("thinker_config", "text_config", "llm_config", "language_config", "decoder", "text")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers", "num_layers")
+_EVERY_LAYER = ("mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2", "phi4_multimodal")
+"""The model types in which every layer has the window of `sliding_window`."""
+_PATTERNS = {
+    "gemma2": 2, "gpt_oss": 2, "vaultgemma": 2, "cohere2": 4, "olmo3": 4, "exaone4": 4, "gemma3n_text": 5, "gemma3_text": 6,
+    "gemma4_text": 6,
+}  # fmt: skip
+"""The model types in which every n-th layer has no window, with the default of n in transformers."""
+
+
+def _architecture(tree: Tree, config: Mapping[str, Any]) -> str | None:
+    named = config.get("architectures")
+    if isinstance(named, list) and named and isinstance(named[0], str):
+        return named[0]
+    return tree.root.class_name
+
+
+def _generates(architecture: str, config: Mapping[str, Any]) -> bool:
+    """Return whether a model of this class generates text token by token. BERT's classes do so only if the configuration says that
+    the model is a decoder.
+    """
+    if config.get("is_decoder") is True:
+        return True
+    return _GENERATING.search(architecture) is not None and not architecture.startswith("Bert")
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int | None:
+    """Return the first of the named entries that is a whole number over 0, or None."""
+    values = (config.get(name) for name in names)
+    return next(
+        (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
+    )
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a configuration that describes the decoder of text."""
+    for name in _TEXT_CONFIGS:
+        nested = config.get(name)
+        if isinstance(nested, Mapping):
+            return _text_config(nested)
+    return config
+
+
+class _Reader:
+    """Reads the cache's tensors of one model."""
+
+    def __init__(self, tree: Tree, config: Mapping[str, Any]) -> None:
+        self.tree = tree
+        self.config = text = _text_config(config)
+        self.encoder_decoder = bool(config.get("is_encoder_decoder"))
+        self.encoder_named = (
+            text.get("is_decoder") is True
+        )  # BERT's layers are in a module `encoder` even if they decode
+        self.layers = _first(text, *_LAYERS)
+        self.query_heads = _first(
+            text, "num_attention_heads", "n_head", "decoder_attention_heads", "num_heads", "n_heads"
+        )
+        self.heads: int | None
+        if (
+            text.get("new_decoder_architecture") is True
+        ):  # transformers repeats Falcon's keys for all heads of the queries
+            self.heads = self.query_heads
+        elif text.get("multi_query") is True:
+            self.heads = 1
+        else:
+            self.heads = (
+                _first(text, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+                or self.query_heads
+            )
+        hidden = _first(text, "hidden_size", "n_embd", "d_model")
+        self.head_dim = _first(text, "head_dim", "d_kv", "kv_channels")
+        if self.head_dim is None and hidden and self.query_heads:
+            self.head_dim = hidden // self.query_heads
+        self.notes: dict[str, None] = {}
+        self.windows = _Windows(text, self.notes)
+
+    def read(self) -> KVCache:
+        found: list[KVCacheTensor] = []
+        unknown: list[str] = []
+        beyond = 0
+        inside = ""
+        for module in self.tree.walk():
+            numbers = [int(part) for part in module.name.split(".") if is_number(part)]
+            if not numbers or self._in_an_encoder(module.name) or (inside and module.name.startswith(inside)):
+                continue
+            # Two attentions of one layer, as LongCat's `layers.3.self_attn.1`, are two layers of the cache.
+            layer = 2 * numbers[0] + numbers[1] if is_number(module.label) and len(numbers) > 1 else numbers[0]
+            tensors = list(self._of_module(module, layer))
+            if tensors:
+                inside = f"{module.name}."
+                unknown = [name for name in unknown if not module.name.startswith(f"{name}.")]
+            elif (
+                _ATTENTION.fullmatch(module.label)
+                and "norm" not in module.label
+                and not (unknown and module.name.startswith(f"{unknown[-1]}."))
+            ):
+                unknown.append(module.name)
+            if self.layers is not None and numbers[0] >= self.layers:
+                beyond += bool(tensors)
+            else:
+                found += tensors
+        if beyond:
+            self.notes[
+                f"without the cache of {plural(beyond, 'layer')} after the last of {self.layers}, which predict further tokens "
+                "(speculative decoding)"
+            ] = None
+        if unknown:
+            more = f" and {plural(len(unknown) - 1, 'module')} more" if len(unknown) > 1 else ""
+            self.notes[f"not counted: {printable(unknown[0])}{more}, whose cache is not known here"] = None
+        if not found:
+            reason = "none of the modules is an attention or a recurrent layer whose cache is known here"
+            return KVCache(none_because="; ".join(self.notes) or reason)
+        return KVCache(tuple(self._shared(found)), tuple(self.notes))
+
+    def _in_an_encoder(self, name: str) -> bool:
+        parts = name.split(".")
+        if self.encoder_decoder and "decoder" not in parts:
+            return True
+        named = ("encoder",) if self.encoder_named else ()
+        return any(
+            _IN_AN_ENCODER.fullmatch(part) and part not in named and not _CROSS.fullmatch(part) for part in parts
+        )
+
+    def _of_module(self, module: Module, layer: int) -> Iterator[KVCacheTensor]:
+        """Yield the cache tensors of one module, none if it is neither an attention nor a recurrent layer."""
+
+        def tensor(part: str, **sizes: Any) -> KVCacheTensor:
+            return KVCacheTensor(f"{module.name}.{KV_CACHE}.{part}", layer, **sizes)
+
+        children = module.children
+        if "rg_lru" in children or "receptance" in children:
+            self.notes["the states of recurrent layers are not counted: their sizes are not known here"] = None
+            return
+        convolution = next((children[name] for name in ("conv1d", "conv", "conv_1d") if name in children), None)
+        if convolution is not None and (shape := _shape(convolution)) is not None and len(shape) == 3:
+            yield tensor("conv_state", fixed=shape[0] * shape[2])
+            state = self._recurrent_state(module, shape[0])
+            if state:
+                yield tensor("ssm_state", fixed=state)
+            return
+        rank, rope = _first(self.config, "kv_lora_rank"), _first(self.config, "qk_rope_head_dim")
+        if rank and rope and any(name.startswith("kv_a_proj") for name in children):
+            window = self.windows.of(layer)
+            yield tensor("latent", per_token=rank, window=window)
+            yield tensor("rope", per_token=rope, window=window)
+            if "indexer" in children and (keys := _outputs(children["indexer"].children.get("wk"))):
+                yield tensor("indexer", per_token=keys)
+            return
+        if (
+            {"qkv_proj", "output_gate"} <= children.keys() and self.query_heads and self.head_dim
+        ):  # MiniMax's lightning attention
+            yield tensor("ssm_state", fixed=self.query_heads * self.head_dim**2)
+            return
+        if self.windows.kind(layer) == "linear_attention":
+            return
+        sizes = self._keys_and_values(module)
+        if sizes is None:
+            return
+        cross = any(_CROSS.fullmatch(part) for part in module.name.split("."))
+        more: dict[str, Any] = {"window": None if cross else self.windows.of(layer)}
+        if cross:
+            more |= {"source": "encoder", "length": _first(self.config, "max_source_positions")}
+            if more["length"] is None:
+                self.notes["cross attention is counted with as many tokens of the encoder as the context has"] = None
+        for part, size in zip(("k", "v"), sizes, strict=True):
+            heads = self.heads if self.heads and size % self.heads == 0 else 1
+            yield tensor(part, per_token=size, heads=heads, **more)
+
+    def _keys_and_values(self, module: Module) -> tuple[int, int] | None:
+        """Return the elements per token of the keys and the values, or None if the module is no attention that is known here."""
+        children = module.children
+        planned = self.heads * self.head_dim if self.heads and self.head_dim else None
+        keys = next((children[name] for name in _KEYS if name in children), None)
+        if keys is not None and ("k_proj" in children or _ATTENTION.search(module.name)):
+            values = next((children[name] for name in _VALUES if name in children), keys)
+            sizes = _outputs(keys) or planned, _outputs(values) or planned
+            return (sizes[0], sizes[1]) if sizes[0] and sizes[1] else None
+        if not planned or not self.query_heads or not self.head_dim:
+            return None
+        fused = next((children[name] for name in _FUSED if name in children), None)
+        if fused is not None:
+            shape = _shape(fused)
+            whole = self.query_heads * self.head_dim + 2 * planned
+            return (planned, planned) if shape is None or whole in shape or 2 * planned in shape else None
+        shares = "q_proj" in children and _first(self.config, "num_kv_shared_layers") is not None
+        return (planned, planned) if shares else None
+
+    def _recurrent_state(self, module: Module, channels: int) -> int:
+        """Return the elements of a recurrent state. channels: the number of channels of the layer's convolution."""
+        decay = module.tensors.get("A_log")
+        if decay is None:
+            return 0  # a convolution alone, as in LFM2
+        if len(decay.shape) == 2:  # Mamba: one state of each channel
+            return decay.numel
+        inner = _inputs(module.children.get("out_proj") or module.children.get("o_proj"))
+        state = _first(self.config, "linear_key_head_dim", "state_size", "mamba_d_state", "ssm_state_size")
+        if inner is None or state is None:
+            self.notes[
+                f"not counted: the recurrent state of {printable(module.name)}, whose size config.json does not tell"
+            ] = None
+            return 0
+        return inner * state
+
+    def _shared(self, found: list[KVCacheTensor]) -> list[KVCacheTensor]:
+        """Return the tensors with `shared_with` set: the last layers of Gemma 3n and 4 read the cache of the last layer before them
+        that has the same window.
+        """
+        count = _first(self.config, "num_kv_shared_layers")
+        if not count or not self.layers:
+            return found
+        first = self.layers - count
+        owners = {(tensor.part, tensor.window): tensor.name for tensor in found if tensor.layer < first}
+        return [
+            KVCacheTensor(
+                tensor.name, tensor.layer, tensor.per_token, tensor.heads, window=tensor.window,
+                shared_with=owners.get((tensor.part, tensor.window)),
+            )
+            if tensor.layer >= first
+            else tensor
+            for tensor in found
+        ]  # fmt: skip
+
+
+class _Windows:
+    """Tells the window of each layer."""
+
+    def __init__(self, config: Mapping[str, Any], notes: dict[str, None]) -> None:
+        self._types = _layer_types(config)
+        self._sliding = _first(config, "sliding_window")
+        self._chunk = _first(config, "attention_chunk_size")
+        if config.get("use_sliding_window") is False:
+            self._sliding = None
+        if self._types is None and self._sliding is not None:
+            if config.get("model_type") in _EVERY_LAYER:
+                self._types = ["sliding_attention"] * (_first(config, *_LAYERS) or 0)
+            else:
+                notes[
+                    f"config.json names a sliding window of {self._sliding} tokens and not the layers that have it: all layers are "
+                    "counted at full length, which is an upper bound"
+                ] = None
+
+    def kind(self, layer: int) -> str:
+        """Return the layer's entry in transformers' `layer_types`, such as "full_attention", or "" if it is unknown."""
+        return self._types[layer] if self._types is not None and layer < len(self._types) else ""
+
+    def of(self, layer: int) -> int | None:
+        """Return the window of a layer in tokens, or None for full attention."""
+        kind = self.kind(layer)
+        if "sliding" in kind or kind == "local_attention":
+            return self._sliding
+        return self._chunk if "chunk" in kind else None
+
+
+def _layer_types(config: Mapping[str, Any]) -> list[str] | None:
+    """Return the kind of attention of each layer, by transformers' rules for configurations that don't list it. None if unknown."""
+    listed = config.get("layer_types")
+    if isinstance(listed, list) and all(isinstance(kind, str) for kind in listed):
+        return listed
+    layers = _first(config, *_LAYERS) or 0
+    model_type = str(config.get("model_type"))
+    if model_type == "llama4_text":
+        every = _first(config, "no_rope_layer_interval") or 4
+        rotary = config.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(layers)]
+        return ["chunked_attention" if rotates else "full_attention" for rotates in rotary]
+    if model_type.startswith("qwen"):
+        first = _first(config, "max_window_layers") or 0
+        return ["sliding_attention" if index >= first else "full_attention" for index in range(layers)]
+    pattern = _first(config, "sliding_window_pattern", "_sliding_window_pattern") or _PATTERNS.get(model_type)
+    if pattern is None:
+        return None
+    return ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(layers)]
+
+
+def _shape(module: Module) -> tuple[int, ...] | None:
+    """Return the shape of a module's weight, or None if it has none or its shape is that of packed codes."""
+    weight = module.tensors.get("weight")
+    if weight is None or weight.uncastable_reason is not None or weight.logical_numel is not None:
+        return None
+    return weight.shape
+
+
+def _outputs(module: Module | None) -> int | None:
+    shape = None if module is None else _shape(module)
+    return shape[0] if shape else None
+
+
+def _inputs(module: Module | None) -> int | None:
+    shape = None if module is None else _shape(module)
+    return shape[1] if shape and len(shape) > 1 else None

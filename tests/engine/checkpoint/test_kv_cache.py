@@ -1,0 +1,211 @@
+"""The KV cache's tensors from config.json and shapes alone, against the caches that transformers' models make when they run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from dtype_engine.checkpoint.kv_cache import KVCache, kv_cache
+from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
+from dtype_engine.runtime.model.module_tree import tree_of
+
+BATCH, CONTEXT, ENCODED = 2, 13, 17
+_SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+_GROUPED = {**_SMALL, "num_key_value_heads": 2}
+_MLA = {
+    **_SMALL, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "moe_intermediate_size": 8, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 3,
+}  # fmt: skip
+_SEQ2SEQ = {
+    "vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+}  # fmt: skip
+_SHARED = {
+    **_GROUPED, "num_hidden_layers": 6, "vocab_size_per_layer_input": 64, "head_dim": 8, "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8, "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 5,
+}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 4}
+
+ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "grouped heads": ("Llama", "ForCausalLM", _GROUPED),
+    "fused projection": ("GPT2", "LMHeadModel", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "one head of keys": ("GPTBigCode", "ForCausalLM", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "all heads of keys": ("Falcon", "ForCausalLM", {**_SMALL, "num_kv_heads": 2, "new_decoder_architecture": True}),
+    "MLA": ("DeepseekV3", "ForCausalLM", _MLA),
+    "MLA with an indexer": (
+        "DeepseekV32", "ForCausalLM", {**_MLA, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4},
+    ),
+    "window in every layer": ("Mistral", "ForCausalLM", {**_GROUPED, "sliding_window": 5}),
+    "window in the upper layers": (
+        "Qwen2", "ForCausalLM", {**_GROUPED, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
+    "every second layer in full": ("Gemma2", "ForCausalLM", {**_GROUPED, "head_dim": 8, "sliding_window": 5}),
+    "chunks": (
+        "Llama4", "ForCausalLM",
+        {**_GROUPED, "head_dim": 8, "attention_chunk_size": 5, "intermediate_size_mlp": 32, "num_local_experts": 2,
+         "pad_token_id": 0, "num_hidden_layers": 4},
+    ),
+    "shared layers": ("Gemma3n", "ForCausalLM", {**_SHARED, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 6}),
+    "shared layers of two sizes": ("Gemma4", "ForCausalLM", {**_SHARED, "global_head_dim": 16}),
+    "hybrid of attention and Mamba": (
+        "Jamba", "ForCausalLM",
+        {**_GROUPED, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False,
+         "mamba_d_state": 4},
+    ),
+    "hybrid of attention and delta nets": (
+        "Qwen3Next", "ForCausalLM",
+        {**_GROUPED, "num_hidden_layers": 4, "head_dim": 8, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
+         "num_experts": 4, "num_experts_per_tok": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 4, "linear_value_head_dim": 8},
+    ),
+    "attention beside Mamba 2": (
+        "FalconH1", "ForCausalLM", {**_GROUPED, **_MAMBA, "mamba_d_ssm": 64},
+    ),
+    "convolutions": ("Lfm2", "ForCausalLM", {**_GROUPED, "full_attn_idxs": [2]}),
+    "Mamba": ("Mamba", "ForCausalLM", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
+    "Mamba 2": (
+        "Mamba2", "ForCausalLM",
+        {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "num_heads": 4, "head_dim": 16,
+         "n_groups": 2, "chunk_size": 4},
+    ),
+    "encoder and decoder": (
+        "T5", "ForConditionalGeneration",
+        {"vocab_size": 64, "d_model": 32, "d_ff": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8},
+    ),
+    "encoder of a fixed length": (
+        "Whisper", "ForConditionalGeneration",
+        {**_SEQ2SEQ, "max_source_positions": 20, "num_mel_bins": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+         "decoder_start_token_id": 1},
+    ),
+    "a decoder of BERT's form": ("Bert", "LMHeadModel", {**_SMALL, "is_decoder": True}),
+}  # fmt: skip
+_PARTS = {
+    "conv_states": {"conv_state"}, "recurrent_states": {"ssm_state"}, "indexer_keys": {"indexer"}, "keys": {"k", "latent"},
+    "values": {"v", "rope"},
+}  # fmt: skip
+
+
+def make(architecture: str) -> nn.Module:
+    family, task, settings = ARCHITECTURES[architecture]
+    config_name = f"{family}TextConfig" if hasattr(transformers, f"{family}TextConfig") else f"{family}Config"
+    return getattr(transformers, family + task)(getattr(transformers, config_name)(**settings)).eval()
+
+
+def real_cache(module: nn.Module) -> Iterator[tuple[int, str, bool, int]]:
+    """Run the module, and yield (layer, attribute, whether of cross attention, elements) of each tensor of its cache."""
+    decoded = torch.randint(3, 63, (BATCH, CONTEXT))
+    inputs = {"input_ids": decoded}
+    if module.config.is_encoder_decoder:
+        inputs = {"input_ids": torch.randint(3, 63, (BATCH, ENCODED)), "decoder_input_ids": decoded}
+    if module.config.model_type == "whisper":
+        inputs = {"input_features": torch.randn(BATCH, 8, 40), "decoder_input_ids": decoded}
+    with torch.no_grad():
+        output = module(**inputs, use_cache=True)
+    cache = output.cache_params if "cache_params" in output else output.past_key_values
+    of_encoders = [getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None)]
+    for cross, one in enumerate(of_encoders):
+        for index, layer in enumerate(one.layers if one is not None else ()):
+            for attribute in _PARTS:
+                held = getattr(layer, attribute, None)
+                for tensor in held.values() if isinstance(held, dict) else [held]:
+                    if tensor is not None and tensor.numel():
+                        yield index, attribute, bool(cross), tensor.numel()
+
+
+def header_tree(module: nn.Module) -> Tree:
+    return from_tensors(
+        TensorInfo(name, tuple(tensor.shape), "float32") for name, tensor in module.state_dict().items()
+    )
+
+
+def from_headers(module: nn.Module) -> KVCache:
+    """What the names, the shapes and the config.json tell that `save_pretrained` would write."""
+    config = json.loads(module.config.to_json_string(use_diff=True)) | {"architectures": [type(module).__name__]}
+    return kv_cache(header_tree(module), config)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_elements_are_those_of_the_real_cache(architecture: str) -> None:
+    module = make(architecture)
+    found = from_headers(module)
+    assert found.none_because is None
+
+    expected = sorted(real_cache(module))
+    listed = sorted(
+        (tensor.layer, attribute, tensor.source == "encoder", tensor.elements(CONTEXT, BATCH, ENCODED))
+        for tensor in found.tensors
+        for attribute, parts in _PARTS.items()
+        if tensor.part in parts and tensor.shared_with is None
+    )
+    assert listed == expected
+    assert found.nbytes("float32", CONTEXT, BATCH, ENCODED) == 4 * sum(elements for *_, elements in expected)
+
+    modules = dict(module.named_modules())
+    for tensor in found.tensors:
+        assert getattr(modules[tensor.module], "layer_idx", tensor.layer) in (tensor.layer, None)
+    live = kv_cache(tree_of(module), module.config.to_dict())
+    assert live == found
+
+
+def test_shared_layers_name_the_layer_that_they_read() -> None:
+    tensors = {tensor.name: tensor for tensor in from_headers(make("shared layers")).tensors}
+    assert tensors["model.layers.5.self_attn.kv_cache.k"].shared_with == "model.layers.3.self_attn.kv_cache.k"
+    assert tensors["model.layers.4.self_attn.kv_cache.v"].shared_with == "model.layers.2.self_attn.kv_cache.v"
+    assert tensors["model.layers.4.self_attn.kv_cache.v"].elements(1000) == 0
+    assert tensors["model.layers.3.self_attn.kv_cache.v"].shared_with is None
+
+
+def _llama(**config: Any) -> KVCache:
+    module = make("grouped heads")
+    settings = module.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "layer_types": None} | config
+    return kv_cache(header_tree(module), settings)
+
+
+def test_a_window_without_its_layers_is_an_upper_bound_and_said() -> None:
+    found = _llama(sliding_window=5, model_type="another")
+    assert found.nbytes("bfloat16", 100) == _llama().nbytes("bfloat16", 100)
+    assert "sliding window of 5 tokens" in found.notes[0]
+    assert not _llama().notes
+
+
+def test_layers_after_the_last_are_not_counted_and_said() -> None:
+    found = _llama(num_hidden_layers=2)
+    assert {tensor.layer for tensor in found.tensors} == {0, 1}
+    assert "without the cache of 1 layer after the last of 2" in found.notes[0]
+
+
+def test_heads_that_config_does_not_tell_are_not_guessed() -> None:
+    module = make("fused projection")
+    found = kv_cache(header_tree(module), {"architectures": ["GPT2LMHeadModel"], "n_layer": 2})
+    assert found.tensors == ()
+    assert "transformer.h.0.attn and 1 module more" in str(found.none_because)
+
+
+def test_a_model_that_does_not_generate_keeps_no_cache() -> None:
+    module = transformers.BertForMaskedLM(transformers.BertConfig(**_SMALL))
+    assert "BertForMaskedLM does not generate text" in str(from_headers(module).none_because)
+    assert "no config.json" in str(kv_cache(header_tree(module), None).none_because)
+
+
+def test_packed_weights_are_counted_by_the_configuration() -> None:
+    """The shape of a packed weight is that of its codes, so that config.json decides."""
+    module = make("grouped heads")
+    packed = [
+        TensorInfo(name.replace(".weight", ".qweight") if "_proj" in name else name, (4, *tensor.shape[1:]), "int32")
+        for name, tensor in module.state_dict().items()
+    ]
+    config = module.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    assert kv_cache(from_tensors(packed), config) == kv_cache(header_tree(module), config)
