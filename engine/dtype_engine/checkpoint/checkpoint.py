@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dtype_engine.checkpoint.file_identity import FileIdentity
+from dtype_engine.checkpoint.kv_cache import kv_cache
 from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.parameter_counts import parameters_meant
 from dtype_engine.checkpoint.prequantized import QuantizedWeight, read_quantized
@@ -179,7 +180,7 @@ class Checkpoint:
             further[first] = (*further.get(first, ()), alias)
         meant = parameters_meant(self.unread, parts)
         with gc_paused():
-            return from_tensors(
+            tree = from_tensors(
                 TensorInfo(
                     name,
                     tensor.shape,
@@ -194,6 +195,8 @@ class Checkpoint:
                 for name, tensor in self.weights.items()
                 if name not in self.aliases
             )
+            tree.kv_cache = kv_cache(tree, self.config)
+            return tree
 
     @property
     def foreign(self) -> dict[str, CheckpointTensor]:

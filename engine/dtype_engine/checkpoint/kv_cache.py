@@ -9,88 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from dtype_engine.core import dtypes
-from dtype_engine.core.text import Name, printable
-from dtype_engine.core.tree import Module, Tree, is_number
+from dtype_engine.core.kv_cache import KV_CACHE, KVCache, KVCacheTensor
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import MOST_MODULES, Module, Tree, is_number
 from dtype_engine.core.units import plural
-
-KV_CACHE = "kv_cache"
-"""The label of the child of an attention module that holds its cache, as in `model.layers.0.self_attn.kv_cache.k`."""
-PARTS = ("k", "v", "latent", "rope", "indexer", "conv_state", "ssm_state")
-"""What a tensor of the cache may hold: keys and values, MLA's latent and rotary part, the keys of a sparse attention's indexer, and
-the two states of a recurrent layer.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheTensor:
-    """One tensor of the cache, such as the keys of one layer."""
-
-    name: Name
-    """`{module}.kv_cache.{part}`, where module is the attention module's name in the tree."""
-    layer: int
-    """The layer's index in transformers' cache, which is the module's `layer_idx`."""
-    per_token: int = 0
-    """Elements for one token of one sequence: heads x head_dim for keys and values. 0 for recurrent states."""
-    heads: int = 1
-    """The number of heads that share `per_token` equally. 1 if the heads have one common tensor, as the latent of MLA."""
-    fixed: int = 0
-    """Elements of one sequence whatever the context: the size of a recurrent state. 0 for keys and values."""
-    window: int | None = None
-    """The number of tokens that a query attends to, itself included, if the layer has a sliding window or chunks."""
-    shared_with: Name | None = None
-    """The cache tensor of another layer that this layer reads instead of one of its own; it then takes no memory."""
-    source: Literal["decoder", "encoder"] = "decoder"
-    """Whose tokens it holds. Cross attention holds the encoder's."""
-    length: int | None = None
-    """For cross attention, the number of the encoder's tokens if the model fixes it, as Whisper does; otherwise None."""
-
-    @property
-    def module(self) -> str:
-        """The name of the attention module or recurrent layer."""
-        return self.name.rsplit(".", 2)[0]
-
-    @property
-    def part(self) -> str:
-        """What the tensor holds: one of `PARTS`."""
-        return self.name.rpartition(".")[2]
-
-    def tokens(self, context: int, encoder_tokens: int | None = None) -> int:
-        """Return how many tokens of each sequence the tensor keeps. context: tokens that the decoder has seen. encoder_tokens:
-        tokens that the encoder has seen; None means as many as `context`.
-        """
-        if self.shared_with is not None:
-            return 0
-        if self.source == "encoder":
-            return self.length or (context if encoder_tokens is None else encoder_tokens)
-        # The token that is being decoded is the last of its window, so that transformers keeps one less.
-        return context if self.window is None else min(context, self.window - 1)
-
-    def elements(self, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
-        """Return the number of elements for `batch` sequences of `context` tokens."""
-        return batch * (self.tokens(context, encoder_tokens) * self.per_token + (0 if self.shared_with else self.fixed))
-
-    def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
-        """Return the bytes of the elements in `dtype`, without scales."""
-        return self.elements(context, batch, encoder_tokens) * dtypes.BY_NAME[dtype].bits // 8
-
-
-@dataclass(frozen=True, slots=True)
-class KVCache:
-    """All tensors of a model's cache, in the order of the tree."""
-
-    tensors: tuple[KVCacheTensor, ...] = ()
-    notes: tuple[str, ...] = ()
-    """Sentences about what the files don't tell, and what is therefore missing or an upper bound."""
-    none_because: str | None = None
-    """Why the model keeps no cache, as a sentence, or None if it keeps one."""
-
-    def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
-        """Return the bytes of all tensors if all are in `dtype`, without scales."""
-        return sum(tensor.nbytes(dtype, context, batch, encoder_tokens) for tensor in self.tensors)
 
 
 def kv_cache(tree: Tree, config: Mapping[str, Any] | None) -> KVCache:
@@ -119,8 +43,14 @@ _ATTENTION = re.compile(r".*att(entio)?n.*", re.I)
 _KEYS = ("k_proj", "key_proj", "key", "k", "k_lin", "wk")
 _VALUES = ("v_proj", "value_proj", "value", "v", "v_lin", "wv")
 _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "qkv_lin", "att_proj", "in_proj_qkv")
+_COMPRESSED = ("kv_a_proj_with_mqa", "kv_a_proj")
+_CONVOLUTIONS = ("conv1d", "conv", "conv_1d")
+_CHILDREN = {*_KEYS, *_FUSED, *_COMPRESSED, *_CONVOLUTIONS, "rg_lru", "receptance", "q_proj"}
+"""The children by which the modules that keep a cache are recognized."""
 _TEXT_CONFIGS = ("thinker_config", "text_config", "llm_config", "language_config", "decoder", "text")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers", "num_layers")
+_QUERY_HEADS = ("num_attention_heads", "n_head", "decoder_attention_heads", "num_heads", "n_heads")
+_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _EVERY_LAYER = ("mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2", "phi4_multimodal")
 """The model types in which every layer has the window of `sliding_window`."""
 _PATTERNS = {
@@ -147,7 +77,7 @@ def _generates(architecture: str, config: Mapping[str, Any]) -> bool:
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first of the named entries that is a whole number over 0, or None."""
+    """Return the first of the named entries that is a whole number over 0 and of a possible size, or None."""
     values = (config.get(name) for name in names)
     return next(
         (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
@@ -170,25 +100,15 @@ class _Reader:
         self.tree = tree
         self.config = text = _text_config(config)
         self.encoder_decoder = bool(config.get("is_encoder_decoder"))
-        self.encoder_named = (
-            text.get("is_decoder") is True
-        )  # BERT's layers are in a module `encoder` even if they decode
+        # The layers of BERT are in a module `encoder` even if they decode.
+        self.encoder_decodes = text.get("is_decoder") is True
         self.layers = _first(text, *_LAYERS)
-        self.query_heads = _first(
-            text, "num_attention_heads", "n_head", "decoder_attention_heads", "num_heads", "n_heads"
-        )
-        self.heads: int | None
-        if (
-            text.get("new_decoder_architecture") is True
-        ):  # transformers repeats Falcon's keys for all heads of the queries
-            self.heads = self.query_heads
+        self.query_heads = _first(text, *_QUERY_HEADS)
+        self.heads = _first(text, *_HEADS) or self.query_heads
+        if text.get("new_decoder_architecture") is True:
+            self.heads = self.query_heads  # transformers repeats Falcon's keys for all heads of the queries
         elif text.get("multi_query") is True:
             self.heads = 1
-        else:
-            self.heads = (
-                _first(text, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
-                or self.query_heads
-            )
         hidden = _first(text, "hidden_size", "n_embd", "d_model")
         self.head_dim = _first(text, "head_dim", "d_kv", "kv_channels")
         if self.head_dim is None and hidden and self.query_heads:
@@ -202,7 +122,10 @@ class _Reader:
         beyond = 0
         inside = ""
         for module in self.tree.walk():
-            numbers = [int(part) for part in module.name.split(".") if is_number(part)]
+            known = not _CHILDREN.isdisjoint(module.children)
+            if not known and not _ATTENTION.fullmatch(module.label):  # most modules of a large model are experts
+                continue
+            numbers = [int(part) for part in module.name.split(".") if is_number(part) and len(part) < 9]
             if not numbers or self._in_an_encoder(module.name) or (inside and module.name.startswith(inside)):
                 continue
             # Two attentions of one layer, as LongCat's `layers.3.self_attn.1`, are two layers of the cache.
@@ -238,9 +161,9 @@ class _Reader:
         parts = name.split(".")
         if self.encoder_decoder and "decoder" not in parts:
             return True
-        named = ("encoder",) if self.encoder_named else ()
+        decodes = ("encoder",) if self.encoder_decodes else ()
         return any(
-            _IN_AN_ENCODER.fullmatch(part) and part not in named and not _CROSS.fullmatch(part) for part in parts
+            _IN_AN_ENCODER.fullmatch(part) and part not in decodes and not _CROSS.fullmatch(part) for part in parts
         )
 
     def _of_module(self, module: Module, layer: int) -> Iterator[KVCacheTensor]:
@@ -253,24 +176,27 @@ class _Reader:
         if "rg_lru" in children or "receptance" in children:
             self.notes["the states of recurrent layers are not counted: their sizes are not known here"] = None
             return
-        convolution = next((children[name] for name in ("conv1d", "conv", "conv_1d") if name in children), None)
+        convolution = next((children[name] for name in _CONVOLUTIONS if name in children), None)
         if convolution is not None and (shape := _shape(convolution)) is not None and len(shape) == 3:
             yield tensor("conv_state", fixed=shape[0] * shape[2])
-            state = self._recurrent_state(module, shape[0])
+            state = self._recurrent_state(module)
             if state:
                 yield tensor("ssm_state", fixed=state)
             return
-        rank, rope = _first(self.config, "kv_lora_rank"), _first(self.config, "qk_rope_head_dim")
-        if rank and rope and any(name.startswith("kv_a_proj") for name in children):
+        if compressed := next((children[name] for name in _COMPRESSED if name in children), None):
+            rank = _first(self.config, "kv_lora_rank") or _outputs(children.get("kv_a_layernorm"))
+            whole = _outputs(compressed)
+            rope = _first(self.config, "qk_rope_head_dim") or (whole - rank if whole and rank else None)
+            if rank is None or rope is None:
+                return
             window = self.windows.of(layer)
             yield tensor("latent", per_token=rank, window=window)
             yield tensor("rope", per_token=rope, window=window)
             if "indexer" in children and (keys := _outputs(children["indexer"].children.get("wk"))):
                 yield tensor("indexer", per_token=keys)
             return
-        if (
-            {"qkv_proj", "output_gate"} <= children.keys() and self.query_heads and self.head_dim
-        ):  # MiniMax's lightning attention
+        if "output_gate" in children and "qkv_proj" in children and self.query_heads and self.head_dim:
+            # MiniMax's lightning attention
             yield tensor("ssm_state", fixed=self.query_heads * self.head_dim**2)
             return
         if self.windows.kind(layer) == "linear_attention":
@@ -307,8 +233,8 @@ class _Reader:
         shares = "q_proj" in children and _first(self.config, "num_kv_shared_layers") is not None
         return (planned, planned) if shares else None
 
-    def _recurrent_state(self, module: Module, channels: int) -> int:
-        """Return the elements of a recurrent state. channels: the number of channels of the layer's convolution."""
+    def _recurrent_state(self, module: Module) -> int:
+        """Return the elements of the recurrent state beside a layer's convolution, or 0 if it has none or its size is unknown."""
         decay = module.tensors.get("A_log")
         if decay is None:
             return 0  # a convolution alone, as in LFM2
@@ -354,7 +280,7 @@ class _Windows:
             self._sliding = None
         if self._types is None and self._sliding is not None:
             if config.get("model_type") in _EVERY_LAYER:
-                self._types = ["sliding_attention"] * (_first(config, *_LAYERS) or 0)
+                self._types = ["sliding_attention"] * _layer_count(config)
             else:
                 notes[
                     f"config.json names a sliding window of {self._sliding} tokens and not the layers that have it: all layers are "
@@ -378,11 +304,12 @@ def _layer_types(config: Mapping[str, Any]) -> list[str] | None:
     listed = config.get("layer_types")
     if isinstance(listed, list) and all(isinstance(kind, str) for kind in listed):
         return listed
-    layers = _first(config, *_LAYERS) or 0
+    layers = _layer_count(config)
     model_type = str(config.get("model_type"))
     if model_type == "llama4_text":
         every = _first(config, "no_rope_layer_interval") or 4
-        rotary = config.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(layers)]
+        listed = config.get("no_rope_layers")
+        rotary = listed if isinstance(listed, list) and listed else [(index + 1) % every for index in range(layers)]
         return ["chunked_attention" if rotates else "full_attention" for rotates in rotary]
     if model_type.startswith("qwen"):
         first = _first(config, "max_window_layers") or 0
@@ -391,6 +318,11 @@ def _layer_types(config: Mapping[str, Any]) -> list[str] | None:
     if pattern is None:
         return None
     return ["sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(layers)]
+
+
+def _layer_count(config: Mapping[str, Any]) -> int:
+    """Return the number of layers, at most that of a tree's modules, since `config.json` may be damaged."""
+    return min(_first(config, *_LAYERS) or 0, MOST_MODULES)
 
 
 def _shape(module: Module) -> tuple[int, ...] | None:

@@ -18,6 +18,7 @@ from typing import Literal
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.fused import fused_groups
+from dtype_engine.core.kv_cache import KVCache
 from dtype_engine.core.text import Name, printable
 from dtype_engine.core.units import human_bytes, human_count, percent, plural
 
@@ -282,6 +283,8 @@ class Tree:
     ) -> None:
         self.has_classes = classes is not None
         classes = classes or {}
+        self.kv_cache = KVCache()
+        """The tensors of the cache that the model keeps while it generates text. None of them is in `tensors`."""
         self.root = Module("", classes.get(""))
         self.modules: dict[str, Module] = {"": self.root}
         self.tensors: dict[str, TensorInfo] = {}
@@ -304,6 +307,13 @@ class Tree:
                 if len(module.children) > 1 and all(is_number(label) and len(label) < 19 for label in module.children):
                     module.children = dict(sorted(module.children.items(), key=lambda child: int(child[0])))
         self._put_in_order()
+
+    @property
+    def caches(self) -> tuple[str, ...]:
+        """The names of the KV cache's tensors that a rule may give a format: keys and values, or MLA's latent and rotary part. The
+        states of recurrent layers and the keys of indexers are not among them, and neither is what a layer shares with another.
+        """
+        return tuple(tensor.name for tensor in self.kv_cache.tensors if tensor.castable)
 
     def __repr__(self) -> str:
         totals = self.totals()[""]

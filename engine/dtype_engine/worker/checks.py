@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.kv_cache import KVCache
 from dtype_engine.recipe import Rule
 from dtype_engine.results.check import KINDS
 from dtype_engine.results.losses import ValueLoss
@@ -72,6 +73,21 @@ def _shown_whole(event: object) -> Iterator[tuple[int, int]]:
             yield len(event.report.unchecked), _MOST_NOTICES
         case events.WeightInspected():
             yield len(event.stats.errors), _MOST_SHOWN
+
+
+def check_kv_cache(cache: KVCache) -> None:
+    """Raise ValueError if no KV cache has tensors of such sizes."""
+    for tensor in cache.tensors:
+        sizes = (
+            tensor.layer,
+            tensor.per_token,
+            tensor.fixed,
+            tensor.heads - 1,
+            (tensor.window or 1) - 1,
+            tensor.length or 0,
+        )
+        if min(sizes) < 0 or max(sizes) > 1 << 40:
+            raise ValueError(f"no KV cache has a tensor like {tensor}")
 
 
 def _check_losses(losses: Iterable[ValueLoss]) -> None:

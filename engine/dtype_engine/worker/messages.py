@@ -28,11 +28,12 @@ import dtype_engine.results.runs
 import dtype_engine.results.scan
 import dtype_engine.results.weights  # noqa: F401
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.kv_cache import KVCache
 from dtype_engine.core.text import EXACT, is_printable, printable, without_controls
 from dtype_engine.core.tree import Kind, TensorInfo, Tree
 from dtype_engine.core.typed_data import path_of
 from dtype_engine.worker import commands, control, events
-from dtype_engine.worker.checks import check_event
+from dtype_engine.worker.checks import check_event, check_kv_cache
 from dtype_engine.worker.frames import WireError
 from dtype_engine.worker.message import Message
 from dtype_engine.worker.save_requests import SaveRequest
@@ -71,6 +72,8 @@ class TreePart(Message, frozen=True):
     tensors: tuple[_Tensor, ...]
     modules: tuple[tuple[str, str | None, str | None], ...]
     """The name of each module, its class, and the reason why it must stay in float32."""
+    kv_cache: KVCache | None = None
+    """The tensors of the tree's KV cache. Only the first part has them."""
 
 
 Request = commands.FromTheApp | SaveRequest | control.FromTheApp
@@ -121,6 +124,7 @@ class AnswerDecoder:
         self._with_classes = False
         self._modules: list[tuple[str, str | None, str | None]] = []
         self._tensors: list[TensorInfo] = []
+        self._kv_cache = KVCache()
         self._bytes = 0
         """How many bytes the parts of the incomplete tree had."""
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -160,6 +164,9 @@ class AnswerDecoder:
     def _take_part(self, part: TreePart) -> None:
         self._with_classes = part.with_classes
         self._modules += part.modules
+        if part.kv_cache is not None:
+            check_kv_cache(part.kv_cache)
+            self._kv_cache = safe(part.kv_cache)
         for name, shape, dtype, kind, aliases, packed, why, *others, of_reference in part.tensors:
             rest: Any = (*others, None if of_reference is None else printable(of_reference))
             shape, dtype = self._shapes.setdefault(shape, shape), sys.intern(printable(dtype))
@@ -182,6 +189,7 @@ class AnswerDecoder:
             {name: without_controls(kind) for name, kind, _ in modules if kind is not None} if with_classes else None,
             by_number=not with_classes,
         )
+        tree.kv_cache = self._kv_cache
         for name, _, kept in modules:
             if kept is not None and name in tree.modules:
                 tree.modules[name].keep_in_fp32 = without_controls(kept)
@@ -248,8 +256,10 @@ def _tree_parts(tree: Tree) -> Iterator[bytes]:
         for module in tree.modules.values()
         if module.class_name is not None or module.keep_in_fp32 is not None
     )
+    kv_cache: KVCache | None = tree.kv_cache
     while True:
-        part = TreePart(tree.has_classes, tuple(islice(tensors, _A_PART)), tuple(islice(modules, _A_PART)))
+        part = TreePart(tree.has_classes, tuple(islice(tensors, _A_PART)), tuple(islice(modules, _A_PART)), kv_cache)
+        kv_cache = None
         yield _ENCODER.encode(part)
         if not part.tensors and not part.modules:
             return

@@ -11,7 +11,8 @@ import torch
 import transformers
 from torch import nn
 
-from dtype_engine.checkpoint.kv_cache import KVCache, kv_cache
+from dtype_engine.checkpoint.kv_cache import kv_cache
+from dtype_engine.core.kv_cache import KVCache
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 from dtype_engine.runtime.model.module_tree import tree_of
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+from dtype_engine.checkpoint.kv_cache import kv_cache
 from dtype_engine.core.tree import Kind, TensorInfo, Tree
 from dtype_engine.runtime.model.hf_private import float32_patterns
 from dtype_engine.runtime.model.torch_private import own_tensors
@@ -62,6 +64,9 @@ def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None) -> Tre
     listed = collect_tensors(module)[0] if infos is None else infos
     tree = Tree(listed, {name: type(child).__name__ for name, child in module.named_modules()})
     _mark_kept_in_fp32(module, tree)
+    if hasattr(module, "can_generate"):  # a model of transformers
+        config: Any = module.config
+        tree.kv_cache = kv_cache(tree, config.to_dict())
     return tree
 
 
