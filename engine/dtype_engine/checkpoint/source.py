@@ -140,6 +140,13 @@ def is_python(model: str | None) -> bool:
     return bool(colon and before) and not (path.exists() or path.is_symlink())
 
 
+def locate_metric(text: str) -> Source:
+    """Find the Python code of a metric, `file.py:NAME` or `package.module:NAME`, without running it. Raises UserError."""
+    if not is_python(text):
+        raise UserError(f"{printable(text, 200)} is no metric: write file.py:function")
+    return locate(text)
+
+
 def _path(model: str | None) -> Path:
     """Return the path that the text `model` names.
 

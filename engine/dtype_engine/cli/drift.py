@@ -82,10 +82,11 @@ def drift(
 
     Weights in which the cast made values infinite or zero are listed, however small the drift is.
 
-    The exit status is 1 if a limit (--max-kl, --min-sqnr, --min-top1) is not met.
+    The exit status is 1 if a limit (--max-kl, --min-sqnr, --min-top1, --min, --max) is not met.
     """
     from dtype_engine.runtime.measure.listener import MeasurementListener
 
+    thresholds = thresholds_from(limits, request.options.metrics)
     if save_recipe is not None:
         from dtype_engine.core.atomic_write import check_target
 
@@ -105,7 +106,7 @@ def drift(
         if tokens
         else ()
     )
-    reached = verdicts(thresholds_from(limits), report.output)
+    reached = verdicts(thresholds, report.output, report.metrics)
     attribution = _causes(session, source, workers) if with_causes else None
     details = _measure_details(session, report, attribution, suggest)
     say("")
@@ -201,7 +202,7 @@ def _exit_status(reached: Sequence[Verdict]) -> int:
     """
     missed = [verdict for verdict in reached if not verdict.passed]
     for verdict in missed:
-        option = "--" + verdict.name.replace("_", "-")
+        option = "--" + (verdict.name if " " in verdict.name else verdict.name.replace("_", "-"))
         print_stderr(f"dtype-engine: {option} is missed: {verdict}")
     return MISSED if missed else 0
 

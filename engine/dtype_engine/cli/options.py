@@ -188,6 +188,31 @@ _RUNNING = (
 )
 
 
+_METRICS = (
+    click.Option(
+        ["--metric", "metrics"],
+        multiple=True,
+        metavar="FILE.py:NAME",
+        help="Also measure your own metric, such as an accuracy: a function NAME(output, inputs) that returns a number for each "
+        "example, NAME(model), or a torchmetrics object. Runs FILE.py. May be repeated.",
+    ),
+    click.Option(
+        ["--eval", "evals"],
+        multiple=True,
+        metavar="lm-eval:TASK",
+        help="Also evaluate the reference and the candidate on TASK of lm-eval, or on the task in a YAML file; may be repeated.",
+    ),
+    click.Option(
+        ["--data"],
+        multiple=True,
+        type=_FILE,
+        metavar="FILE",
+        help="The examples for --metric: a file of texts, an image, audio or tensors, which may have labels beside the arguments "
+        "of the forward pass; may be repeated. By default, the metric is measured on the inputs.",
+    ),
+)
+
+
 class _Bytes(click.ParamType[int]):
     """A click parameter type for a size such as `2GiB`."""
 
@@ -257,10 +282,10 @@ class ModelCommand(click.Command):
     """A command about one model. Its function receives a `RunRequest` as `request`, and the command's other parameters.
 
     rules: whether the command has --cast, --recipe and --preset. runs: whether it has the options of a forward pass (device, inputs
-    and settings). compares: whether it has the options that choose the reference, --against and --reference. measures: whether it
-    has the options of a drift measurement; it then also has those that choose the reference. checks_inputs: whether the input files
-    are on this machine, so that they can be checked first. The argument MODEL is added unless the command has a parameter named
-    `model`.
+    and settings). compares: whether it has the options that choose the reference, --against and --reference. has_metrics: whether
+    it has the options that name the user's own metrics. measures: whether it has the options of a drift measurement; it then also
+    has those that choose the reference and metrics. checks_inputs: whether the input files are on this machine, so that they can be
+    checked first. The argument MODEL is added unless the command has a parameter named `model`.
     """
 
     def __init__(
@@ -270,6 +295,7 @@ class ModelCommand(click.Command):
         rules: bool = True,
         runs: bool = True,
         compares: bool = False,
+        has_metrics: bool = False,
         measures: bool = False,
         checks_inputs: bool = True,
         **named: Any,
@@ -277,6 +303,7 @@ class ModelCommand(click.Command):
         argument = () if any(parameter.name == "model" for parameter in params) else (_MODEL,)
         rule_options, model_options = _RULES if rules else (), (*_OPENING, *(_RUNNING if runs else ()))
         model_options += (*(_REFERENCE if compares or measures else ()), *(_MEASURING if measures else ()))
+        model_options += _METRICS if has_metrics or measures else ()
         super().__init__(name, params=[*argument, *rule_options, *params, *model_options], **named)
         self._runs = runs
         self._checks_inputs = checks_inputs

@@ -16,7 +16,7 @@ from dtype_engine.results.as_json import as_json
 from dtype_engine.results.losses import ValueLoss
 
 
-@click.command(cls=ModelCommand, compares=True)
+@click.command(cls=ModelCommand, compares=True, has_metrics=True)
 @click.option(
     "-o",
     "--output",

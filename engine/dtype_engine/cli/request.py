@@ -16,7 +16,7 @@ from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.input_args import check_files
 from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.opening_progress import OpeningProgress
-from dtype_engine.core.options import FLOAT32, Options, RunSettings
+from dtype_engine.core.options import FLOAT32, LM_EVAL, Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan, require_matches
@@ -103,11 +103,14 @@ class RunRequest:
         python_only_by: None to allow Python code; otherwise Python code is refused, and the error tells the user to name it with
         this option.
         """
-        from dtype_engine.checkpoint.source import locate
+        from dtype_engine.checkpoint.source import locate, locate_metric
 
         options = self.options
         source = locate(self.model, options.trust_pickle, options.download, python_only_by)
         source.refuse_other_options(options)
+        for metric in options.metrics:
+            if not metric.startswith(LM_EVAL):
+                locate_metric(metric)
         return source
 
     @gc_paused(freeze=True)  # garbage collections over everything that is imported take 0.4 s of 2.7 s
@@ -162,6 +165,9 @@ def _options(values: Mapping[str, Any], runs: bool) -> Options:
     given = {option.name: values[option.name] for option in dataclasses.fields(Options) if option.name in values}
     if not runs:
         return Options(**({"device": "cpu"} | given))
+    if unknown := [text for text in values.get("evals", ()) if not text.startswith(LM_EVAL)]:
+        raise UserError(f"--eval {unknown[0]}: the harness that is known is lm-eval, as in --eval {LM_EVAL}arc_easy")
+    given["metrics"] = (*values.get("metrics", ()), *values.get("evals", ()))
     given["limits"] = InputLimits(**dict(values["limits"]))
     compute = dtypes.parse_target(values["compute"])
     if compute not in dtypes.COMPUTE_DTYPES:

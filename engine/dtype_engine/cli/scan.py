@@ -14,6 +14,7 @@ from dtype_engine.cli.options import ModelCommand, force_option, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
 from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_share
 from dtype_engine.cli.request import RunRequest
+from dtype_engine.cli.thresholds import metric_limits, metric_options
 from dtype_engine.core.errors import OutOfReach, UserError
 from dtype_engine.core.input_args import check_files
 from dtype_engine.core.shard import Shard
@@ -24,6 +25,7 @@ from dtype_engine.search.families import FAMILIES, family_constraints
 
 if TYPE_CHECKING:
     from dtype_engine.results.scan import SearchReport
+    from dtype_engine.results.thresholds import MetricLimit
     from dtype_engine.runtime.scan.last_scan import ScanTask
     from dtype_engine.runtime.session.session import Session
     from dtype_engine.search.pareto import Constraints
@@ -108,7 +110,7 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     note(report.notices)
 
 
-@click.command(cls=ModelCommand, rules=False, compares=True)
+@click.command(cls=ModelCommand, rules=False, compares=True, has_metrics=True)
 @click.option("--budget", metavar="SIZE", help="Maximum size of the weights: 12GiB, 500MB, or 45% of the stored size.")
 @click.option(
     "--max-predicted", type=float, metavar="DRIFT", help="Maximum predicted drift, in the unit of the scan's scores."
@@ -140,7 +142,8 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     "candidates",
     type=click.IntRange(min=2),
     metavar="K",
-    help="On the --held-out text, measure the drift of the K recipes nearest to the limit, and choose the best of them.",
+    help="On the --held-out text, measure the drift and the metrics of the K recipes nearest to the limit, and choose the best of "
+    "them. With --min or --max alone, these are K recipes of all sizes, and the best is the smallest that meets the limits.",
 )
 @click.option(
     "--held-out",
@@ -150,6 +153,7 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     help="A text file for --verify that the scan does not use; may be repeated.",
 )
 @scan_options
+@metric_options
 @json_option
 def search(
     request: RunRequest,
@@ -172,12 +176,16 @@ def search(
 
     if output is not None:
         check_target(output, force)
-    if (budget is None) == (max_predicted is None):
+    limits = metric_limits(how, request.options.metrics)
+    how = {name: value for name, value in how.items() if name not in ("least", "most")}
+    if limits and candidates is None:
+        raise UserError("--min and --max are limits on measured metrics: add --verify K")
+    if (budget is not None and max_predicted is not None) or (budget is None and max_predicted is None and not limits):
         raise UserError("give either --budget or --max-predicted")
     if budget is not None:
         parse_bytes(budget, 0)
-    if (candidates is None) == bool(held_out):
-        raise UserError("--verify K and --held-out FILE go together")
+    if (candidates is None and held_out) or (candidates is not None and not held_out and not request.options.metrics):
+        raise UserError("--verify K and --held-out FILE go together, unless there is a --metric")
     held_out_options = dataclasses.replace(request.options, prompts=(), texts=held_out)
     check_files(held_out_options)
     rules = [parse_allowed(text) for text in only]
@@ -191,9 +199,10 @@ def search(
             report = session.search(most, max_predicted, constraints, measure)
         else:
             scanned = session.scanned
-            session.use_inputs(held_out_options)
+            if held_out:
+                session.use_inputs(held_out_options)
             session.scanned = scanned  # the search uses the scan of the first inputs
-            report = _verified(request, session, how["workers"], candidates, (most, max_predicted), constraints)
+            report = _verified(request, session, how["workers"], candidates, (most, max_predicted), limits, constraints)
     except OutOfReach as error:
         if as_object:
             print_json({"model": session.model.title, "met": False, "reason": str(error)})
@@ -300,20 +309,22 @@ def _verified(
     workers: str | int | None,
     count: int,
     limit: tuple[int | None, float | None],
+    metrics: tuple[MetricLimit, ...],
     constraints: Constraints,
 ) -> SearchReport:
     """Measure, on the session's inputs, the recipes that a scan predicts nearest to a limit, and return a report on the best of
     them. Raises UserError, and OutOfReach if no recipe meets the limit.
 
     workers: the value of --workers. count: how many recipes to measure. limit: (maximum number of bytes or None, maximum drift or
-    None). constraints: what the user requires of a recipe, such as weights that keep their dtype.
+    None). metrics: limits on the user's metrics. constraints: what the user requires of a recipe, such as weights that keep their
+    dtype.
     """
     from dtype_engine.evaluation import verified
 
     found = verified.candidates(session, *limit, constraints, count)
     source = request.locate()
     with over_workers(workers, session, source, len(found), session.tree.stored_bytes) as (over, show):
-        return verified.best(session, found, limit[1], constraints, over, lambda done: show(done, len(found)))
+        return verified.best(session, found, limit, metrics, constraints, over, lambda done: show(done, len(found)))
 
 
 def _progress(what: str, done: int, total: int | None) -> None:

@@ -20,7 +20,7 @@ def _unit(output: OutputDrift) -> str:
     return "KL, nats per position" if output.kl_mean is not None else SQUARED
 
 
-@click.command(cls=ModelCommand, rules=False, compares=True)
+@click.command(cls=ModelCommand, rules=False, compares=True, has_metrics=True)
 @click.argument("model")
 @click.argument("recipes", nargs=-1, required=True, type=click.Path(path_type=Path))
 @workers_option
@@ -60,7 +60,7 @@ def sweep(request: RunRequest, recipes: tuple[Path, ...], workers: str | int | N
         last.inputs,
         session.tree.stored_bytes,
         _unit(last.output),
-        sweep_rows([(*row[:4], row[4].output) for row in measured]),
+        sweep_rows(measured),
     )
     if as_object:
         print_json(as_json(swept))

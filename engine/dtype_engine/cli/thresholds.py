@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
 
-from dtype_engine.results.thresholds import Thresholds
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import LM_EVAL
+from dtype_engine.results.thresholds import MetricLimit, Thresholds
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -52,15 +54,55 @@ _OPTIONS = (
         help="Fail if the top-1 agreement is lower than this share, such as 0.99 or 99%.",
     ),
 )
+_METRIC_OPTIONS = (
+    click.option(
+        "--min",
+        "least",
+        multiple=True,
+        metavar="METRIC=NUMBER",
+        help="Fail if a metric of --metric or --eval is lower than NUMBER or, if NUMBER has a sign, falls by more: accuracy=90%, "
+        "accuracy=-1%. May be repeated.",
+    ),
+    click.option(
+        "--max",
+        "most",
+        multiple=True,
+        metavar="METRIC=NUMBER",
+        help="Fail if a metric is larger than NUMBER or, if NUMBER has a sign, rises by more: wer=+0.5%. May be repeated.",
+    ),
+)
 
 
 def threshold_options(command: Function) -> Function:
     """A decorator that adds the options for limits on the drift, such as --max-kl, to a command's function."""
-    for option in reversed(_OPTIONS):
+    for option in reversed((*_OPTIONS, *_METRIC_OPTIONS)):
         command = option(command)
     return command
 
 
-def thresholds_from(values: Mapping[str, float | None]) -> Thresholds:
-    """Return the limits on the drift from the values of a command's parameters, keyed by parameter name."""
-    return Thresholds(values["max_kl"], values["min_sqnr"], values["min_top1"])
+def metric_options(command: Function) -> Function:
+    """A decorator that adds the options for limits on the user's metrics, --min and --max, to a command's function."""
+    for option in reversed(_METRIC_OPTIONS):
+        command = option(command)
+    return command
+
+
+def thresholds_from(values: Mapping[str, Any], metrics: Sequence[str]) -> Thresholds:
+    """Return the limits on the drift from the values of a command's parameters, keyed by parameter name. metrics: the user's own
+    metrics, as `Options.metrics` names them. Raises UserError for a limit that is not understood or has no metric.
+    """
+    limits = metric_limits(values, metrics)
+    return Thresholds(values["max_kl"], values["min_sqnr"], values["min_top1"], limits)
+
+
+def metric_limits(values: Mapping[str, Any], metrics: Sequence[str]) -> tuple[MetricLimit, ...]:
+    """Return the limits that --min and --max set. The arguments and errors are those of `thresholds_from`."""
+    limits = [MetricLimit.parse(text, name == "most") for name in ("least", "most") for text in values[name]]
+    names = {metric.rpartition(":")[2] for metric in metrics}
+    for limit in limits:
+        if limit.metric not in names and not any(metric.startswith(LM_EVAL) for metric in metrics):
+            raise UserError(
+                f"--{'max' if limit.is_most else 'min'} {limit.metric}: no --metric or --eval has this name"
+                + (f"; there is {', '.join(sorted(names))}" if names else "")
+            )
+    return tuple(limits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from dtype_engine.core.errors import UserError
@@ -19,6 +20,10 @@ TEXTS = (".txt", ".md", ".jsonl", ".ndjson", ".py")
 
 def check_files(options: Options) -> None:
     """Raise UserError, before anything is loaded, for an input file that can't be read or for inputs that exclude each other."""
+    if options.data:
+        if not options.metrics:
+            raise UserError("--data has the examples of a --metric: name one, or give inputs by --text, --inputs, ...")
+        check_files(data_options(options))
     for path in options.texts:
         read_text(path, options.limits)
     for path in (*options.images, *options.audio, *((options.tensors,) if options.tensors else ())):
@@ -55,26 +60,37 @@ def parse_inputs_line(options: Options, line: str) -> Options:
             tensors=None,
         )
     paths = _paths(text)
-    if paths is None:
-        changed = dataclasses.replace(options, prompts=(text,), texts=(), tensors=None)
-    else:
-        found = {kind: tuple(path for path in paths if _kind(path) == kind) for kind in ("texts", "images", "audio")}
-        tensors = [path for path in paths if _kind(path) == "tensors"]
-        if tensors and len(paths) > 1:
-            raise UserError("a tensor file has all the arguments of a forward pass: don't name other files with it")
-        if tensors:
-            changed = dataclasses.replace(parse_inputs_line(options, ""), tensors=tensors[0])
-        else:
-            changed = dataclasses.replace(
-                options,
-                tensors=None,
-                prompts=() if found["texts"] else options.prompts,
-                texts=found["texts"] or options.texts,
-                images=found["images"] or options.images,
-                audio=found["audio"] or options.audio,
-            )
+    prompt = dataclasses.replace(options, prompts=(text,), texts=(), tensors=None)
+    changed = prompt if paths is None else with_files(options, paths)
     check_files(changed)
     return changed
+
+
+def with_files(options: Options, paths: Sequence[Path]) -> Options:
+    """Return the options with the inputs of these files, whose kinds their names show. Inputs of other kinds stay, but tensors
+    replace all, and texts replace prompts. Raises UserError if other files are named beside tensors.
+    """
+    found = {kind: tuple(path for path in paths if _kind(path) == kind) for kind in ("texts", "images", "audio")}
+    tensors = [path for path in paths if _kind(path) == "tensors"]
+    if tensors and len(paths) > 1:
+        raise UserError("a tensor file has all the arguments of a forward pass: don't name other files with it")
+    if tensors:
+        return dataclasses.replace(parse_inputs_line(options, ""), tensors=tensors[0])
+    return dataclasses.replace(
+        options,
+        tensors=None,
+        prompts=() if found["texts"] else options.prompts,
+        texts=found["texts"] or options.texts,
+        images=found["images"] or options.images,
+        audio=found["audio"] or options.audio,
+    )
+
+
+def data_options(options: Options) -> Options:
+    """Return the options with the files of `options.data` as the only inputs, or unchanged if there are none."""
+    if not options.data:
+        return options
+    return with_files(dataclasses.replace(parse_inputs_line(options, ""), data=(), chat=options.chat), options.data)
 
 
 def _paths(text: str) -> list[Path] | None:

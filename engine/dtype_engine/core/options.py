@@ -13,6 +13,8 @@ FLOAT32, STORED = "float32", "stored"
 """The two values of `Options.reference` with which the reference is the model itself, either in float32 arithmetic or in its stored
 dtypes. Any other value names another checkpoint.
 """
+LM_EVAL = "lm-eval:"
+"""The prefix of a metric in `Options.metrics` that is a task of lm-eval."""
 ClassesDim = int | Literal["auto", "none"]
 """The type of the setting that says in which dimension of the main output the logits of a distribution lie: an index (from 0, or
 from the end if negative), "auto" to determine it from the model, or "none" if the output is no distribution.
@@ -95,6 +97,12 @@ class Options:
     """Audio files, which the model's own processor converts to inputs."""
     tensors: Path | None = None
     """A file that holds every argument of the forward pass under its name. It replaces all other inputs."""
+    metrics: tuple[str, ...] = ()
+    """The user's own metrics, which are part of a drift measurement: `file.py:NAME` or `package.module:NAME`, which run that code,
+    or `lm-eval:TASK`.
+    """
+    data: tuple[Path, ...] = ()
+    """Files of texts, images, audio or tensors, on which `metrics` are measured. If empty, they are measured on the inputs."""
     weights: Path | None = None
     """A checkpoint to load into the module that a Python file defines."""
     architecture: str | None = None

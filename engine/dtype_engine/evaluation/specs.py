@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.options import LM_EVAL, Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.recipe import Recipe
 from dtype_engine.reports.versions import versions
@@ -161,7 +161,16 @@ def portable(options: Options, threads: int | None) -> Options:
     named = {entry.name: _absolute(getattr(options, entry.name)) for entry in dataclasses.fields(options)}
     if options.reference_model is not None:
         named["reference"] = model_text(locate(options.reference_model, options.trust_pickle, options.download))
+    named["metrics"] = tuple(map(_absolute_metric, options.metrics))
     return dataclasses.replace(options, **named | {"threads": threads, "workers": None})
+
+
+def _absolute_metric(text: str) -> str:
+    """Return a metric of `Options.metrics` whose file, if it names one, is an absolute path."""
+    before, colon, after = text.rpartition(":")
+    if text.startswith(LM_EVAL):
+        return f"{LM_EVAL}{_absolute(Path(after))}" if Path(after).suffix in (".yaml", ".yml") else text
+    return f"{_absolute(Path(before))}{colon}{after}" if before.endswith(".py") else text
 
 
 def _absolute(value: Any) -> Any:

@@ -46,6 +46,7 @@ def figures(plan: Plan, report: DriftReport | None, versions: Mapping[str, str] 
             value: Any = getattr(report.output, name)
             if value is not None:
                 measured[name] = float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+        measured |= {f"metric {change.name}": str(change) for change in report.metrics}
         measured |= {"output": report.output_name, "inputs": report.inputs_run, "reference": report.reference}
         measured["device"] = report.device
     return measured | dict(versions or {})

@@ -212,6 +212,10 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
     if output.dp_mean is not None and output.dp_rms is not None:
         rows.append(("Δp, mean", f"{100 * output.dp_mean:.4f} %", "change of the right token's probability"))
         rows.append(("Δp, RMS", f"{100 * output.dp_rms:.4f} %", ""))
+    for change in drift.metrics:
+        how = "resamples of the examples" if change.resampled else "the examples"
+        what = f"{change.changed:,} of {change.examples:,} examples changed, ± paired standard error over {how}"
+        rows.append((printable(change.name), change.short, what))
     name = f"{printable(drift.output_name)} ({output.elements:,} elements)"
     plain = f"{drift.reference} arithmetic on the weights as stored"
     words = f"Of {name}, against {plain if drift.reference in dtypes.BY_NAME else reference_words(drift.reference)}."

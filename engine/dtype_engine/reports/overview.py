@@ -53,6 +53,7 @@ def verdict_tile(drift: DriftReport | None, no_drift: str = "", nonfinite: NonFi
         details.append(f"SQNR {sqnr_text(output, drift.sequences)}")
     if output.top1_agreement is not None:
         details.append(f"{top1_words(drift)}: {100 * output.top1_agreement:.2f} %")
+    details += [f"{printable(change.name)} {change.short}" for change in drift.metrics[:2]]
     details.append(said.why)
     if nonfinite is not None:  # a module may be, although the output is finite
         details.append(f"values stop being finite {first_sentence(nonfinite)}")

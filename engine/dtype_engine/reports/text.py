@@ -179,6 +179,7 @@ def drift_text(report: DriftReport) -> str:
         )
         if output.dp_mean is not None and output.dp_rms is not None:
             lines.append(f"Δp         mean {100 * output.dp_mean:.4f} %, RMS {100 * output.dp_rms:.4f} %")
+    lines += [f"{'metric':<10} {printable(change.name)} {change}" for change in report.metrics]
     lines.append(
         f"memory     stored {human_bytes(memory.stored_bytes or 0)} → planned {human_bytes(memory.planned_bytes or 0)}; "
         f"resident {human_bytes(memory.resident_bytes or 0)}; process peak {human_bytes(memory.peak_rss_bytes or 0)}"

@@ -54,16 +54,19 @@ def search_text(report: SearchReport) -> str:
     ]
     if report.measured is not None:
         lines.append(f"measured   {report.measured:.4e} {report.unit}")
+        lines += [f"metric     {printable(change.name)} {change}" for change in report.metrics]
     if report.candidates:
         lines += ["", f"measured on {report.held_out}"]
+        names = [printable(change.name) for change in report.metrics]
         rows = [
             (
                 "*" if (each.planned_bytes, each.measured) == (report.planned_bytes, report.measured) else " ",
                 human_bytes(each.planned_bytes), f"{each.predicted:.4e}", f"{each.measured:.4e}",
+                *(change.short for change in each.metrics),
             )
             for each in report.candidates
         ]  # fmt: skip
-        lines += [*table_lines([(" ", "planned", "predicted", "measured"), *rows], (1, 2, 3)), ""]
+        lines += [*table_lines([(" ", "planned", "predicted", "measured", *names), *rows], (1, 2, 3)), ""]
     lines += ["rules", *(f"  {printable(rule)}" for rule in report.rules or ("none: as stored",))]
     lines += [*loss_lines(report.lost), "", "Pareto front"]
     lines += [f"  {human_bytes(point.bytes):>10}  {point.predicted:.4e}" for point in _at_even_steps(report.front, 12)]

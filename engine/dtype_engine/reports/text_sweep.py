@@ -26,10 +26,12 @@ def sweep_text(report: SweepReport) -> str:
         (
             "*" if row.best else " ", printable(row.recipe), human_bytes(row.planned_bytes), f"{row.drift:.4e}",
             *((f"{row.output.perplexity_candidate or math.nan:.3f}",) if perplexity else ()),
+            *(change.short for change in row.metrics),
         )
         for row in report.rows
     ]  # fmt: skip
     head = (" ", "recipe", "planned", "drift", *(("perplexity",) if perplexity else ()))
+    head += tuple(printable(change.name) for change in report.rows[0].metrics)
     return "\n".join([*lines, *table_lines([head, *rows], (2, 3, 4)), *_plot(report.rows)])
 
 

@@ -17,6 +17,7 @@ from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
+from dtype_engine.results.metrics import MetricChange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +306,8 @@ class DriftReport:
     """The setting `quantize_activations` of the measurement."""
     coverage: Coverage | None = None
     """How many tensors of the model its files have, or None for a model without a checkpoint."""
+    metrics: tuple[MetricChange, ...] = ()
+    """The user's own metrics."""
 
     @property
     def weights_only(self) -> bool:

@@ -11,6 +11,7 @@ from dtype_engine.core.text import Name, printable
 from dtype_engine.core.units import human_bytes, plural, with_error
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
+from dtype_engine.results.metrics import MetricChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,8 @@ class Candidate:
     planned_bytes: int
     predicted: float
     measured: float
+    metrics: tuple[MetricChange, ...] = ()
+    """The user's own metrics under the recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,8 @@ class SearchReport:
     """The recipes that the search measured. The best of them is the recipe of this report."""
     held_out: str | None = None
     """A description of the inputs on which the candidates were measured."""
+    metrics: tuple[MetricChange, ...] = ()
+    """The user's own metrics under the recipe, if it was measured."""
     coverage: Coverage | None = None
     """How many of the model's tensors are in the files. None if no checkpoint was loaded."""
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtype_engine.results.drift import OutputDrift
+from dtype_engine.results.drift import DriftReport, OutputDrift
+from dtype_engine.results.metrics import MetricChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class SweepRow:
     drift and better in one of the two.
     """
     output: OutputDrift
+    metrics: tuple[MetricChange, ...] = ()
+    """The user's own metrics under the recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +40,9 @@ class SweepReport:
     rows: tuple[SweepRow, ...]
 
 
-def sweep_rows(measured: Sequence[tuple[str, tuple[str, ...], int, float, OutputDrift]]) -> tuple[SweepRow, ...]:
+def sweep_rows(measured: Sequence[tuple[str, tuple[str, ...], int, float, DriftReport]]) -> tuple[SweepRow, ...]:
     """Return one row for each measured recipe, with the best recipes marked. The smallest recipe comes first. measured: for each
-    recipe, (path of its file, its rules, its planned bytes, its drift in the report's unit, the drift of the main output).
+    recipe, (path of its file, its rules, its planned bytes, its drift in the report's unit, its measurement).
     """
     return tuple(
         SweepRow(
@@ -48,7 +51,8 @@ def sweep_rows(measured: Sequence[tuple[str, tuple[str, ...], int, float, Output
                 other[2] <= planned and other[3] <= drift and (other[2] < planned or other[3] < drift)
                 for other in measured
             ),
-            output,
+            report.output,
+            report.metrics,
         )
-        for name, rules, planned, drift, output in sorted(measured, key=lambda row: (row[2], row[3]))
+        for name, rules, planned, drift, report in sorted(measured, key=lambda row: (row[2], row[3]))
     )  # fmt: skip

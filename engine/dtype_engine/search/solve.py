@@ -26,6 +26,12 @@ def solve(front: ParetoFront, budget: int | None = None, max_drift: float | None
     return reaching
 
 
+def spread(front: ParetoFront, count: int) -> tuple[Solution, ...]:
+    """Return up to `count` solutions of the front: the smallest, the largest, and others at even steps between them."""
+    steps = [round(step * (len(front.points) - 1) / max(1, count - 1)) for step in range(count)]
+    return tuple(front.solution_at(index) for index in dict.fromkeys(steps))
+
+
 def around(front: ParetoFront, budget: int | None, max_drift: float | None, count: int) -> tuple[Solution, ...]:
     """Return up to `count` solutions: first the best one under a limit, as `solve` returns it, then points of the front that are
     near it in bytes.

@@ -151,7 +151,7 @@ def command(
         path=opening.path,
         partial=opening.partial,
         settings=options.settings,
-        thresholds=thresholds_from(limits),
+        thresholds=thresholds_from(limits, options.metrics),
         recipe=request.recipe,
         preset=request.preset,
         saved=saved,

@@ -20,7 +20,7 @@ from dtype_tui.rendering.palette import ramp
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.experiment import Experiment
-from dtype_tui.state.measurement_log import MeasuredRecipe
+from dtype_tui.state.measurement_log import MeasuredRecipe, metric_names
 
 MOST_ROWS = 300
 
@@ -109,6 +109,8 @@ def _figures(one: Side, other: Side, plans: tuple[Plan, Plan]) -> Table:
     both("KL mean", _kl)
     both("same top-1", _same_top)
     both("perplexity", _perplexity)
+    for name in metric_names((first, second)):
+        both(printable(name, 40), lambda entry, name=name: _metric(entry, name))  # type: ignore[misc]
     both("time", lambda entry: None if entry.seconds is None else seconds_text(entry.seconds))
     both("inputs", lambda entry: printable(entry.inputs, 200))
     both("settings", lambda entry: printable(str(entry.settings), 200))
@@ -130,6 +132,11 @@ def _same_top(entry: MeasuredRecipe) -> str | None:
 def _perplexity(entry: MeasuredRecipe) -> str | None:
     value = entry.output.perplexity_candidate
     return None if value is None else f"{value:.4f}"
+
+
+def _metric(entry: MeasuredRecipe, name: str) -> str | None:
+    change = entry.metric(name)
+    return None if change is None else change.short
 
 
 def _rules(one: Side, other: Side) -> Table:

@@ -18,14 +18,14 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, seconds_text
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.meaning import Meaning, meaning
-from dtype_tui.rendering.canvas import Series, axes_around, plot
+from dtype_tui.rendering.canvas import Series, axes_around, linear_axes, plot
 from dtype_tui.rendering.cells import short_bytes, truncate
 from dtype_tui.rendering.loss_text import loss_mark
 from dtype_tui.rendering.palette import ramp
 from dtype_tui.screens.comparison import comparison_screen, side_of
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
-from dtype_tui.state.measurement_log import MeasuredRecipe, mark, toggle_pin, without_figures
+from dtype_tui.state.measurement_log import MeasuredRecipe, mark, metric_names, toggle_pin, without_figures
 
 _RULES = "rules"
 _RULES_WIDTH = 22
@@ -56,6 +56,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         Binding("c", "compare", "Compare two recipes: press the key on each"),
         Binding("P", "compare_all", "Make the recipe the baseline for the tree and the panes, or remove the baseline"),
         Binding("m", "measure", "Measure all recipes on the current inputs with the current settings"),
+        Binding("y", "axis", "Plot the drift, or one of your own metrics"),
         Binding("j", "move(1)", "Down", show=False),
         Binding("k", "move(-1)", "Up", show=False),
         Binding("escape,q,H", "leave", "Close"),
@@ -108,7 +109,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         table.clear(columns=True)
         shown = fitting(rows, self._filled_for)
         for name, width in shown.items():
-            table.add_column(name, width=width)
+            table.add_column(Text(name), width=width)
         for row in rows:
             row[_RULES].truncate(shown[_RULES], overflow="ellipsis")
             table.add_row(*(row[name] for name in shown))
@@ -141,6 +142,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
             "KL nats": Text(_number(output.kl_mean, ".3e"), justify="right"),
             "same top-1": Text(top1, justify="right"),
             "perplexity": Text(_number(output.perplexity_candidate, ".4f"), justify="right"),
+            **{printable(name, 24): _metric_cell(entry, name) for name in metric_names(self._entries)},
             "time": Text(_time_or_extent(entry), justify="right", style="dim" if entry.in_part else ""),
             _RULES: Text(("now: " if now else "") + truncate(_rules(entry), 200), style="bold" if now else ""),
         }
@@ -184,20 +186,34 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
     def _plot(self) -> None:
         """Plot the drift of the measured recipes against their bytes.
 
-        The drift is the KL or, if the outputs are not distributions, the square of the relative L2 error.
+        The drift is the KL or, if the outputs are not distributions, the square of the relative L2 error. A metric of the user may
+        stand in its place.
         """
         widget = self.query_one("#plot", Static)
+        axis = self._experiment.axis
         distribution = any(entry.output.kl_mean is not None for entry in self._entries)
         series = []
         for index, entry in enumerate(self._entries):
-            drift = entry.drift(distribution)
+            drift = entry.height(axis, distribution)
             if drift is not None:
                 series.append(Series(((entry.planned_bytes / 2**20, drift),), mark(index), "bold"))
         points = [point for each in series for point in each.points]
-        drawn = plot(series, axes_around(points), max(20, widget.size.width), max(4, widget.size.height - 1))
-        unit = "KL, nats" if distribution else "relative squared error"
-        drawn.append(f"\n across: planned MiB, up: {unit}", style="dim")
+        axes = linear_axes(points) if axis else axes_around(points)
+        drawn = plot(series, axes, max(20, widget.size.width), max(4, widget.size.height - 1))
+        unit = printable(axis, 40) or ("KL, nats" if distribution else "relative squared error")
+        more = "; y plots another figure" if metric_names(self._entries) else ""
+        drawn.append(f"\n across: planned MiB, up: {unit}{more}", style="dim")
         widget.update(drawn)
+
+    def action_axis(self) -> None:
+        axes = ("", *metric_names(self._entries))
+        if len(axes) == 1:
+            self.notify(
+                "there are no metrics of your own: --metric file.py:function measures one", severity="information"
+            )
+        at = axes.index(self._experiment.axis) if self._experiment.axis in axes else 0
+        self._experiment.axis = axes[(at + 1) % len(axes)]
+        self._plot()
 
     def action_move(self, step: int) -> None:
         table = self.query_one(DataTable)
@@ -238,11 +254,14 @@ def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
     """Return the columns that fit into `width` cells, and their widths. rows: the cells of the table, by column name. The last
     column, with the rules, gets all remaining cells.
 
-    If too few cells would remain for the rules, other columns are left out: first empty columns, then those in _OPTIONAL_COLUMNS.
+    If too few cells would remain for the rules, other columns are left out: first empty columns, then those in _OPTIONAL_COLUMNS,
+    then the user's metrics.
     """
     widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
     wanted = min(widths.pop(_RULES), _RULES_WIDTH) + _PADDING
-    for name in sorted(_OPTIONAL_COLUMNS, key=lambda name: any(row[name] for row in rows)):
+    fixed = {"", "drift", "time"}
+    optional = (*_OPTIONAL_COLUMNS, *(name for name in widths if name not in fixed.union(_OPTIONAL_COLUMNS)))
+    for name in sorted(optional, key=lambda name: any(row[name] for row in rows)):
         if sum(widths.values()) + _PADDING * len(widths) + wanted <= width:
             break
         del widths[name]
@@ -256,6 +275,11 @@ def _time_or_extent(entry: MeasuredRecipe) -> str:
     if entry.in_part:
         return f"{entry.extent.done:,} of {entry.extent.total:,}"
     return "" if entry.seconds is None else seconds_text(entry.seconds)
+
+
+def _metric_cell(entry: MeasuredRecipe, name: str) -> Text:
+    change = entry.metric(name)
+    return Text("" if change is None else f"{change.candidate:.4g}", justify="right")
 
 
 def _number(value: float | None, form: str) -> str:

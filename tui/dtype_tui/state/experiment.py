@@ -92,6 +92,8 @@ class Experiment:
     floor: NoiseFloor | None = None
     measured: tuple[MeasuredRecipe, ...] = ()
     module_log: ModuleLog = field(default_factory=ModuleLog)
+    axis: str = ""
+    """The metric of the user on the vertical axis of plots of measured recipes, or "" for the drift."""
     baseline: MeasuredRecipe | None = None
     """The measured recipe with which the tree and the panes compare the current one."""
     scan: ScanState = field(default_factory=ScanState)

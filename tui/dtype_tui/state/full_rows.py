@@ -70,6 +70,10 @@ def _figures(experiment: Experiment, output: OutputDrift, extent: Extent) -> Ite
         yield "same top-1", top1 + _baseline(base, _top1)
     if output.perplexity_reference is not None and output.perplexity_candidate is not None:
         yield "perplexity", f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}"
+    report = experiment.results.report
+    for change in report.metrics if report is not None else ():
+        pinned = None if base is None else base.metric(change.name)
+        yield printable(change.name, 60), f"{change}" + (f"  P {pinned.candidate:.4g}" if pinned is not None else "")
 
 
 def _baseline(base: MeasuredRecipe | None, figure: Callable[[OutputDrift], str]) -> str:

@@ -13,6 +13,7 @@ from dtype_engine.recipe import Recipe
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift
+    from dtype_engine.results.metrics import MetricChange
 
 MOST_MEASURED = 1000
 """Maximum number of measurements in the history. It bounds the memory that an engine on another machine can fill."""
@@ -40,6 +41,8 @@ class MeasuredRecipe:
     by rounding (`ValueLoss.is_rounding`).
     """
     pinned: bool = False
+    metrics: tuple[MetricChange, ...] = ()
+    """The user's own metrics."""
 
     @property
     def in_part(self) -> bool:
@@ -62,6 +65,19 @@ class MeasuredRecipe:
         """
         value = self.output.kl_mean if distribution else 10 ** (-self.output.sqnr_db / 10)
         return None if self.output.nonfinite or value is None or math.isnan(value) else max(0.0, value)
+
+    def metric(self, name: str) -> MetricChange | None:
+        """Return the metric of the user with this name, or None if it was not measured."""
+        return next((change for change in self.metrics if change.name == name), None)
+
+    def height(self, axis: str, distribution: bool) -> float | None:
+        """Return the value for the vertical axis of a plot, or None if it is unknown: the drift or, if `axis` is the name of one of
+        the user's metrics, the candidate's value of this metric. distribution: as for `drift`.
+        """
+        if not axis:
+            return self.drift(distribution)
+        change = self.metric(axis)
+        return None if change is None or math.isnan(change.candidate) else change.candidate
 
     @property
     def key(self) -> tuple[Recipe, RunSettings, str]:
@@ -108,7 +124,13 @@ def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned
         seconds=None if report.seconds.reused or not report.sequences.whole else report.seconds.candidate,
         overflowed=sum(loss.overflowed for loss in lost),
         vanished=sum(loss.vanished for loss in lost),
+        metrics=report.metrics,
     )
+
+
+def metric_names(entries: Iterable[MeasuredRecipe]) -> tuple[str, ...]:
+    """Return the names of the user's metrics in these measurements, each once."""
+    return tuple(dict.fromkeys(change.name for entry in entries for change in entry.metrics))
 
 
 def mark(index: int) -> str:

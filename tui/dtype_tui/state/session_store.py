@@ -33,6 +33,7 @@ from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.regexes import time_limit
 from dtype_engine.results.drift import Extent, OutputDrift
+from dtype_engine.results.metrics import MetricChange
 from dtype_tui.state.addresses import is_address
 from dtype_tui.state.measurement_log import MeasuredRecipe
 from dtype_tui.state.rule_list import ListedRule, RuleList
@@ -41,9 +42,9 @@ VERSION = 2
 MOST_KEPT = 40
 MOST_STEPS = 200
 """Maximum number of undo steps, and likewise of redo steps, that are saved for a resumed session."""
-NOT_KEPT = frozenset({"trust_pickle", "trust_remote_code", "download", "read_only"})
-"""Options that allow code to run or to be downloaded, or forbid what others may do. Sessions do not save them: a file must not
-decide what is permitted.
+NOT_KEPT = frozenset({"trust_pickle", "trust_remote_code", "download", "read_only", "metrics", "data"})
+"""Options that allow code to run or to be downloaded, name such code, or forbid what others may do. Sessions do not save them: a
+file must not decide what is permitted.
 """
 _OPTIONS = [option.name for option in dataclasses.fields(Options) if option.name not in {*NOT_KEPT, "settings"}]
 _SETTINGS = [setting.name for setting in dataclasses.fields(RunSettings)]
@@ -254,6 +255,8 @@ class _Measurement(msgspec.Struct, kw_only=True):
     overflowed: int
     vanished: int
     pinned: bool
+    metrics: tuple[MetricChange, ...] = ()
+    """Empty in files of versions without the user's own metrics."""
 
 
 class _File(msgspec.Struct):

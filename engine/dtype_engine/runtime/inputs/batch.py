@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dtype_engine.core.errors import UserError
@@ -30,6 +32,9 @@ class Batch:
     about: str | None = None
     """A description of the picture or audio in this batch, or None if it has none."""
 
+    labels: dict[str, Any] = field(default_factory=dict)
+    """What the user gave besides the arguments of the forward pass, by name. The user's metrics receive it; the model does not."""
+
     @property
     def elements(self) -> int:
         """The number of elements in all tensors of this batch. The duration of a forward pass is estimated from it."""
@@ -41,6 +46,15 @@ class Batch:
             yield from named_tensors_in(f"argument {index}", value)
         for name, value in self.kwargs.items():
             yield from named_tensors_in(name, value)
+
+    def named(self, module: nn.Module) -> dict[str, Any]:
+        """Return all arguments of the forward pass of `module` by name, and the labels."""
+        positional = [
+            name
+            for name, parameter in inspect.signature(module.forward).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        return {**dict(zip(positional, self.args, strict=False)), **self.kwargs, **self.labels}
 
     def run(self, module: Callable[..., Any]) -> Any:
         """Call the module with copies of the tensors, so that writes to them have no effect on later calls. A tensor that occurs
@@ -65,6 +79,12 @@ class Batch:
 
         args, kwargs = with_tensors((self.args, self.kwargs), moved)
         return dataclasses.replace(self, args=args, kwargs=kwargs)
+
+    def with_labels(self, names: Collection[str]) -> Batch:
+        """Return this batch with the keyword arguments of these names as labels, which the model does not receive."""
+        labels = {name: value for name, value in self.kwargs.items() if name in names}
+        kwargs = {name: value for name, value in self.kwargs.items() if name not in names}
+        return dataclasses.replace(self, kwargs=kwargs, labels=self.labels | labels)
 
 
 @dataclass(frozen=True, slots=True)

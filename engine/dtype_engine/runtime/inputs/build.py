@@ -23,6 +23,7 @@ from dtype_engine.runtime.inputs.preprocessing import parameters
 from dtype_engine.runtime.inputs.processor_limits import check_processor_files
 from dtype_engine.runtime.inputs.tensor_files import tensor_inputs
 from dtype_engine.runtime.inputs.text import prompt_texts, text_inputs
+from dtype_engine.runtime.inputs.validate import with_labels
 from dtype_engine.runtime.model.live import LiveModel
 
 
@@ -32,12 +33,13 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
     Raises NoForward if no inputs can be created, and UserError if the user's inputs do not fit the model.
     """
     if options.tensors is not None:
-        return tensor_inputs(model, options.tensors)
+        return tensor_inputs(model, options.tensors, labelled=bool(options.metrics))
     given = options.prompts or options.texts or options.images or options.audio
     if model.example_inputs is not None and not given:
         with failures_as(NoForward, f"example_inputs() of {model.title} failed", with_type):
             values = model.example_inputs()
-        return from_values(values, "example_inputs()")
+        inputs = from_values(values, "example_inputs()")
+        return with_labels(model, inputs) if options.metrics else inputs
     if getattr(model.module, "config", None) is None:
         if given:
             raise UserError(

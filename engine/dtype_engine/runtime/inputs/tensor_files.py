@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pickle
 import re
@@ -19,7 +20,7 @@ from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
 from dtype_engine.runtime.inputs.text import with_next_tokens
-from dtype_engine.runtime.inputs.validate import ID_ARGUMENTS, check_fits
+from dtype_engine.runtime.inputs.validate import ID_ARGUMENTS, check_fits, with_labels
 from dtype_engine.runtime.model.containers import named_tensors_in
 from dtype_engine.runtime.model.live import LiveModel
 
@@ -27,15 +28,17 @@ _NUMBERED = re.compile(r"([0-9]{1,9})\.(.+)")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.uint64)
 
 
-def tensor_inputs(model: LiveModel, path: Path) -> Inputs:
+def tensor_inputs(model: LiveModel, path: Path, labelled: bool = False) -> Inputs:
     """Read the arguments of one or several forward passes (calls) from a `.safetensors`, `.npz` or `.pt` file. Token ids become
     int64.
 
     A call is a dictionary of arguments, a tuple of arguments, or a single tensor. A `.pt` file may hold a list of calls. In the
-    other formats, tensor names begin with the number of the call if there are several (`0.input_ids`, `1.input_ids`). Raises
-    UserError for a file that can't be read and for tensors that do not fit the model's forward pass.
+    other formats, tensor names begin with the number of the call if there are several (`0.input_ids`, `1.input_ids`).
+    labelled: whether tensors that the forward pass does not take are labels for the user's metrics. Raises UserError for a file
+    that can't be read and for tensors that do not fit the model's forward pass.
     """
     given = from_values(read_tensors(path), path.name)
+    given = with_labels(model, given) if labelled else given
     batches = tuple(_as_ids(batch) for batch in given.batches)
     for number, batch in enumerate(batches, 1):
         where = f"{path}, call {number}" if len(batches) > 1 else str(path)
@@ -178,4 +181,4 @@ def _as_ids(batch: Batch) -> Batch:
         else value
         for name, value in batch.kwargs.items()
     }
-    return Batch(batch.args, kwargs)
+    return dataclasses.replace(batch, kwargs=kwargs)

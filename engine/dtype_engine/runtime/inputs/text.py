@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ TOKENS_PER_SEQUENCE = 512
 _RANDOM_SEQUENCES, _RANDOM_TOKENS = 4, 128
 _ANY_LENGTH = 10**9
 _SHOWN_TOKENS = 40
+_TEXT_KEYS = ("messages", "text", "prompt")
 _JSONL = (".jsonl", ".ndjson")
 BUILT_IN = "built-in prompts: Python code, prose, technical text, a sum"
 
@@ -48,6 +49,8 @@ class TextSample:
     messages: tuple[dict[str, Any], ...] = ()
     where: str = ""
     """The origin of the text for error messages: `prompt 2`, or a file and a line."""
+    labels: Mapping[str, Any] = field(default_factory=dict)
+    """The other entries of the text's line in a JSONL file, which the user's metrics receive."""
 
 
 _DEFAULT_SAMPLES = tuple(TextSample(text, where="the built-in prompts") for text in DEFAULT_PROMPTS)
@@ -73,7 +76,7 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
         batches = tuple(token_batch(model, row, None) for row in rows)
         return Inputs(batches, described, made_of=(f"token ids at random: the folder {why}", *decoder))
     given = bool(options.prompts or options.texts)
-    sequences: list[tuple[torch.Tensor, str]] = []
+    sequences: list[tuple[torch.Tensor, str, Mapping[str, Any]]] = []
     taken = 0
     # Every text is at least one sequence, so no more texts are needed than sequences.
     samples = list(islice(text_samples(options) if given else _DEFAULT_SAMPLES, options.sequences))
@@ -81,23 +84,25 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
         for start in range(0, len(ids), longest):
             part = ids[start : start + longest]
             if start == 0:
-                sequences.append((part, text))
+                sequences.append((part, text, sample.labels))
             elif len(part) > 1:
                 with running(f"{sample.where}: the tokenizer of {model.title} can't decode it"):
                     begin = tokenizer.decode(part[:_SHOWN_TOKENS], skip_special_tokens=True)
-                sequences.append((part, f"…{begin}"))
+                sequences.append((part, f"…{begin}", sample.labels))
         if options.sequences is not None and len(sequences) >= options.sequences:
             sequences = sequences[: options.sequences]
             break
         taken += len(ids)
         if given:
             options.limits.refuse_file("tokens", f"the text up to {sample.where}", taken)
-    positions = sum(len(ids) for ids, _ in sequences)
+    positions = sum(len(ids) for ids, _, _ in sequences)
     yours = "prompts and texts" if options.prompts and options.texts else "prompts" if options.prompts else "text"
     plural = "" if len(sequences) == 1 else "s"
     kind = f"sequence{plural} of your {yours}" if given else f"default prompt{plural}"
     described = f"{len(sequences):,} {kind}, {positions:,} tokens"
-    batches = tuple(token_batch(model, ids, text) for ids, text in sequences)
+    batches = tuple(
+        dataclasses.replace(token_batch(model, ids, text), labels=dict(labels)) for ids, text, labels in sequences
+    )
     made_of = (f"{sources(options)}, in sequences of up to {longest} tokens", *decoder)
     return Inputs(batches, described, tokenizer, prompts=bool(options.prompts) and not options.texts, made_of=made_of)
 
@@ -159,10 +164,13 @@ def read_jsonl(path: Path, limits: InputLimits) -> Iterator[TextSample]:
         text = (
             next((entry[key] for key in ("text", "prompt") if key in entry), None) if isinstance(entry, dict) else None
         )
+        labels = (
+            {key: value for key, value in entry.items() if key not in _TEXT_KEYS} if isinstance(entry, dict) else {}
+        )
         if isinstance(messages, list) and messages and all(_is_message(message) for message in messages):
-            yield TextSample(messages=tuple(messages), where=where)
+            yield TextSample(messages=tuple(messages), where=where, labels=labels)
         elif isinstance(text, str):
-            yield TextSample(text, where=where)
+            yield TextSample(text, where=where, labels=labels)
         else:
             raise UserError(
                 f"{where}: needs a text in 'text' or 'prompt', or 'messages', each with 'role' and 'content'"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.runtime.inputs.batch import Batch
+from dtype_engine.runtime.inputs.batch import Batch, Inputs
 from dtype_engine.runtime.inputs.preprocessing import learned_positions, text_config
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.quantize import dtype_name
@@ -52,9 +53,11 @@ def check_fits(model: LiveModel, batch: Batch, where: str) -> None:
             raise UserError(f"{where}: {mask} is {_shape(one)} and {of} is {_shape(other)}: they must be the same")
 
 
-def _check_names(model: LiveModel, batch: Batch, where: str) -> None:
-    signature = inspect.signature(model.module.forward)
-    arguments = signature.parameters
+def unknown_arguments(model: LiveModel, batch: Batch) -> tuple[list[str], list[str]]:
+    """Return (the names of a batch's keyword arguments that the forward pass does not take, the names that it takes). The first
+    list is empty if the forward pass takes any name.
+    """
+    arguments = inspect.signature(model.module.forward).parameters
     kinds = {argument.kind for argument in arguments.values()}
     named = [
         name
@@ -63,12 +66,23 @@ def _check_names(model: LiveModel, batch: Batch, where: str) -> None:
     ]
     # A transformers model passes unknown keyword arguments on, so a wrong name would have no effect and no error.
     closed = inspect.Parameter.VAR_KEYWORD not in kinds or (hasattr(model.module, "config") and named)
-    for name in batch.kwargs:
-        if closed and name not in named:
-            raise UserError(
-                f"{where}: the forward pass of {type(model.module).__name__} has no argument {printable(name)!r}; it takes "
-                f"{', '.join(named[:12])}{', …' if len(named) > 12 else ''}"
-            )
+    return [name for name in batch.kwargs if closed and name not in named], named
+
+
+def with_labels(model: LiveModel, inputs: Inputs) -> Inputs:
+    """Return inputs in which the arguments that the forward pass does not take are labels for the user's metrics."""
+    batches = tuple(batch.with_labels(unknown_arguments(model, batch)[0]) for batch in inputs.batches)
+    return dataclasses.replace(inputs, batches=batches)
+
+
+def _check_names(model: LiveModel, batch: Batch, where: str) -> None:
+    unknown, named = unknown_arguments(model, batch)
+    for name in unknown[:1]:
+        raise UserError(
+            f"{where}: the forward pass of {type(model.module).__name__} has no argument {printable(name)!r}; it takes "
+            f"{', '.join(named[:12])}{', …' if len(named) > 12 else ''}"
+        )
+    signature = inspect.signature(model.module.forward)
     try:
         signature.bind(*batch.args, **batch.kwargs)
     except TypeError as error:

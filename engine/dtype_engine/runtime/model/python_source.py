@@ -96,17 +96,9 @@ def load_python(source: Source, options: Options, device: torch.device, on_step:
     """Build the model with the user's own class or function, and find `example_inputs()` in the same file. Raises UserError if the
     user's code fails or does not make an `nn.Module`, or if the weights do not fit.
     """
-    assert source.attribute is not None
     on_step(f"importing {source.path or source.module}")
     with quiet():
-        namespace = _import_file(source.path) if source.path else _import_module(source.module or "")
-        made_by = getattr(namespace, source.attribute, None)
-        if made_by is None:
-            offers = sorted(
-                name for name, value in vars(namespace).items() if _may_make_a_model(value, namespace.__name__)
-            )
-            hint = f"; it has {', '.join(offers)}" if offers else ""
-            raise UserError(f"{source.title}: there is no {source.attribute!r} in {source.path or source.module}{hint}")
+        made_by, namespace = import_named(source)
         on_step(f"making {source.attribute}")
         with failures_as(UserError, f"{source.title}: calling {source.attribute}() failed", with_type):
             module = made_by if isinstance(made_by, nn.Module) else made_by()
@@ -127,6 +119,19 @@ def load_python(source: Source, options: Options, device: torch.device, on_step:
         folder=source.path.parent if source.path else None,
         example_inputs=getattr(namespace, "example_inputs", None),
     )
+
+
+def import_named(source: Source) -> tuple[Any, ModuleType]:
+    """Import the Python file or module of a source. Returns (the attribute that the source names, the module). Raises UserError if
+    the code fails, or if it has no such attribute.
+    """
+    assert source.attribute is not None
+    namespace = _import_file(source.path) if source.path else _import_module(source.module or "")
+    if not hasattr(namespace, source.attribute):
+        offers = sorted(name for name, value in vars(namespace).items() if _may_make_a_model(value, namespace.__name__))
+        hint = f"; it has {', '.join(offers)}" if offers else ""
+        raise UserError(f"{source.title}: there is no {source.attribute!r} in {source.path or source.module}{hint}")
+    return getattr(namespace, source.attribute), namespace
 
 
 def _may_make_a_model(value: Any, module: str) -> bool:

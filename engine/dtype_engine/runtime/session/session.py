@@ -14,6 +14,7 @@ from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
+from dtype_engine.core.input_args import data_options
 from dtype_engine.core.options import ClassesDim, Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
@@ -31,6 +32,7 @@ from dtype_engine.results.runs import Generation, SpeedReport
 from dtype_engine.results.scan import Prediction, ScanReport, SearchReport
 from dtype_engine.runtime.inputs import Inputs, make_inputs, one_of_each_shape, summarize
 from dtype_engine.runtime.inputs.text import with_next_tokens
+from dtype_engine.runtime.inputs.validate import with_labels
 from dtype_engine.runtime.measure.attribution import Attribution, OnCauses, Part, PartDrift
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
 from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
@@ -41,6 +43,7 @@ from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remed
 from dtype_engine.runtime.measure.noise_floor import measure_noise_floor
 from dtype_engine.runtime.measure.nonfinite import diagnose_nonfinite
 from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
+from dtype_engine.runtime.measure.user_metrics import MetricMeter, load_metrics
 from dtype_engine.runtime.measure.weight_errors import reference_differences
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
@@ -96,7 +99,9 @@ class Session:
         self.options = options
         self.settings = options.settings
         """The settings for running the candidate. They may be replaced between measurements."""
-        self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
+        if inputs is not None:
+            inputs = with_next_tokens(model, with_labels(model, inputs) if options.metrics else inputs)
+        self.inputs = inputs
         """The inputs for running the model, or None if it can't be run."""
         self.why_no_forward: str | None = None
         """Why the model can't be run, or None if it can: a sentence with placeholders, which the app or the command line replaces
@@ -107,6 +112,7 @@ class Session:
         self._casting = Casting(model)
         self._behavior = ModelBehavior()
         self._meter: DriftMeter | None = None
+        self._metrics: MetricMeter | None = None
         self._floor: tuple[Inputs, ClassesDim, NoiseFloor] | None = None
         self._parts: tuple[Recipe, RunSettings, Inputs, dict[Part, PartDrift]] | None = None
         """The recipe, settings and inputs of the last attribution of drift, and its measurements if it was cancelled
@@ -430,8 +436,8 @@ class Session:
             cancelled: Checked between module calls; ignored if there is a listener.
 
         Returns:
-            Metrics of the main output and of every module, memory in bytes, times in seconds. `sequences` is the number of
-            compared sequences.
+            Metrics of the main output and of every module, `Options.metrics`, memory in bytes, times in seconds. `sequences` is the
+            number of compared sequences.
 
         Raises:
             NoForward: The model can't be run.
@@ -443,6 +449,7 @@ class Session:
             >>> 0 < session.drift().output.max_abs < 1
             True
         """
+        metrics = self._metric_meter()  # what is wrong with a metric is said before the model runs
         if self._meter is None:
             budget = budget_for(self.options.reference_bytes)
             self._meter = DriftMeter(self.model, self.need_inputs(), budget=budget, behavior=self._behavior)
@@ -456,7 +463,20 @@ class Session:
         )
         reset_peaks(self.model.device)
         totals = self._meter.measure(listener)
-        return self._meter.report(totals, self.recipe, self.memory(), self.lost_values(listener.cancelled))
+        report = self._meter.report(totals, self.recipe, self.memory(), self.lost_values(listener.cancelled))
+        changes = (
+            metrics.measure(self.settings, listener.on_progress, listener.cancelled) if metrics is not None else ()
+        )
+        return dataclasses.replace(report, metrics=changes)
+
+    def _metric_meter(self) -> MetricMeter | None:
+        """Return the meter of the user's metrics, or None if `Options.metrics` is empty. Raises UserError and NoForward."""
+        if self._metrics is None and self.options.metrics:
+            loaded, data = load_metrics(self.options.metrics), self.need_inputs()
+            if self.options.data:
+                data = make_inputs(self.model, data_options(self.options))
+            self._metrics = MetricMeter(self.model, loaded, data, self._behavior)
+        return self._metrics
 
     @reading_weights
     def causes(
@@ -743,7 +763,7 @@ class Session:
         recipe = minimize(self.tree, solution.dtypes)
         if measure:
             self.apply(recipe, cancelled=cancelled)
-        measured = scalar_drift(self.drift(cancelled=cancelled).output) if measure else None
+        report = self.drift(cancelled=cancelled) if measure else None
         assert self.scanned is not None
         return SearchReport(
             model=self.model.title,
@@ -753,7 +773,8 @@ class Session:
             planned_bytes=solution.bytes,
             predicted=solution.score,
             front=tuple(front.points),
-            measured=measured,
+            measured=None if report is None else scalar_drift(report.output),
+            metrics=() if report is None else report.metrics,
             notices=self.model.notices,
             lost=self.lost_values(cancelled, make_plan(self.tree, recipe)),
             coverage=self.model.coverage,
@@ -780,7 +801,7 @@ class Session:
             for tried in one_of_each_shape(inputs):
                 runner.reference(runner.reference_call(tried))
         self.inputs, self.options, self.why_no_forward = inputs, options, None
-        self._meter = self.scanned = None
+        self._meter = self._metrics = self.scanned = None
         self._scan = LastScan()
 
     @property

@@ -32,6 +32,7 @@ from dtype_tui.widgets.panes.base import Pane
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import NonFiniteDiagnosis
     from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift
+    from dtype_engine.results.metrics import MetricChange
 
 _LABEL = len("perplexity ")
 _SECOND = 18
@@ -39,6 +40,8 @@ _SECOND = 18
 _GAP = 2
 _SECOND_LABEL = len("max |Δ| ")
 _MOST_WORST = 3
+_MOST_METRICS = 3
+"""Number of the user's metrics that are shown; the details of the model list all."""
 _BETWEEN = 3
 """Number of blank cells between two blocks of lines that stand side by side."""
 
@@ -54,6 +57,7 @@ class DriftPane(Pane):
         "KL is in nats per position, ± its standard error; while inputs remain, ± says how far the KL over all inputs may differ. "
         "a → b: from the recipe before to this one, ▲ with more drift, ▼ with less. "
         "Same top-1: share of positions at which the most likely token is the same. "
+        "Your own metrics (--metric): reference → candidate, the difference ± its paired standard error, and the changed examples. "
         "Modules are compared in about a sixth of the sequences; m compares them in all. "
         "Floor: the drift of the reference against itself, under another attention implementation and in a batch of "
         "two; a drift that is not larger is noise. "
@@ -88,6 +92,7 @@ class DriftPane(Pane):
         if results.report is not None:
             report = results.report
             figures = self._figures(report.output, report.sequences, report.modules)
+            figures[0] += [_metric_line(change) for change in report.metrics[:_MOST_METRICS]]
             if self.is_zoomed:
                 shown = self._arranged(figures, [self._worst()])
                 return Group(shown, Text(), rows_table(drift_rows(experiment)))
@@ -171,7 +176,7 @@ class DriftPane(Pane):
         if results.nonfinite is not None:
             yield from _nonfinite_lines(results.nonfinite)
         if results.report is not None:
-            for verdict in verdicts(self.experiment.thresholds, results.report.output):
+            for verdict in verdicts(self.experiment.thresholds, results.report.output, results.report.metrics):
                 yield Text.assemble(
                     ("pass", "bold green") if verdict.passed else ("FAIL", "bold red"), f" {verdict.short}"
                 )
@@ -279,6 +284,16 @@ def _sqnr_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) 
     if not extent.whole and extent.rel_l2_error is not None and math.isfinite(output.sqnr_db):
         uncertain = f" ± {20 / math.log(10) * extent.rel_l2_error:.2f}"
     return Text.assemble(("SQNR ", "dim"), figure, (uncertain, "dim"))
+
+
+def _metric_line(metric: MetricChange) -> Text:
+    """Return the line of a metric of the user: the reference's value, the candidate's, and their difference."""
+    error = "" if metric.error is None else f" ± {metric.error:.1g}"
+    return Text.assemble(
+        (f"{printable(metric.name, 24)} ", "dim"),
+        f"{metric.reference:.4g} → {metric.candidate:.4g}",
+        (f"  {metric.difference:+.2g}{error}, {metric.changed:,} of {metric.examples:,} changed", "dim"),
+    )
 
 
 def _other_figures(output: OutputDrift, has_kl: bool, columns: int) -> list[Text]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from dtype_engine.core.text import printable
 from dtype_tui.rendering.palette import ACCENT
 from dtype_tui.widgets.panes.base import Pane
 
@@ -32,12 +33,13 @@ class TradeOffPane(Pane):
         entries = self.experiment.measured
         if not entries:
             return Text("Each measured recipe is a point here.", "dim")
-        from dtype_tui.rendering.canvas import Series, axes_around, plot  # the first paint plots nothing
+        from dtype_tui.rendering.canvas import Series, axes_around, linear_axes, plot  # the first paint plots nothing
 
+        axis = self.experiment.axis
         distribution = any(entry.output.kl_mean is not None for entry in entries)
         series = []
         for entry in entries:
-            drift = entry.drift(distribution)
+            drift = entry.height(axis, distribution)
             if drift is None:
                 continue
             current = (entry.recipe, entry.settings) == (self.experiment.recipe, self.experiment.settings)
@@ -47,6 +49,7 @@ class TradeOffPane(Pane):
             return Text("Each measured recipe is a point here.", "dim")
         series.sort(key=lambda each: each.mark == "●")  # the current recipe is drawn over the others
         points = [point for each in series for point in each.points]
-        drawn = plot(series, axes_around(points), self.columns, max(4, self.lines - 1))
-        unit = "KL, nats" if distribution else "relative squared error"
+        axes = linear_axes(points) if axis else axes_around(points)
+        drawn = plot(series, axes, self.columns, max(4, self.lines - 1))
+        unit = printable(axis, 40) or ("KL, nats" if distribution else "relative squared error")
         return Group(drawn, Text(f"across: planned MiB, up: {unit}", "dim"))

@@ -1,0 +1,72 @@
+"""Compares the values that a metric has on the same examples under the reference and under the candidate."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtype_engine.core.errors import UserError
+from dtype_engine.results.metrics import MetricChange
+
+Aggregate = Callable[[list[Any]], float]
+DRAWS = 200
+"""The number of resamples for the error of a metric of all examples together. That error then has a standard error of 5 %."""
+
+
+@dataclass(slots=True)
+class Examples:
+    """What a metric gives for each example, in the order of the examples."""
+
+    values: list[Any] = field(default_factory=list)
+    aggregate: Aggregate | None = None
+    """Computes the metric from the values of all examples. None: each value is a number, and the metric is their mean."""
+
+    def figure(self) -> float:
+        """Return the metric over all examples."""
+        return statistics.fmean(self.values) if self.aggregate is None else float(self.aggregate(list(self.values)))
+
+
+def compare(name: str, reference: Examples, candidate: Examples) -> MetricChange:
+    """Return the metric `name` on both sides, with the paired standard error of the difference.
+
+    For a mean over n examples, the error is s / √n, where s is the standard deviation of the examples' differences. Otherwise it is
+    the standard deviation of the difference over `DRAWS` resamples of the examples, each the same on both sides (Efron's
+    bootstrap). Raises UserError if there are no examples, or not equally many on both sides.
+    """
+    count = len(reference.values)
+    if not count or count != len(candidate.values):
+        raise UserError(
+            f"{name} has {count:,} examples on the reference and {len(candidate.values):,} on the candidate: it must have a value "
+            "for every example on both"
+        )
+    changed = sum(not _same(one, other) for one, other in zip(reference.values, candidate.values, strict=True))
+    aggregate = candidate.aggregate
+    error = None
+    if count > 1 and aggregate is None:
+        differences = [other - one for one, other in zip(reference.values, candidate.values, strict=True)]
+        error = _deviation(differences) / math.sqrt(count)
+    elif count > 1 and aggregate is not None:
+        draw = random.Random(0)
+        drawn = []
+        for _ in range(DRAWS):
+            picked = draw.choices(range(count), k=count)
+            one, other = (aggregate([side.values[at] for at in picked]) for side in (reference, candidate))
+            drawn.append(float(other) - float(one))
+        error = _deviation(drawn)
+    return MetricChange(
+        name, reference.figure(), candidate.figure(), error, count, changed, resampled=aggregate is not None
+    )
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation of a sample, or NaN if a value is not finite."""
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether an example has the same value on both sides. NaN equals NaN."""
+    return bool(one == other) or (one != one and other != other)

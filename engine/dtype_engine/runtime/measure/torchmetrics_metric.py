@@ -1,0 +1,82 @@
+"""Objects of the package torchmetrics as metrics of examples. The package need not be installed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dtype_engine.core.errors import UserError
+from dtype_engine.runtime.measure.paired import Aggregate
+from dtype_engine.runtime.passes.outputs import main_output
+
+_LABELS = ("labels", "label", "targets", "target")
+
+
+def is_torchmetrics(value: Any) -> bool:
+    """Return whether a value has the methods of torchmetrics' `Metric`."""
+    return isinstance(value, torch.nn.Module) and all(hasattr(value, name) for name in ("update", "compute", "reset"))
+
+
+def per_example(metric: Any) -> tuple[Callable[[Any, dict[str, Any]], list[Any]], Aggregate]:
+    """Return a function that gives the state of a torchmetrics metric after each example by itself, and one that computes the
+    metric from such states.
+
+    `update` is called with the main output and the labels among the inputs. If both have positions, the classes are moved to the
+    second dimension, where torchmetrics expects them. Raises UserError for inputs without labels.
+    """
+
+    def states(output: Any, inputs: dict[str, Any]) -> list[Any]:
+        labels = next((inputs[name] for name in _LABELS if name in inputs), None)
+        if not isinstance(labels, torch.Tensor):
+            raise UserError(
+                f"a torchmetrics object needs a tensor among the inputs that is named {' or '.join(_LABELS)}"
+            )
+        _, scores = main_output(output)
+        if scores.ndim > 2 and scores.shape[:-1] == labels.shape:
+            scores = scores.movedim(-1, 1)
+        found = []
+        for at in range(len(labels)):
+            metric.reset()
+            metric.update(scores[at : at + 1], labels[at : at + 1])
+            found.append(_State({name: getattr(metric, name) for name in metric._defaults}))
+        return found
+
+    def compute(all_states: list[_State]) -> float:
+        metric.reset()
+        for name, reduction in metric._reductions.items():
+            values: list[Any] = [state.values[name] for state in all_states]
+            if isinstance(values[0], list):
+                merged: Any = [tensor for value in values for tensor in value]
+            else:
+                merged = torch.stack(values) if reduction is None else reduction(torch.stack(values))
+            setattr(metric, name, merged)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it did not see `update`
+            return float(metric.compute())
+
+    return states, compute
+
+
+class _State:
+    """The state of a metric after one example."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = {
+            name: value if isinstance(value, torch.Tensor) else list(value) for name, value in values.items()
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _State) and all(
+            _equal(value, other.values[name]) for name, value in self.values.items()
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return len(one) == len(other) and all(map(torch.equal, one, other))

@@ -1,0 +1,186 @@
+"""The user's own metrics, such as an accuracy: loads them, and measures them on the reference and on the candidate."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from dtype_engine.checkpoint.source import locate_metric
+from dtype_engine.core.cancellation import IsCancelled
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.foreign_code import failures_as, with_type
+from dtype_engine.core.options import LM_EVAL, RunSettings
+from dtype_engine.core.text import printable
+from dtype_engine.results.metrics import MetricChange
+from dtype_engine.runtime.inputs import Inputs
+from dtype_engine.runtime.measure.listener import OnProgress
+from dtype_engine.runtime.measure.paired import Aggregate, Examples, compare
+from dtype_engine.runtime.measure.torchmetrics_metric import is_torchmetrics, per_example
+from dtype_engine.runtime.model.containers import with_tensors
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.python_source import import_named
+from dtype_engine.runtime.passes.model_behavior import ModelBehavior
+from dtype_engine.runtime.passes.runner import ForwardRunner
+
+
+@dataclass(frozen=True, slots=True)
+class OutputMetric:
+    """A metric of the model's outputs: `function(output, inputs)` is called once for every batch."""
+
+    name: str
+    function: Callable[[Any, dict[str, Any]], Any]
+    """Returns a list or a tensor with one value for each example, or the value of a single example."""
+    aggregate: Aggregate | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetric:
+    """Metrics of the model itself, such as those of an evaluation harness, which calls the model as often as it needs."""
+
+    name: str
+    function: Callable[[LiveModel, Inputs], Mapping[str, Examples]]
+    """Returns the values of all examples by the metric's name."""
+
+
+def load_metrics(texts: Sequence[str]) -> tuple[OutputMetric | ModelMetric, ...]:
+    """Return the metrics that `Options.metrics` names. This runs the user's Python files. Raises UserError for a metric that does
+    not exist, and if two have the same name.
+    """
+    metrics = tuple(map(_load, texts))
+    for name, count in Counter(metric.name for metric in metrics).items():
+        if count > 1:
+            raise UserError(f"{count} metrics have the name {name}: give them different names")
+    return metrics
+
+
+def _load(text: str) -> OutputMetric | ModelMetric:
+    if text.startswith(LM_EVAL):
+        from dtype_engine.runtime.measure.lm_eval_metric import lm_eval_function
+
+        return ModelMetric(text, lm_eval_function(text.removeprefix(LM_EVAL)))
+    source = locate_metric(text)
+    made, _ = import_named(source)
+    name = str(source.attribute)
+    if is_torchmetrics(made):
+        return OutputMetric(name, *per_example(made))
+    if not callable(made):
+        raise UserError(
+            f"{source.title} is a {type(made).__name__}, and a metric is a function or a torchmetrics object"
+        )
+    aggregate = getattr(made, "aggregate", None)
+    takes = list(inspect.signature(made).parameters)
+    if takes[:1] == ["model"]:
+        return ModelMetric(name, partial(_of_model, made, name, aggregate, len(takes) > 1))
+    if len(takes) != 2:
+        raise UserError(
+            f"{source.title} takes ({', '.join(takes)}): a metric takes (output, inputs), (model) or (model, inputs)"
+        )
+    return OutputMetric(name, made, aggregate)
+
+
+def _of_model(
+    function: Callable[..., Any],
+    name: str,
+    aggregate: Aggregate | None,
+    takes_inputs: bool,
+    model: LiveModel,
+    data: Inputs,
+) -> Mapping[str, Examples]:
+    given = [[batch.on(model.device).named(model.module) for batch in data.batches]] if takes_inputs else []
+    return {name: Examples(_values(name, function(model.module, *given), aggregate), aggregate)}
+
+
+@dataclass
+class MetricMeter:
+    """Measures metrics over inputs. What they are on the reference is measured once and kept."""
+
+    model: LiveModel
+    metrics: tuple[OutputMetric | ModelMetric, ...]
+    data: Inputs
+    behavior: ModelBehavior
+    _reference: dict[str, Examples] | None = field(default=None, init=False)
+
+    def measure(
+        self, settings: RunSettings, on_progress: OnProgress, cancelled: IsCancelled
+    ) -> tuple[MetricChange, ...]:
+        """Return what each metric is on the reference and on the candidate, the model as it is currently cast.
+
+        on_progress: called as that of a `MeasurementListener`, with examples in place of elements. Raises UserError if a metric
+        fails or does not return numbers, and NoForward, KernelError, Cancelled.
+        """
+        with ForwardRunner(self.model, settings, cancelled, watch=False, behavior=self.behavior) as runner:
+            if self._reference is None:
+                self._reference = self._run(runner, "reference", on_progress)
+            candidate = self._run(runner, "candidate", on_progress)
+        changes = []
+        for name, examples in self._reference.items():
+            with failures_as(UserError, f"{name}: computing it failed", with_type):
+                changes.append(compare(name, examples, candidate.get(name, Examples())))
+        return tuple(changes)
+
+    def _run(self, runner: ForwardRunner, side: str, on_progress: OnProgress) -> dict[str, Examples]:
+        """Return the values of all examples on one side ("reference" or "candidate"), by the metric's name."""
+        run = runner.reference if side == "reference" else runner.candidate
+        found: dict[str, Examples] = {}
+        of_outputs = [metric for metric in self.metrics if isinstance(metric, OutputMetric)]
+        for number, batch in enumerate(self.data.batches if of_outputs else ()):
+            on_progress(f"{side}, {', '.join(metric.name for metric in of_outputs)}", number, len(self.data.batches))
+            call = runner.reference_call(batch) if side == "reference" else runner.candidate_call(batch)
+            output, given = _for_users(run(call).output), _for_users(batch.named(self.model.module))
+            for metric in of_outputs:
+                with failures_as(UserError, f"{metric.name} failed", with_type):
+                    values = _values(metric.name, metric.function(output, given), metric.aggregate)
+                found.setdefault(metric.name, Examples(aggregate=metric.aggregate)).values.extend(values)
+        for each in self.metrics:
+            if isinstance(each, ModelMetric):
+                on_progress(f"{side}, {each.name}", 0, 1)
+                found.update(run(partial(_guarded, each, self.model, self.data)).output)
+        return found
+
+
+def _guarded(metric: ModelMetric, model: LiveModel, data: Inputs) -> Mapping[str, Examples]:
+    with failures_as(UserError, f"{metric.name} failed", with_type):
+        return metric.function(model, data)
+
+
+def _for_users(value: Any) -> Any:
+    """Return a value with its tensors on the CPU, and with floating-point numbers in float32 or float64, which NumPy knows too."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        wide = tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        return wide.detach().cpu()
+
+    return with_tensors(value, moved)
+
+
+def _values(name: str, returned: Any, aggregate: Aggregate | None) -> list[Any]:
+    """Return what a metric has returned as a list with the value of each example, without tensors and arrays.
+
+    A list, or the first dimension of a tensor or an array, has an entry for each example. Anything else is the value of a single
+    example. aggregate: the metric's function for all examples; without it, values must be numbers. Raises UserError.
+    """
+    plain = _plain(returned)
+    values = plain if isinstance(plain, list) else [plain]
+    if (
+        aggregate is None
+        and (wrong := next((each for each in values if not isinstance(each, (int, float))), None)) is not None
+    ):
+        raise UserError(
+            f"{name} returned {printable(repr(wrong), 100)} for an example, which is no number: return a number for each example, "
+            "or give the function an attribute `aggregate`, a function that computes the metric from such values"
+        )
+    return values
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(map(_plain, value))
+    return {key: _plain(item) for key, item in value.items()} if type(value) is dict else value
