@@ -123,6 +123,11 @@ def bottom(words: str) -> Look:
     return lambda app: words in lines(app)[-1]
 
 
+def said(words: str) -> Look:
+    """Observes whether the screen shows these words."""
+    return lambda app: words in "\n".join(lines(app))
+
+
 # -- how to get there -----------------------------------------------------------------------------------------------
 
 

@@ -51,7 +51,7 @@ HARMLESS_WINDOWS = {
     "JobsScreen": "leave move stop",
     "JumpScreen": "leave",
     "LineInput": "cursor_left_word cursor_right_word delete_left_word delete_right_word",
-    "MeasurementsScreen": "compare compare_all go_back leave measure move pin",
+    "MeasurementsScreen": "axis compare compare_all go_back leave measure move pin",
     "OptimiseScreen": "apply compare end leave measure scroll type undo walk zoom",
     "Overlay": "dismiss edge scroll",
     "Pane": "screen.next_pane screen.to_tree step",

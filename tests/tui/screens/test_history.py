@@ -12,7 +12,9 @@ from tests.helpers.screen_text import lines, screen
 from textual.pilot import Pilot
 from textual.widgets import DataTable
 
+from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.results.metrics import MetricChange
 from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.history import fitting
@@ -79,3 +81,28 @@ def test_columns_without_a_figure_go_before_those_that_have_one() -> None:
     assert sum(everything.values()) + 2 * len(names) == 200
     narrower = fitting([row], 8 * 10 + 10 - 1)
     assert set(narrower) == set(names) - {"KL nats"}
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36)])
+async def test_metrics_of_the_user_stand_in_the_pane_the_history_and_the_comparison(size: tuple[int, int]) -> None:
+    app = make_app()
+    async with running(app, size) as pilot:
+        for recipe, accuracy in ((Recipe((Rule("*", "bfloat16"),)), 0.9), (FP8, 0.75)):
+            app.controller.apply_recipe(recipe)
+            metric = MetricChange("accuracy", 0.92, accuracy, 0.0042, 400, 31)
+            told = dataclasses.replace(report(recipe), metrics=(metric,))
+            await say(app, pilot, events.Measured(recipe, told, RunSettings()), events.Idle())
+        app.clear_notifications()
+        assert "accuracy 0.92 → 0.75" in screen(app)
+        assert "-0.17 ± 0.004" in screen(app)
+        await pilot.press("H")
+        await pilot.pause()
+        at = next(place for place, line in enumerate(lines(app)) if "accuracy" in line and "rules" in line)
+        assert ["0.75" in lines(app)[at + 1], "0.9 " in lines(app)[at + 2]] == [True, True], screen(app)
+        assert "up: KL, nats; y plots another figure" in screen(app)
+        await pilot.press("y")
+        await pilot.pause()
+        assert "up: accuracy" in screen(app)
+        await pilot.press("y", "c", "j", "c")
+        await pilot.pause()
+        assert "0.92 → 0.9, -0.02 ± 0.0042" in screen(app)

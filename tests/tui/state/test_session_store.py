@@ -151,7 +151,7 @@ def test_every_option_has_a_place_in_the_file_but_for_trust() -> None:
 def test_a_file_can_not_make_the_program_trust_a_model(name: str) -> None:
     (path,) = save(0, SavedSession(None, "demo"))
     data = json.loads(path.read_text())
-    data["options"][name] = True
+    data["options"][name] = {"metrics": ["marks.py:accuracy"], "data": ["texts.jsonl"]}.get(name, True)
     path.write_text(json.dumps(data))
     with pytest.raises(UserError, match=f"unknown option {name}"):
         read_session(path)
