@@ -60,7 +60,7 @@ def sweep(request: RunRequest, recipes: tuple[Path, ...], workers: str | int | N
         last.inputs,
         session.tree.stored_bytes,
         _unit(last.output),
-        sweep_rows(measured),
+        sweep_rows([(*row[:4], row[4].output, row[4].metrics) for row in measured]),
     )
     if as_object:
         print_json(as_json(swept))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtype_engine.results.drift import DriftReport, OutputDrift
+from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.metrics import MetricChange
 
 
@@ -40,9 +40,12 @@ class SweepReport:
     rows: tuple[SweepRow, ...]
 
 
-def sweep_rows(measured: Sequence[tuple[str, tuple[str, ...], int, float, DriftReport]]) -> tuple[SweepRow, ...]:
+def sweep_rows(
+    measured: Sequence[tuple[str, tuple[str, ...], int, float, OutputDrift, tuple[MetricChange, ...]]],
+) -> tuple[SweepRow, ...]:
     """Return one row for each measured recipe, with the best recipes marked. The smallest recipe comes first. measured: for each
-    recipe, (path of its file, its rules, its planned bytes, its drift in the report's unit, its measurement).
+    recipe, (path of its file, its rules, its planned bytes, its drift in the report's unit, the drift of the main output, the
+    user's metrics).
     """
     return tuple(
         SweepRow(
@@ -51,8 +54,8 @@ def sweep_rows(measured: Sequence[tuple[str, tuple[str, ...], int, float, DriftR
                 other[2] <= planned and other[3] <= drift and (other[2] < planned or other[3] < drift)
                 for other in measured
             ),
-            report.output,
-            report.metrics,
+            output,
+            metrics,
         )
-        for name, rules, planned, drift, report in sorted(measured, key=lambda row: (row[2], row[3]))
+        for name, rules, planned, drift, output, metrics in sorted(measured, key=lambda row: (row[2], row[3]))
     )  # fmt: skip

@@ -28,8 +28,8 @@ def output(drift: float) -> OutputDrift:
     )
 
 
-def row(name: str, planned: int, drift: float) -> tuple[str, tuple[str, ...], int, float, OutputDrift]:
-    return name, (), planned, drift, output(drift)
+def row(name: str, planned: int, drift: float) -> tuple[str, tuple[str, ...], int, float, OutputDrift, tuple[()]]:
+    return name, (), planned, drift, output(drift), ()
 
 
 def test_what_no_other_beats_is_marked() -> None:

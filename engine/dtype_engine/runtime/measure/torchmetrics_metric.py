@@ -41,7 +41,7 @@ def per_example(metric: Any) -> tuple[Callable[[Any, dict[str, Any]], list[Any]]
         for at in range(len(labels)):
             metric.reset()
             metric.update(scores[at : at + 1], labels[at : at + 1])
-            found.append(_State({name: getattr(metric, name) for name in metric._defaults}))
+            found.append(_State(metric.metric_state))
         return found
 
     def compute(all_states: list[_State]) -> float:
