@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import TooSlow, UserError
+from dtype_engine.core.kv_formats import KV_FORMATS, ONLY_KV, may_name_caches, names_caches
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, TensorInfo, Tree
@@ -32,9 +33,19 @@ class Selection:
     """The canonical names of the selected tensors that can never be cast: integers, booleans, parts of quantised weights, and
     non-persistent buffers that the pattern does not name specifically.
     """
+    caches: tuple[str, ...] = ()
+    """The names of the KV caches' tensors that the pattern selects. Only patterns that name caches select any."""
 
     def __len__(self) -> int:
-        return len(self.tensors)
+        return len(self.tensors) + len(self.caches)
+
+    def for_dtype(self, dtype: str) -> Selection:
+        """Return what a rule with this dtype selects: weights can't have the formats of KV caches alone, and caches only have
+        their own formats.
+        """
+        if dtype in ONLY_KV:
+            return replace(self, tensors=(), uncastable=())
+        return self if dtype in KV_FORMATS or dtype == dtypes.STORED or not self.caches else replace(self, caches=())
 
 
 def select(tree: Tree, pattern: Pattern | str, seconds: float = MATCHING_S) -> Selection:
@@ -78,7 +89,16 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
                 taken[tensor.name] = None
             else:
                 uncastable[tensor.name] = None
-    return Selection(frozenset(modules), tuple(taken), tuple(name for name in uncastable if name not in taken))
+    named = tree.caches if may_name_caches(compiled.text) else ()
+    caches = tuple(name for name in named if _names_cache(compiled, name))
+    return Selection(frozenset(modules), tuple(taken), tuple(name for name in uncastable if name not in taken), caches)
+
+
+def _names_cache(compiled: Pattern, name: str) -> bool:
+    """Return whether a pattern names a KV cache's tensor, and does not merely match everything in its module, such as
+    `*.self_attn`.
+    """
+    return (names_caches(compiled.text) and compiled.selects(name)) or compiled.matches_exactly(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +111,16 @@ class RuleEffect:
     tensors: tuple[TensorInfo, ...]
     """The tensors that the rule selects."""
     decides: int
-    """How many of `tensors` get this rule's dtype. The others are also selected by a later rule, which overrides this one."""
+    """How many of `tensors` and `caches` get this rule's dtype. The others are also selected by a later rule, which overrides this
+    one.
+    """
+    caches: tuple[str, ...] = ()
+    """The names of the KV caches' tensors that the rule selects."""
+
+    @property
+    def matches(self) -> int:
+        """How many tensors the rule selects, those of KV caches included."""
+        return len(self.tensors) + len(self.caches)
 
     @property
     def bytes_before(self) -> int:
@@ -112,7 +141,9 @@ class Plan:
     dtypes: Mapping[str, str]
     """The planned dtype of every tensor, by canonical name."""
     decided_by: Mapping[str, int]
-    """The index of the rule that decides a tensor's dtype, by canonical tensor name. Tensors that no rule selects are absent."""
+    """The index of the rule that decides a tensor's dtype, by canonical tensor name, or a KV cache's format, by the name of its
+    tensor. Tensors that no rule selects are absent.
+    """
     selections: tuple[Selection, ...]
     """The modules and tensors that each rule selects, in the recipe's order."""
     stored_bytes: int
@@ -121,6 +152,8 @@ class Plan:
     """Indices of the rules that select modules by class, if the model's classes are still unknown. Until the classes are known,
     these rules select nothing.
     """
+    caches: Mapping[str, str] = field(default_factory=dict)
+    """The formats of those tensors of KV caches that a rule decides, by name. The others hold what the model writes."""
     too_slow: tuple[int, ...] = field(default=())
     """Indices of the rules whose patterns take too long to match. These rules select nothing in the plan."""
 
@@ -134,11 +167,13 @@ class Plan:
 
     def effects(self, tree: Tree, among: Collection[str] | None = None) -> Iterator[RuleEffect]:
         """Yield the effect of each rule, in the recipe's order. among: if given, only tensors with these canonical names are
-        considered.
+        considered, of weights and of KV caches.
         """
         for index, (rule, selection) in enumerate(zip(self.recipe.rules, self.selections, strict=True)):
             taken = tuple(tree.tensors[name] for name in selection.tensors if among is None or name in among)
-            yield RuleEffect(index, rule, taken, sum(self.decided_by[tensor.name] == index for tensor in taken))
+            caches = tuple(name for name in selection.caches if among is None or name in among)
+            decided = sum(self.decided_by[name] == index for name in (*(tensor.name for tensor in taken), *caches))
+            yield RuleEffect(index, rule, taken, decided, caches)
 
     @property
     def unmatched(self) -> list[int]:
@@ -169,6 +204,7 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
         return known
     planned = {name: tensor.dtype for name, tensor in tree.tensors.items()}
     decided: dict[str, int] = {}
+    caches: dict[str, str] = {}
     selections: list[Selection] = []
     pending_classes: list[int] = []
     too_slow: list[int] = []
@@ -176,7 +212,7 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
         for index, rule in enumerate(recipe.rules):
             try:
                 pattern = compile_pattern(rule.pattern)
-                taken = _selected(tree, pattern)
+                taken = _selected(tree, pattern).for_dtype(rule.dtype)
             except TooSlow:
                 selections.append(Selection(frozenset(), ()))
                 too_slow.append(index)
@@ -187,6 +223,9 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
             for name in taken.tensors:
                 planned[name] = tree.tensors[name].dtype if rule.dtype == dtypes.STORED else rule.dtype
                 decided[name] = index
+            for name in taken.caches:
+                caches[name] = rule.dtype
+                decided[name] = index
     plan = Plan(
         recipe,
         planned,
@@ -195,6 +234,7 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
         tree.stored_bytes,
         planned_bytes(tree, planned),
         tuple(pending_classes),
+        {name: form for name, form in caches.items() if form != dtypes.STORED},
         tuple(too_slow),
     )
     if not too_slow:  # a later attempt, on a less busy machine, may finish in time
@@ -260,6 +300,8 @@ NO_CLASSES = "but this model's architecture is unknown: put a config.json that n
 
 def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
     """Return a sentence that says why a pattern selects nothing. taken: the result of `select`, if it was computed before."""
+    if names_caches(pattern) and not tree.caches:
+        return f"pattern {shortened(pattern)} names KV caches, of which this model has none that is known here"
     if taken is not None and taken.uncastable:
         return f"pattern {shortened(pattern)} matches only tensors that it does not cast ({uncast_words(tree, taken)})"
     compiled = compile_pattern(pattern)
@@ -276,7 +318,8 @@ def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -
         known = sorted({module.class_name for module in tree.modules.values() if module.class_name})
         wanted, prefix = pattern.removeprefix("type:"), "type:"
     else:
-        known, wanted, prefix = [*tree.modules, *tree.tensors][:_MOST_NAMES], pattern, ""
+        names = tree.caches if names_caches(pattern) else (*tree.modules, *tree.tensors)
+        known, wanted, prefix = list(names[:_MOST_NAMES]), pattern, ""
         if "*" in pattern:  # compared with the patterns that select something
             known = list({step for name in known for step in generalisations(name) if "*" in step})
     near = nearest(wanted, known[:_MOST_NAMES])

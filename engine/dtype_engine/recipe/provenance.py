@@ -7,7 +7,7 @@ from typing import Any
 
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.tree import Tree
-from dtype_engine.core.units import human_bytes
+from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe.file import Figure, write_recipe
 from dtype_engine.recipe.plan import Plan, RuleEffect
 from dtype_engine.results.drift import DriftReport
@@ -93,5 +93,8 @@ def _loss_totals(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
 
 def _selected_text(effect: RuleEffect) -> str:
     taken, size = len(effect.tensors), f"{human_bytes(effect.bytes_before)} -> {human_bytes(effect.bytes_after)}"
-    decides = "" if effect.decides == taken else f", decides {effect.decides}"
-    return f"{taken} tensor{'' if taken == 1 else 's'}{decides}, {size}"
+    decides = "" if effect.decides == effect.matches else f", decides {effect.decides}"
+    if effect.caches and not taken:
+        return f"{plural(len(effect.caches), 'tensor')} of KV caches{decides}"
+    caches = f" and {len(effect.caches)} of KV caches" if effect.caches else ""
+    return f"{plural(taken, 'tensor')}{caches}{decides}, {size}"

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.kv_formats import format_of_caches, may_name_caches, names_caches, parse_format
 from dtype_engine.core.text import Name
 from dtype_engine.recipe.pattern import compile_pattern
 
@@ -26,14 +27,23 @@ class Rule:
     pattern: Name
     """Names of modules or tensors, with wildcards; or `type:` and a class; or `re:` and a regular expression."""
     dtype: str
-    """A name in `dtypes.CASTABLE_DTYPES`, or `dtypes.STORED`."""
+    """A name in `dtypes.CASTABLE_DTYPES` or, for KV caches, in `KV_FORMATS`; or `dtypes.STORED`."""
 
     @classmethod
     def make(cls, pattern: str, dtype: object) -> Rule:
         """Return a rule made from a pattern and a dtype: a name in any spelling, or a `torch.dtype`. Raises UserError if either is
-        invalid.
+        invalid, or if the pattern names KV caches and they can't have the dtype.
         """
-        return cls(compile_pattern(pattern).text, dtypes.parse_target(str(dtype)))
+        compiled = compile_pattern(pattern)
+        if names_caches(compiled.text):
+            return cls(compiled.text, parse_format(str(dtype)))
+        if (only := format_of_caches(str(dtype))) is None:
+            return cls(compiled.text, dtypes.parse_target(str(dtype)))
+        if not may_name_caches(compiled.text):
+            raise UserError(
+                f"only KV caches can be {only}: write a pattern that names them, for example '*.kv_cache={only}'"
+            )
+        return cls(compiled.text, only)
 
     @classmethod
     def parse(cls, text: str) -> Rule:

@@ -117,7 +117,7 @@ def rules_section(tree: Tree, plan: Plan) -> Section:
     rows = tuple(
         (
             str(effect.index + 1), Identifier(printable(effect.rule.pattern, 500)), effect.rule.dtype,
-            f"{len(effect.tensors):,}", f"{effect.decides:,}", human_bytes(effect.bytes_before),
+            f"{effect.matches:,}", f"{effect.decides:,}", human_bytes(effect.bytes_before),
             human_bytes(effect.bytes_after),
         )
         for effect in plan.effects(tree)

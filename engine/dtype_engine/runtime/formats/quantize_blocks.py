@@ -80,9 +80,10 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None)
     return codes, scale
 
 
-def rounded(tensor: torch.Tensor, element: DType) -> torch.Tensor:
+def rounded(tensor: torch.Tensor, element: DType, amax: float | None = None) -> torch.Tensor:
     """Return a weight's values after quantizing and dequantizing, in the weight's dtype. element: the block format: an entry of
-    `core.dtypes` or a modified copy of one.
+    `core.dtypes` or a modified copy of one. amax: the largest |value| for which the tensor scale is chosen; if None, that of this
+    tensor.
     """
     assert element.blocks is not None
     count, height, width = matrices(tensor.shape, element.blocks.columns)
@@ -91,7 +92,7 @@ def rounded(tensor: torch.Tensor, element: DType) -> torch.Tensor:
     def keep(work: BlockWork, chunk: Chunk) -> None:
         values[chunk.first : chunk.first + len(chunk.units)] = work.dequantize(chunk)
 
-    quantize_chunks(tensor, element, keep)
+    quantize_chunks(tensor, element, keep, amax)
     return values.view(tensor.shape)
 
 

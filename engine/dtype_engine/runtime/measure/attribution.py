@@ -199,6 +199,7 @@ class Attribution:
 
     def _run_reference(self, runner: ForwardRunner) -> None:
         budget, positions = _BUDGET, 0
+        runner.calibrate_caches(self.inputs.batches)
         for batch in self.inputs.batches:
             recorder = ModuleRecorder(budget // 2)
             options = PassOptions(learns=True, cache_bytes=budget // 2)

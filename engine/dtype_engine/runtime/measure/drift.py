@@ -12,6 +12,7 @@ from torch import nn
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward
+from dtype_engine.core.kv_formats import KV_FORMATS, WINDOW
 from dtype_engine.core.memory_share import memory_budget
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
@@ -154,6 +155,7 @@ class DriftMeter:
                 *candidate.notices,
                 *totals.notices(output),
                 *_quantized_notices(candidate.tree, recipe),
+                *_window_notices(candidate, self.inputs),
                 *_fast_path_notices(self.model.module),
             ),
             lost=lost,
@@ -170,6 +172,7 @@ class DriftMeter:
         progress = MeasurementProgress(listener.on_progress, batches, self._calls, self._modules)
         with ExitStack() as stack:
             reference_runner, candidate_runner = self._runners(listener.cancelled, stack)
+            candidate_runner.calibrate_caches(batches)
             for step in self._plan.steps(listener.all_modules or never):
                 self._expect(progress, step, totals, listener)
                 reference = self._reference(reference_runner, step, progress)
@@ -320,6 +323,18 @@ def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
     return (
         f"torch's fast path of {found} is off for reference and candidate, so padded positions are computed like all "
         "others; only an attention_mask in the inputs leaves them out of the figures",
+    )
+
+
+def _window_notices(model: LiveModel, inputs: Inputs) -> tuple[str, ...]:
+    """Return a sentence if KIVI rounds nothing, because no input is longer than its window."""
+    kivi = sorted({name for name in model.cache_formats.values() if KV_FORMATS[name].scales == "kivi"})
+    ids = (batch.kwargs.get("input_ids") for batch in inputs.batches)
+    longest = max((each.shape[-1] for each in ids if isinstance(each, torch.Tensor)), default=0)
+    if not kivi or not longest or longest >= WINDOW:
+        return ()
+    return (
+        f"{kivi[0]} keeps up to {WINDOW} of the newest tokens unrounded, and all inputs are shorter: use longer texts",
     )
 
 

@@ -127,7 +127,8 @@ def _tried(
     meter: DriftMeter, tree: Tree, plan: Plan, remedy: LossRemedy, report: DriftReport, cancelled: IsCancelled
 ) -> LossRemedy:
     recipe = plan.recipe.then(*map(Rule.parse, remedy.rules))
-    meter.model.apply(make_plan(tree, recipe).dtypes, cancelled=cancelled)
+    plan = make_plan(tree, recipe)
+    meter.model.apply(plan.dtypes, cancelled=cancelled, caches=plan.caches)
     before, sequences = report.output, report.sequences.done
     try:
         with closing(meter.readings(MeasurementListener(cancelled=cancelled))) as readings:

@@ -317,7 +317,8 @@ def _finite_output_under(
     """Cast the model by a recipe, and measure the drift of the main output. Returns None if the model can't be run or its main
     output is not finite. If `what` is "modules", also returns None if the output of any module is not finite.
     """
-    meter.model.apply(make_plan(tree, recipe).dtypes, cancelled=cancelled)
+    plan = make_plan(tree, recipe)
+    meter.model.apply(plan.dtypes, cancelled=cancelled, caches=plan.caches)
     try:
         totals = meter.measure(cancelled=cancelled)
     except (KernelError, NoForward):

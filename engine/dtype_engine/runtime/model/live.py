@@ -8,6 +8,7 @@ values, and undoing a cast restores the stored data without a copy.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,6 +191,21 @@ class LiveModel:
     """How many of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
     by_id: dict[int, Weight] = field(default_factory=dict)
     """The weights, keyed by the `id` of the tensor object in the module."""
+    cache_formats: dict[str, str] = field(default_factory=dict)
+    """The formats to which a candidate's KV caches are rounded, by the name of the cache tensor. The others hold what the model
+    writes.
+    """
+
+    @functools.cached_property
+    def cache_names(self) -> Mapping[str, tuple[str, ...]]:
+        """The names of the KV cache's tensors that rules may give a format, by the name of the attention module that writes
+        them: its keys and values, or MLA's latent and rotary part.
+        """
+        found: dict[str, tuple[str, ...]] = {}
+        for name in self.tree.caches:
+            module = name.rsplit(".", 2)[0]
+            found[module] = (*found.get(module, ()), name)
+        return found
 
     @classmethod
     def wrap(
@@ -284,14 +300,17 @@ class LiveModel:
         planned: Mapping[str, str],
         on_progress: Callable[[int, int], None] | None = None,
         cancelled: IsCancelled = never,
+        caches: Mapping[str, str] | None = None,
     ) -> None:
         """Cast every tensor to its planned dtype (`planned`, keyed by name). A tensor that already has this dtype is skipped,
         unless it shares its scale with other weights than before.
 
         Each new tensor replaces its predecessor immediately, so that memory is needed only for the new tensors. `on_progress(done,
         total)` is called with the numbers of finished tensors and of all tensors. Raises Cancelled between two tensors; a later
-        call with any plan continues from there.
+        call with any plan continues from there. caches: the formats of KV caches; None: they stay as they are.
         """
+        if caches is not None:
+            self.cache_formats = dict(caches)
         shared = scale_groups(
             {name: planned[name] for name, weight in self.weights.items() if not weight.info.quantized}
         )

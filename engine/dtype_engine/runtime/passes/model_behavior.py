@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from dtype_engine.runtime.passes.side_effects import SideEffects
 
 
@@ -22,6 +24,11 @@ class ModelBehavior:
     """Names of modules that change their arguments. Their calls must not be skipped, because their changes would be missing."""
     stateful: bool = False
     """Whether module outputs depend on more than the arguments, such as on tensors that the model updates or on random numbers."""
+
+    cache_amax: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The largest |value| of each head in the reference over all inputs, float32 [heads], by the name of a KV cache's tensor. It is
+    empty until a format with calibrated scales needs it.
+    """
 
     def add_effects(self, effects: SideEffects) -> None:
         """Add the side effects that were detected in one pass to these facts."""

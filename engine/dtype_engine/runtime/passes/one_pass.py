@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from dtype_engine.runtime.modes.kv_cache import CacheWatcher
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.output_cache import OutputCache
 
@@ -37,6 +38,8 @@ class PassOptions:
     """A function that gets the pass's torch-function mode and returns a context manager. The pass runs inside this context, which
     is entered before the mode. None: no further context.
     """
+    caches: CacheWatcher | None = None
+    """What intercepts the KV caches that a pass of the reference writes, or None."""
 
 
 @dataclass(slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -14,12 +15,14 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.foreign_code import foreign_code
+from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.options import STORED, RunSettings
 from dtype_engine.runtime.device import synchronize
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.candidate import CandidateMode
+from dtype_engine.runtime.modes.kv_cache import CacheAmax, CacheRounding, CacheWatcher, watching_caches
 from dtype_engine.runtime.modes.other_threads import weights_in_one_thread
 from dtype_engine.runtime.modes.partial import PartialCastMode
 from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
@@ -93,11 +96,29 @@ class ForwardRunner:
         if self.model.reference == STORED:
             return self.candidate_batch(batch)
         dtype = torch.float64 if self._stored_dtypes() == {"float64"} else torch.float32
-        return batch.on(self.model.device, dtype)
+        return self._with_cache(batch.on(self.model.device, dtype))
 
     def candidate_batch(self, batch: Batch) -> Batch:
         """Return a batch for the candidate: float inputs stay in their dtype or are cast, depending on the settings."""
-        return batch.on(self.model.device, self._input_dtype())
+        return self._with_cache(batch.on(self.model.device, self._input_dtype()))
+
+    def _with_cache(self, batch: Batch) -> Batch:
+        """Return a batch with which the model keeps a KV cache, if a rule gives a cache a format."""
+        if not self.model.cache_formats:
+            return batch
+        return dataclasses.replace(batch, kwargs=batch.kwargs | {"use_cache": True})
+
+    def calibrate_caches(self, batches: Iterable[Batch]) -> None:
+        """Run the reference over all inputs if a KV cache has a format with calibrated scales, and record the largest |value|
+        of each head. Nothing runs if they are known. Raises NoForward, KernelError and Cancelled.
+        """
+        known, formats = self.behavior.cache_amax, self.model.cache_formats
+        if all(name in known or not KV_FORMATS[form].calibrated for name, form in formats.items()):
+            return
+        amax = CacheAmax(self.model.cache_names)
+        for batch in batches:
+            self.reference(self.reference_call(batch), PassOptions(caches=amax))
+        known |= amax.found
 
     def reference(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
@@ -110,7 +131,7 @@ class ForwardRunner:
         on_cpu = self.model.device.type == "cpu"  # another device may lack memory for all of them
         with stored_values(self.model) if on_cpu else nullcontext():
             mode = ReferenceMode(self.model.by_id, self.model.device, widened, self._compute)
-            return self._run(call, mode, options, observer)
+            return self._run(call, mode, options, observer, caches=options.caches)
 
     def candidate(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
@@ -119,6 +140,8 @@ class ForwardRunner:
         `options.earlier` that can't have changed are reused.
         """
         forms = {name: weight.form for name, weight in self.model.weights.items()}
+        for names in self.model.cache_names.values():
+            forms |= {name: self.model.cache_formats.get(name, "") for name in names}
         cache, earlier = _new_cache(forms, options), options.earlier
         prefix, reused = 0, dict[tuple[str, int], int]()
         if earlier is not None and earlier.only == options.cached:
@@ -127,10 +150,12 @@ class ForwardRunner:
         if earlier is not None and not reused:
             earlier.release()
         mode = CandidateMode(self.model.by_id, self._compute, self.model.device, self._rounding())
-        result = self._run(call, mode, options, observer, cache, reused, self._autocast)
+        caches = self._cache_rounding(lambda name: True)
+        result = self._run(call, mode, options, observer, cache, reused, self._autocast, caches)
+        # Reused calls recorded no first uses, so those of the earlier pass still hold.
+        known = earlier.first_use if earlier is not None and reused else {}
+        self._refuse_unwritten(known.keys() | result.first_use.keys())
         if cache is not None:
-            # Reused calls recorded no first uses, so those of the earlier pass still hold.
-            known = earlier.first_use if earlier is not None and reused else {}
             cache.first_use = earliest(known, result.first_use)
         return result
 
@@ -152,7 +177,9 @@ class ForwardRunner:
         cache = _new_cache({}, options)
         earlier = options.earlier
         reused = self._reusable(earlier, options.prefix or 0) if earlier is not None else {}
-        return self._run(call, mode, options, observer, cache, reused), mode.uses
+        caches = self._cache_rounding(inside)
+        result = self._run(call, mode, options, observer, cache, reused, caches=caches)
+        return result, mode.uses | ({} if caches is None else caches.first_use)
 
     def under(self, mode: WeightMode, call: Callable[[], Output]) -> Output:
         """Run the model by `call` under any torch-function mode, and return what `call` returns. `call` may enable gradients."""
@@ -169,6 +196,24 @@ class ForwardRunner:
     def _rounding(self) -> ActivationRounding | None:
         """Return an object that rounds activations during one pass, or None if the settings do not quantise activations."""
         return ActivationRounding() if self.settings.quantize_activations == "weights" else None
+
+    def _cache_rounding(self, inside: Callable[[str], bool]) -> CacheRounding | None:
+        """Return an object that rounds those KV caches during one pass for whose names `inside` is True, or None if no rule gives a
+        cache a format.
+        """
+        model = self.model
+        if not model.cache_formats:
+            return None
+        return CacheRounding(model.cache_names, model.cache_formats, self.behavior.cache_amax, inside)
+
+    def _refuse_unwritten(self, used: Collection[str]) -> None:
+        """Raise NoForward if a KV cache with a format was not written in a pass. used: the names of what the pass used."""
+        missing = [name for name in self.model.cache_formats if name not in used]
+        if missing:
+            raise NoForward(
+                f"{missing[0]} was not written in the pass, so its format can't be measured: the model does not keep it in "
+                "transformers' Cache"
+            )
 
     def _input_dtype(self) -> torch.dtype | None:
         """Return the dtype to which the candidate's float inputs are cast, or None if they keep their dtype."""
@@ -191,12 +236,14 @@ class ForwardRunner:
         cache: OutputCache | None = None,
         reused: dict[tuple[str, int], int] | None = None,
         autocast: torch.dtype | None = None,
+        caches: CacheWatcher | None = None,
     ) -> PassResult[Output]:
         """Run one pass under `mode`, and return its output with what the pass has noted.
 
         call: runs the model. observer: receives the output of each module. cache: keeps outputs of modules for later passes.
         reused: the calls that are skipped, since their outputs are in `options.earlier`. It maps (module, number of its call) to
-        the index of the call in `options.earlier.calls`. autocast: the dtype of torch's autocast, or None without autocast.
+        the index of the call in `options.earlier.calls`. autocast: the dtype of torch's autocast, or None without autocast. caches:
+        intercepts the KV caches that the pass writes; None: nothing does.
         """
         model, behavior, modules = self.model, self.behavior, self._calls.modules
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
@@ -214,6 +261,7 @@ class ForwardRunner:
                         contexts.enter_context(options.around(mode))
                     contexts.enter_context(mode)
                     contexts.enter_context(weights_in_one_thread(model.by_id))
+                    contexts.enter_context(watching_caches(caches, mode))
                     contexts.enter_context(foreign_code())
                     output = call()
                 synchronize(model.device)
@@ -234,7 +282,8 @@ class ForwardRunner:
             seconds=seconds,
             finished=run.finished,
             spans=run.spans,
-            first_use={model.by_id[key].info.name: finished for key, finished in mode.first_use.items()},
+            first_use={model.by_id[key].info.name: finished for key, finished in mode.first_use.items()}
+            | (caches.first_use if isinstance(caches, CacheRounding) else {}),
             added=mode.added,
             reused=bool(reused),
             cache=cache,

@@ -29,7 +29,7 @@ class Casting:
         plan = make_plan(self._model.tree, recipe)
         plan.refuse_too_slow()
         self.plan = plan
-        self._model.apply(plan.dtypes, on_progress, cancelled)
+        self._model.apply(plan.dtypes, on_progress, cancelled, plan.caches)
 
     def push(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
         """Apply a recipe as a step that `undo` can revert. Raises Cancelled. Raises TooSlow, before anything is changed, if a
@@ -68,4 +68,4 @@ class Casting:
         try:
             yield
         finally:
-            self._model.apply(self.plan.dtypes)
+            self._model.apply(self.plan.dtypes, caches=self.plan.caches)

@@ -651,6 +651,7 @@ class Session:
         """
         with ForwardRunner(self.model, self.settings, cancelled, behavior=self._behavior) as runner:
             inputs = self.need_inputs()
+            runner.calibrate_caches(inputs.batches)
             if prompt is not None:
                 inputs = make_inputs(
                     self.model, dataclasses.replace(self.options, prompts=(prompt,), texts=(), tensors=None)
@@ -802,6 +803,7 @@ class Session:
                 runner.reference(runner.reference_call(tried))
         self.inputs, self.options, self.why_no_forward = inputs, options, None
         self._meter = self._metrics = self.scanned = None
+        self._behavior.cache_amax.clear()
         self._scan = LastScan()
 
     @property

@@ -1,0 +1,129 @@
+"""The formats of a KV cache: their names, scales and bytes. This module never imports torch.
+
+A part of a KV cache, such as the keys of one layer, is a tensor [batch, heads, tokens, width]. The formats are those that runtimes
+offer: vLLM, TensorRT-LLM (NVFP4) and KIVI (Liu et al., 2024). `engine/docs/kv-cache.md` says what each of them means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.kv_cache import KV_CACHE, PARTS
+from dtype_engine.core.suggest import nearest
+
+GROUP, WINDOW = 32, 128
+"""KIVI's group of values that share a scale, and the newest tokens that it does not round."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """One format of a KV cache."""
+
+    name: str
+    dtype: str
+    """The dtype of an element, or a block format, in `dtypes.BY_NAME`; "" for integers with zero points."""
+    scales: Literal["none", "tensor", "head", "token", "blocks", "kivi"] = "none"
+    """Which values share a scale: all of a tensor; those of one head; those of one token in one head; blocks of one token in one
+    head; or, for KIVI, those of one channel in `GROUP` tokens (keys), and of one token in `GROUP` channels (values).
+    """
+    bits: int = 0
+    """The bits of an element."""
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the format has scales that are computed once, from the calibration inputs, and then kept for all tokens."""
+        return self.scales in ("tensor", "head") or self.name == "nvfp4"
+
+    def nbytes(self, shape: Sequence[int], keys: bool) -> int:
+        """Return the bytes of a part [batch, heads, tokens, width] in this format, scales included. keys: whether it holds keys,
+        which KIVI groups in another way than values.
+        """
+        batch, heads, tokens, width = shape
+        if self.scales == "kivi":
+            rounded = tokens - tokens % WINDOW if keys else max(0, tokens - WINDOW)
+            groups = rounded // GROUP * width if keys else rounded * -(-width // GROUP)
+            whole = rounded * width * self.bits // 8 + 4 * groups + 2 * (tokens - rounded) * width
+            return batch * heads * whole
+        if self.scales == "blocks":
+            block = dtypes.BY_NAME[self.dtype].blocks
+            assert block is not None
+            scale = 1 if block.tensor_scale else 2
+            of_row = -(-width * self.bits // 8) + scale * -(-width // block.columns)
+            return batch * heads * tokens * of_row + (dtypes.SCALE_BYTES if block.tensor_scale else 0)
+        scales = {"none": 0, "tensor": 1, "head": heads, "token": batch * heads * tokens}[self.scales]
+        return math.prod((batch, heads, tokens)) * -(-width * self.bits // 8) + dtypes.SCALE_BYTES * scales
+
+
+_FP8 = "float8_e4m3fn"
+KV_FORMATS = {
+    each.name: each
+    for each in (
+        *(KVFormat(name, name, "none", dtypes.BY_NAME[name].bits) for name in ("float32", "bfloat16", "float16")),
+        KVFormat(_FP8, _FP8, "none", 8),
+        KVFormat("float8_e5m2", "float8_e5m2", "none", 8),
+        KVFormat(_FP8 + dtypes.PER_TENSOR, _FP8, "tensor", 8),
+        KVFormat("fp8@head", _FP8, "head", 8),
+        KVFormat("fp8@token", _FP8, "token", 8),
+        KVFormat("int8@token", "int8", "token", 8),
+        KVFormat("int4@token", "", "token", 4),
+        KVFormat("int4@g32", "int4@g32", "blocks", 4),
+        KVFormat("nvfp4", "nvfp4", "blocks", 4),
+        KVFormat("int4@kivi", "", "kivi", 4),
+        KVFormat("int2@kivi", "", "kivi", 2),
+    )
+}
+"""All formats of a KV cache, by the name that rules have."""
+ONLY_KV = frozenset(KV_FORMATS) - frozenset(dtypes.CASTABLE_DTYPES)
+"""The formats that only KV caches have, not weights."""
+
+
+_OF_VLLM = {f"{name}_per_token_head": f"{name}@token" for name in ("fp8", "int8", "int4")}
+
+
+def names_caches(pattern: str) -> bool:
+    """Return whether a pattern names KV caches: `kv_cache` occurs in it, as in `*.kv_cache` or `*.kv_cache.k`."""
+    return KV_CACHE in pattern
+
+
+def may_name_caches(pattern: str) -> bool:
+    """Return whether a pattern can name KV caches: it names `kv_cache`, or its last part is one of a cache, as in `*.v`."""
+    last = pattern.rpartition(".")[2].strip("{}")
+    return names_caches(pattern) or not {part.strip() for part in last.split(",")}.isdisjoint(PARTS)
+
+
+def parse_format(text: str) -> str:
+    """Parse a format of a KV cache as the user wrote it (`fp8`, `bf16`, `int4@kivi`, `stored`).
+
+    Returns a name in `KV_FORMATS`, or `dtypes.STORED`. Raises UserError for anything else.
+    """
+    whole = text.strip().lower().removeprefix("torch.")
+    whole = _OF_VLLM.get(whole, whole)
+    if whole in KV_FORMATS:
+        return whole
+    word, _, scales = whole.partition("@")
+    if word in ("float8_e4m3fn", "e4m3", "fp8_e4m3") and f"fp8@{scales}" in KV_FORMATS:
+        return f"fp8@{scales}"
+    try:
+        found = dtypes.parse_target(whole)
+    except UserError:
+        found = ""
+    if found in KV_FORMATS or found == dtypes.STORED:
+        return found
+    known = [name.replace(_FP8, "fp8") if "@" in name else dtypes.short_name(name) for name in KV_FORMATS]
+    near = nearest(whole, known, cutoff=0.5)
+    hint = f"did you mean {near}? It may be" if near else "it may be"
+    raise UserError(f"a KV cache can't be {text.strip()!r}: {hint} {', '.join(known)}, or {dtypes.STORED}")
+
+
+def format_of_caches(text: str) -> str | None:
+    """Return the name of the format `text` if only KV caches have it, otherwise None."""
+    try:
+        found = parse_format(text)
+    except UserError:
+        return None
+    return found if found in ONLY_KV else None

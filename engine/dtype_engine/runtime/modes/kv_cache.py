@@ -1,0 +1,140 @@
+"""Intercepts what a pass writes into KV caches, and rounds it to the formats of a recipe.
+
+transformers' models write keys and values by `Cache.update(keys, values, layer)`, and attend to what it returns. MLA writes its
+latent vector and its rotary key there. A watcher of a pass gets both before they are stored, and what is returned before
+attention reads it. Formats with static scales or scales of one token are applied to what is written. Every token is thus
+rounded once, in a whole pass as in token-by-token decoding. KIVI is applied to what is read, since its groups have many tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dtype_engine.core.kv_formats import KV_FORMATS
+from dtype_engine.runtime.model.torch_private import WithoutModes
+from dtype_engine.runtime.modes.weight_mode import WeightMode
+from dtype_engine.runtime.numerics.kv_rounding import head_amax, round_cache
+
+CacheNames = Mapping[str, tuple[str, ...]]
+"""The names of the cache tensors of each attention module, such as `model.layers.0.self_attn.kv_cache.k` and `….v`, in the order of
+the arguments of `Cache.update`.
+"""
+
+
+class CacheWatcher:
+    """Receives what a pass writes into KV caches, and what it reads from them. The methods of this base class change nothing."""
+
+    def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
+        """Return what is to be stored in place of `states`, [batch, heads, tokens, width].
+
+        module: the attention that writes. part: 0 for the first argument (keys), 1 for the second (values). finished: how many
+        module calls had finished.
+        """
+        return states
+
+    def read(self, module: str, part: int, states: torch.Tensor) -> torch.Tensor:
+        """Return what the attention reads in place of `states`, which are those of all tokens until now."""
+        return states
+
+
+@dataclass
+class CacheRounding(CacheWatcher):
+    """Rounds KV caches to formats during one pass."""
+
+    names: CacheNames
+    formats: Mapping[str, str]
+    """The format of each cache tensor that is rounded, by name."""
+    amax: Mapping[str, torch.Tensor]
+    """The calibrated largest |value| of each head, by the name of the cache tensor."""
+    inside: Callable[[str], bool] = lambda name: True
+    """A function that says whether the cache tensor with this name is rounded."""
+    first_use: dict[str, int] = field(default_factory=dict)
+    """For each cache tensor with a format, how many module calls had finished before it was first written."""
+
+    def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
+        if (name := self._name(module, part)) is None:
+            return states
+        self.first_use.setdefault(name, finished)
+        form = KV_FORMATS[self.formats[name]]
+        if form.scales == "kivi" or not self.inside(name):
+            return states
+        return round_cache(states, form.name, part == 0, self.amax.get(name))
+
+    def read(self, module: str, part: int, states: torch.Tensor) -> torch.Tensor:
+        name = self._name(module, part)
+        if name is None or KV_FORMATS[self.formats[name]].scales != "kivi" or not self.inside(name):
+            return states
+        return round_cache(states, self.formats[name], part == 0)
+
+    def _name(self, module: str, part: int) -> str | None:
+        names = self.names.get(module, ())
+        return names[part] if part < len(names) and names[part] in self.formats else None
+
+
+@dataclass
+class CacheAmax(CacheWatcher):
+    """Records the largest |value| of each head in every cache tensor, for formats with calibrated scales."""
+
+    names: CacheNames
+    found: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The largest |value| of each head until now, float32 [heads], by the name of the cache tensor."""
+
+    def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
+        for name in self.names.get(module, ())[part : part + 1]:
+            amax = head_amax(states)
+            self.found[name] = torch.maximum(self.found[name], amax) if name in self.found else amax
+        return states
+
+
+_watching: ContextVar[tuple[CacheWatcher, WeightMode] | None] = ContextVar("_watching", default=None)
+
+
+@contextmanager
+def watching_caches(watcher: CacheWatcher | None, mode: WeightMode) -> Iterator[None]:
+    """Let a watcher intercept the KV caches that this thread writes in the block. mode: the mode of the pass, which knows the
+    running module. Without a watcher, nothing is intercepted.
+    """
+    if watcher is None:
+        yield
+        return
+    _intercept()
+    before = _watching.set((watcher, mode))
+    try:
+        yield
+    finally:
+        _watching.reset(before)
+
+
+_intercepted: set[type] = set()
+
+
+def _intercept() -> None:
+    """Replace `Cache.update` by a function that calls the watcher of the running thread, and otherwise does what it did before."""
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None or library.Cache in _intercepted:
+        return
+    original = library.Cache.update
+    _intercepted.add(library.Cache)
+
+    @functools.wraps(original)
+    def update(cache: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if (watch := _watching.get()) is None:
+            return original(cache, key_states, value_states, *args, **kwargs)
+        watcher, mode = watch
+        with WithoutModes():
+            new = (watcher.written(mode.module, part, states, mode.finished)
+                   for part, states in enumerate((key_states, value_states)))  # fmt: skip
+            key_states, value_states = new
+        stored = original(cache, key_states, value_states, *args, **kwargs)
+        with WithoutModes():
+            return tuple(watcher.read(mode.module, part, states) for part, states in enumerate(stored))
+
+    library.Cache.update = update

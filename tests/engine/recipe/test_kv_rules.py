@@ -1,0 +1,116 @@
+"""Rules for KV caches: which patterns reach them, and which formats they may have."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtype_engine import Recipe, Rule
+from dtype_engine.checkpoint.kv_cache import kv_cache
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.kv_formats import KV_FORMATS, KVFormat
+from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
+from dtype_engine.recipe import make_plan
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
+    "num_hidden_layers": 12,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tree() -> Tree:
+    names = [
+        f"model.layers.{layer}.{part}.weight"
+        for layer in range(12)
+        for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.v")
+    ]
+    tree = from_tensors(TensorInfo(name, (32 if name.endswith(("k_proj.weight", "v_proj.weight")) else 64, 64), "bfloat16")
+                        for name in names)  # fmt: skip
+    tree.kv_cache = kv_cache(tree, CONFIG)
+    return tree
+
+
+def _reached(tree: Tree, *rules: str) -> dict[str, str]:
+    return dict(make_plan(tree, Recipe.of(map(Rule.parse, rules))).caches)
+
+
+@pytest.mark.parametrize("pattern", ["*=bf16", "*.self_attn=fp8", "model.layers.3=f16", "type:Linear=fp8", "*.?=bf16"])
+def test_a_pattern_that_does_not_name_caches_reaches_none(tree: Tree, pattern: str) -> None:
+    assert _reached(tree, pattern) == {}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [
+        ("*.kv_cache", 24), ("*.kv_cache.*", 24), ("*.kv_cache.k", 12), ("*.kv_cache.{k,v}", 24), ("*.k", 12), ("*.v", 12),
+        ("*.{0..7}.*.kv_cache.k", 8), ("model.layers.1.self_attn.kv_cache", 2), ("re:.*\\.1[01]\\..*kv_cache.*", 4),
+    ],
+)  # fmt: skip
+def test_a_pattern_that_names_caches_reaches_them(tree: Tree, pattern: str, count: int) -> None:
+    plan = make_plan(tree, Recipe.of([Rule.make(pattern, "fp8")]))
+    assert len(plan.caches) == count
+    assert plan.planned_bytes == plan.stored_bytes or pattern == "*.v"
+    assert not plan.unmatched
+
+
+def test_the_last_rule_that_names_a_cache_decides(tree: Tree) -> None:
+    reached = _reached(tree, "*.kv_cache=fp8", "*.kv_cache.k=bf16", "*.0.*.kv_cache=stored", "*=bf16")
+    assert "model.layers.0.self_attn.kv_cache.k" not in reached
+    assert reached["model.layers.10.self_attn.kv_cache.k"] == "bfloat16"
+    assert reached["model.layers.10.self_attn.kv_cache.v"] == "float8_e4m3fn"
+
+
+def test_a_format_of_caches_alone_casts_no_weight(tree: Tree) -> None:
+    plan = make_plan(tree, Recipe.of([Rule.parse("*.v=int4@token")]))
+    assert len(plan.caches) == 12
+    assert set(plan.dtypes.values()) == {"bfloat16"}
+    assert len(make_plan(tree, Recipe.of([Rule.parse("*.v=mxfp4")])).caches) == 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("*.kv_cache=int9", "a KV cache can't be 'int9'"),
+        ("*.kv_cache=mxfp4", "a KV cache can't be 'mxfp4'"),
+        ("*.kv_cache=int8", "did you mean int8@token?"),
+        ("*.mlp=int4@kivi", "only KV caches can be int4@kivi: write a pattern that names them"),
+        ("*=fp8@head", "only KV caches can be fp8@head"),
+    ],
+)
+def test_what_a_cache_or_a_weight_can_not_be(rule: str, words: str) -> None:
+    with pytest.raises(UserError) as raised:
+        Rule.parse(rule)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("fp8", "float8_e4m3fn"), ("FP8@Tensor", "float8_e4m3fn@tensor"), ("e4m3@head", "fp8@head"), ("bf16", "bfloat16"),
+        ("int8_per_token_head", "int8@token"), ("float8_e4m3fn@token", "fp8@token"), ("fp8e5", "float8_e5m2"),
+    ],
+)  # fmt: skip
+def test_formats_have_the_names_of_runtimes(text: str, name: str) -> None:
+    assert Rule.make("*.kv_cache", text).dtype == name
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "values"),
+    [
+        # [2 sequences, 4 heads, 300 tokens, 64 channels]: 2 * 4 * 300 * 64 = 153,600 values, 2,400 rows
+        ("float16", 307200, 307200),
+        ("float8_e4m3fn", 153600, 153600),
+        ("float8_e4m3fn@tensor", 153604, 153604),
+        ("fp8@head", 153616, 153616),
+        ("fp8@token", 153600 + 4 * 2400, 153600 + 4 * 2400),
+        ("int4@token", 76800 + 4 * 2400, 76800 + 4 * 2400),
+        ("int4@g32", 76800 + 2 * 2 * 2400, 76800 + 2 * 2 * 2400),
+        ("nvfp4", 76800 + 4 * 2400 + 4, 76800 + 4 * 2400 + 4),
+        # 256 tokens of keys in 8 groups for each channel, 172 of values in 2 groups for each token; the rest in 16 bits
+        ("int2@kivi", 8 * (256 * 16 + 8 * 64 * 4 + 44 * 128), 8 * (172 * 16 + 172 * 2 * 4 + 128 * 128)),
+    ],
+)
+def test_bytes_by_hand(name: str, keys: int, values: int) -> None:
+    form: KVFormat = KV_FORMATS[name]
+    shape = (2, 4, 300, 64)
+    assert (form.nbytes(shape, keys=True), form.nbytes(shape, keys=False)) == (keys, values)

@@ -1,0 +1,212 @@
+"""KV caches rounded in a pass, against caches that round by themselves, written here with numpy and ml_dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import transformers
+from scipy import special
+from tests.helpers import architectures
+
+import dtype_engine as de
+from dtype_engine.core.options import RunSettings
+from dtype_engine.recipe import make_plan
+from dtype_engine.runtime.inputs.batch import Batch
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.passes.runner import ForwardRunner
+
+Array = np.ndarray[Any, np.dtype[Any]]
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+def _cast(x: Array, dtype: Any, scale: Any = 1) -> Array:
+    top = np.float32(ml_dtypes.finfo(dtype).max)
+    scale = np.asarray(scale, np.float32)
+    return np.clip(x / scale, -top, top).astype(dtype).astype(np.float32) * scale
+
+
+def _symmetric(x: Array, scale: Array) -> Array:
+    return np.clip(np.round(x / scale), -127, 127) * scale
+
+
+def _with_zero_point(x: Array) -> Array:
+    low, high = np.minimum(x.min(-1, keepdims=True), 0), np.maximum(x.max(-1, keepdims=True), 0)
+    scale = (high - low) / np.float32(15)
+    zero = np.round(-low / scale)
+    return (np.clip(np.round(x / scale) + zero, 0, 15) - zero) * scale
+
+
+def _nvfp4(x: Array, amax: float) -> Array:
+    whole = np.float32(448 * 6) / np.float32(amax)
+    found = []
+    for group in np.split(x, range(16, x.shape[-1], 16), -1):
+        of_group = np.abs(group).max(-1, keepdims=True) / np.float32(6) * whole
+        scale = np.minimum(of_group, 448).astype(E4M3).astype(np.float32)
+        scale = np.where(scale == 0, np.float32(0.125), scale) / whole
+        found.append(np.clip(group / scale, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32) * scale)
+    return np.concatenate(found, -1)
+
+
+def _groups(x: Array, bits: int, axis: int) -> Array:
+    """KIVI's groups of 32 along an axis, with scale and minimum in float16."""
+    found = np.empty_like(x)
+    for start in range(0, x.shape[axis], 32):
+        at = (Ellipsis, slice(start, start + 32), *[slice(None)] * (-1 - axis))
+        low, high = x[at].min(axis, keepdims=True), x[at].max(axis, keepdims=True)
+        scale = ((high - low) / np.float32(2**bits - 1)).astype(np.float16).astype(np.float32)
+        low = low.astype(np.float16).astype(np.float32)
+        found[at] = np.clip(np.round((x[at] - low) / scale), 0, 2**bits - 1) * scale + low
+    return found
+
+
+def _kivi(bits: int) -> Callable[[Array, int, Array], Array]:
+    def rounds(x: Array, part: int, amax: Array) -> Array:
+        found, tokens = x.copy(), x.shape[-2]
+        if part == 0:
+            old = tokens // 128 * 128
+            found[..., :old, :] = _groups(x[..., :old, :], bits, -2)
+        elif tokens > 128:
+            found[..., :-128, :] = _groups(x[..., :-128, :], bits, -1)
+        return found
+
+    return rounds
+
+
+ROUNDINGS: dict[str, Callable[[Array, int, Array], Array]] = {
+    "bf16": lambda x, part, amax: x.astype(ml_dtypes.bfloat16).astype(np.float32),
+    "f16": lambda x, part, amax: x.astype(np.float16).astype(np.float32),
+    "fp8": lambda x, part, amax: _cast(x, E4M3),
+    "fp8e5": lambda x, part, amax: _cast(x, ml_dtypes.float8_e5m2),
+    "fp8@tensor": lambda x, part, amax: _cast(x, E4M3, amax.max() / np.float32(448)),
+    "fp8@head": lambda x, part, amax: _cast(x, E4M3, amax[:, None, None] / np.float32(448)),
+    "fp8@token": lambda x, part, amax: _cast(x, E4M3, np.abs(x).max(-1, keepdims=True) / np.float32(448)),
+    "int8@token": lambda x, part, amax: _symmetric(x, np.abs(x).max(-1, keepdims=True) / np.float32(127)),
+    "int4@token": lambda x, part, amax: _with_zero_point(x),
+    "nvfp4": lambda x, part, amax: _nvfp4(x, float(amax.max())),
+    "int4@kivi": _kivi(4),
+    "int2@kivi": _kivi(2),
+}
+BY_TOKEN = [name for name in ROUNDINGS if not name.endswith("kivi")]
+
+
+class RoundingCache(transformers.DynamicCache):  # type: ignore[misc]
+    """A cache that rounds what it is given by itself."""
+
+    def __init__(
+        self, config: Any, rounds: Callable[[Array, int, Array], Array] | None, amax: dict[Any, Array]
+    ) -> None:
+        super().__init__(config=config)
+        self.rounds, self.amax = rounds, amax
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *rest: Any) -> Any:
+        new = []
+        for part, states in enumerate((key_states, value_states)):
+            x = states.float().numpy()
+            if self.rounds is None:
+                self.amax[layer_idx, part] = np.abs(x).max((0, 2, 3))
+                new.append(states)
+            else:
+                new.append(torch.from_numpy(self.rounds(x, part, self.amax[layer_idx, part])).to(states.dtype))
+        return super().update(*new, layer_idx, *rest)
+
+
+@pytest.fixture(scope="module")
+def session() -> de.Session:
+    text = "The sun rose over the harbour, and the first boats came in with fish. " * 8
+    return de.open(options=de.Options(prompts=(text,)))
+
+
+def _logits(session: de.Session, rounds: Any, amax: Any) -> Array:
+    model: Any = session.model.module
+    ids = session.need_inputs().batches[0].kwargs["input_ids"]
+    with torch.no_grad():
+        output = model(ids, past_key_values=RoundingCache(model.config, rounds, amax), use_cache=True)
+    return np.asarray(output.logits.double().numpy())
+
+
+def _give_all(model: LiveModel, name: str) -> None:
+    plan = make_plan(model.tree, de.Recipe.of([de.Rule.make("*.kv_cache", name)]))
+    assert set(plan.caches) == set(model.tree.caches) != set()
+    model.apply(plan.dtypes, caches=plan.caches)
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_the_drift_is_that_of_a_cache_that_rounds_by_itself(session: de.Session, name: str) -> None:
+    amax: dict[Any, Array] = {}
+    before = special.log_softmax(_logits(session, None, amax), -1)
+    after = special.log_softmax(_logits(session, ROUNDINGS[name], amax), -1)
+    expected = special.rel_entr(np.exp(before), np.exp(after)).sum(-1).mean()
+    session.use_recipe(de.Recipe.of([de.Rule.make("*.kv_cache", name)]))
+    measured = session.drift().output.kl_mean
+    assert expected > 0
+    assert measured == pytest.approx(expected, abs=1e-6, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("llama", name) for name in BY_TOKEN]
+    + [(each, "fp8@head") for each in ("gemma3", "gpt2", "deepseek_v3", "falcon")],
+)
+def test_one_pass_equals_decoding_token_by_token(architecture: str, name: str) -> None:
+    """In float64, where sums in another order change no code."""
+    module, arguments = architectures.make(architecture)
+    model = LiveModel.wrap(module.double().eval(), architecture, torch.device("cpu"))
+    _give_all(model, name)
+    ids = arguments["input_ids"]
+
+    def decode() -> torch.Tensor:
+        past, outputs = None, []
+        for at in range(ids.shape[1]):
+            output = model.module(ids[:, at : at + 1], past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            outputs.append(output.logits)
+        return torch.cat(outputs, 1)
+
+    with ForwardRunner(model, RunSettings(), lambda: False) as runner:
+        batch = Batch(kwargs={"input_ids": ids})
+        runner.calibrate_caches([batch])
+        whole = runner.candidate(runner.candidate_call(batch)).output.logits
+        steps = runner.candidate(decode).output
+        unrounded = runner.reference(runner.reference_call(batch)).output.logits
+    assert float((whole - unrounded).abs().max()) > 1e-5
+    assert float((whole - steps).abs().max()) < 1e-7
+
+
+def test_a_cast_without_a_rule_for_caches_uses_none(session: de.Session) -> None:
+    """Weights keep their figures: `*=bf16` and `*.self_attn=fp8` reach no cache."""
+    session.use_recipe(de.Recipe.of([de.Rule.parse("*=bf16"), de.Rule.parse("*.self_attn=fp8")]))
+    assert not session.model.cache_formats
+    module: Any = session.model.module
+    kept = []
+    hook = module.register_forward_hook(lambda module, args, output: kept.append(output.past_key_values))
+    session.drift()
+    hook.remove()
+    assert kept
+    assert set(kept) == {None}
+
+
+def test_causes_name_the_part_of_the_cache(session: de.Session) -> None:
+    session.use_recipe(de.Recipe.of([de.Rule.parse("*.2.*.kv_cache.k=int2@kivi"), de.Rule.parse("*.4.*.v=int4@token")]))
+    report = session.causes()
+    assert {cause.name for cause in report.causes} == {
+        "model.layers.2.self_attn.kv_cache.k", "model.layers.4.self_attn.kv_cache.v",
+    }  # fmt: skip
+    assert report.together == pytest.approx(report.whole, rel=0.5)
+
+
+def test_a_rule_for_caches_runs_only_what_comes_after_them(session: de.Session) -> None:
+    """The outputs of layers before the first cache that changed are used again. Scales that were calibrated for another rule are
+    not.
+    """
+    session.use_recipe(de.Recipe.of([de.Rule.parse("*.kv_cache=fp8")]))
+    session.drift()
+    session.cast("*.5.*.kv_cache.k", "int4@token")
+    again = session.drift().output.kl_mean
+    anew = de.open(options=session.options)
+    anew.use_recipe(session.recipe)
+    assert again == anew.drift().output.kl_mean
