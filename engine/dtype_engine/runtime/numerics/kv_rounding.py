@@ -78,7 +78,7 @@ def _kivi(values: torch.Tensor, bits: int, keys: bool) -> torch.Tensor:
     count = tokens - tokens % WINDOW if keys else max(0, tokens - WINDOW)
     old = values[..., :count, :].float()
     old = old.transpose(-1, -2) if keys else old
-    groups = [_in_group(group, bits) for group in old.split(GROUP, dim=-1)] if count else [old]
+    groups = [_in_group(group, bits) for group in torch.split(old, GROUP, dim=-1)] if count else [old]
     found = torch.cat(groups, dim=-1)
     return torch.cat([found.transpose(-1, -2) if keys else found, values[..., count:, :].float()], dim=-2)
 
