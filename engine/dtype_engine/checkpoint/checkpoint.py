@@ -16,6 +16,7 @@ from dtype_engine.checkpoint.parameter_counts import parameters_meant
 from dtype_engine.checkpoint.prequantized import QuantizedWeight, read_quantized
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight, gguf, read_encoded
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
 
@@ -63,6 +64,8 @@ class Checkpoint:
     """
     index: IndexReport | None = None
     """The differences between the checkpoint's index and its shards, or None if the checkpoint has no index."""
+    headers_alone: str = ""
+    """If the values are not on this machine but on a hub, a sentence that says so and how they are downloaded; otherwise ""."""
 
     @cached_property
     def quantized(self) -> dict[str, QuantizedWeight]:
@@ -215,6 +218,11 @@ class Checkpoint:
     def _own_tensor_names(self) -> set[str]:
         """The names in the files of all codes and scales that belong to the weights in `quantized`."""
         return {part.name for weight in self.quantized.values() for part in weight.tensors}
+
+    def need_values(self) -> None:
+        """Raise UserError if the values of the tensors are not on this machine."""
+        if self.headers_alone:
+            raise UserError(self.headers_alone)
 
     @property
     def stored_bytes(self) -> int:

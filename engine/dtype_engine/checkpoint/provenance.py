@@ -23,7 +23,7 @@ from dtype_engine.core.units import plural
 _LARGEST_FILE = 16 << 20
 _LONGEST = 120
 _SHOWN = 3
-_OWN_FILES = ("hf_quant_config.json", "quantize_config.json", "quantization_config.json", "quant_config.json")
+OWN_FILES = ("hf_quant_config.json", "quantize_config.json", "quantization_config.json", "quant_config.json")
 """Files beside `config.json` that hold quantisation settings. Some programs write the settings only to such a file."""
 _IGNORED = ("ignore", "modules_to_not_convert", "exclude", "exclude_modules", "llm_int8_skip_modules", "skip_modules")
 
@@ -91,7 +91,7 @@ def _declared(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, An
     """Yield the quantisation settings of all files as pairs of a name and a value. The settings of config.json come last. If the
     caller makes a dict of the pairs, they therefore replace settings of the same name in other files.
     """
-    for name in _OWN_FILES:
+    for name in OWN_FILES:
         content = _mapping(_json(folder / name))
         yield from content.items()
         yield from _mapping(content.get("quantization")).items()

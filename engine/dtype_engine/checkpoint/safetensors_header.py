@@ -59,13 +59,15 @@ class CheckpointTensor:
     """
     refusal: str | None = None
     """Why the tensor's values can't be read or written, such as "is sparse", or None if they can."""
+    absent: bool = False
+    """Whether the file has only the tensor's header here, and its values are on a hub."""
 
     @property
     def bytes(self) -> ByteRange | None:
         """Where the file holds the tensor's bytes in the form that torch reads. None if the bytes are not contiguous, if they have
-        a GGUF block type, or if the values can't be read.
+        a GGUF block type, or if the values can't be read or are not here.
         """
-        if self.start is None or self.packed or self.refusal is not None:
+        if self.start is None or self.packed or self.refusal is not None or self.absent:
             return None
         return ByteRange(self.file, self.start, self.nbytes)
 

@@ -9,18 +9,22 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.checkpoint import Checkpoint, FileIdentity, needs_torch, open_checkpoint, peek_first_shard
 from dtype_engine.checkpoint.file_kind import kind_of
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 
+if TYPE_CHECKING:
+    from dtype_engine.checkpoint.hub import HubModel, Progress
+
 DEMO = Path(__file__).parent.parent / "demo"
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.py", "*.jinja"]
+_ON_HUB = "hf://"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -34,6 +38,8 @@ class Source:
     module: str | None = None
     attribute: str | None = None
     trust_pickle: bool = False
+    hub: HubModel | None = field(default=None, compare=False)
+    """The model on a hub of which only the headers are at `path`, or None if the model is on this machine."""
     asked: str | None = field(default=None, compare=False)
     """The text from which `locate` found this model, or None for the demo."""
     _opened: list[tuple[Checkpoint, tuple[FileIdentity, ...]]] = field(
@@ -52,9 +58,19 @@ class Source:
         for checkpoint, files in self._opened:
             if described_by == files and not any(file.change() for file in checkpoint.identities):
                 return checkpoint
-        checkpoint = open_checkpoint(self.path, self.trust_pickle)
+        checkpoint = self._on_hub() if self.hub is not None else open_checkpoint(self.path, self.trust_pickle)
         self._opened[:] = [(checkpoint, described_by)]
         return checkpoint
+
+    def _on_hub(self) -> Checkpoint:
+        from dtype_engine.checkpoint.hub import with_absent_values
+
+        assert self.hub is not None
+        assert self.path is not None
+        try:
+            return with_absent_values(open_checkpoint(self.path), self.hub)
+        except UserError as error:
+            raise UserError(error.sentence.replace(str(self.path), str(self.hub.address))) from None
 
     def peek(self) -> tuple[Tree | None, bool]:
         """Return (a tree that can be shown at once, whether it is the whole tree).
@@ -80,18 +96,38 @@ class Source:
 
 
 def locate(
-    model: str | None, trust_pickle: bool = False, download: bool = False, python_only_by: str | None = None
+    model: str | None,
+    trust_pickle: bool = False,
+    download: bool = False,
+    python_only_by: str | None = None,
+    on_progress: Progress = ignore,
 ) -> Source:
-    """Find the model that a text names: a folder or file of a checkpoint, `file.py:Name`, `package.module:Name`, or a Hugging Face
-    id in the local cache (with `download`, also on the hub). None means the built-in demo, and so does `demo` unless a file has
+    """Find the model that a text names: a folder or file of a checkpoint, `file.py:Name`, `package.module:Name`, a Hugging Face id
+    in the local cache (with `download`, also on the hub), or `hf://org/name` on a hub. Of the latter, only the headers are read
+    unless `download` is set or the model is in the local cache. None means the built-in demo, and so does `demo` unless a file has
     this name.
 
     trust_pickle: whether the files may run code when they are unpickled. python_only_by: a command-line option, such as `--model`,
     or None to allow Python code. If an option is given, Python code is refused, and the error tells the user to name the code with
-    this option. Give it if the text comes from a file, since a file must not choose which Python code runs. Raises UserError, which
-    lists where the model was looked for.
+    this option. Give it if the text comes from a file, since a file must not choose which Python code runs. on_progress: called
+    while something is read from a hub. Raises UserError, which lists where the model was looked for.
     """
+    if model is not None and model.startswith(_ON_HUB):
+        return dataclasses.replace(_located_on_hub(model, trust_pickle, download, on_progress), asked=model)
     return dataclasses.replace(_located(model, trust_pickle, download, python_only_by), asked=model)
+
+
+def _located_on_hub(model: str, trust_pickle: bool, download: bool, on_progress: Progress) -> Source:
+    from dtype_engine.checkpoint.hub import HubAddress
+
+    found = HubAddress.parse(model).listing()
+    title = found.address.title
+    folder = found.downloaded(hub_cache())
+    if folder is None and download:
+        folder = found.download(on_progress)
+    if folder is not None:
+        return Source("checkpoint", title, folder, trust_pickle=trust_pickle)
+    return Source("checkpoint", title, found.headers(on_progress), hub=found)
 
 
 def _located(model: str | None, trust_pickle: bool, download: bool, python_only_by: str | None) -> Source:
@@ -130,7 +166,7 @@ def _json_files(path: Path) -> tuple[FileIdentity, ...]:
 
 def is_python(model: str | None) -> bool:
     """Return whether `locate` would treat a text as the name of Python code."""
-    if model is None:
+    if model is None or model.startswith(_ON_HUB):
         return False
     try:
         path = _path(model)
@@ -205,8 +241,10 @@ def _downloaded(model: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    from dtype_engine.checkpoint.hub import MODEL_FILES
+
     try:
-        return Path(snapshot_download(model, allow_patterns=_WANTED))
+        return Path(snapshot_download(model, allow_patterns=["*.safetensors", *MODEL_FILES]))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise UserError(f"{printable(model)} could not be fetched: {one_line(error, 300)}") from None
 

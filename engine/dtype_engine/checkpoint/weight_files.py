@@ -21,7 +21,7 @@ PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pth.tar")
 _INDEXES = (INDEX, "diffusion_pytorch_model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = (SINGLE, "diffusion_pytorch_model.safetensors", "adapter_model.safetensors", "pytorch_model.bin",
             "diffusion_pytorch_model.bin", "adapter_model.bin")  # fmt: skip
-_LARGEST_JSON = 100_000_000
+LARGEST_JSON = 100_000_000
 
 
 def read_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
@@ -152,7 +152,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises UserError, which names the file."""
     try:
         with reading(path):
-            data = json.loads(read_regular(path, _LARGEST_JSON).decode())
+            data = json.loads(read_regular(path, LARGEST_JSON).decode())
     except (ValueError, RecursionError):
         raise UserError(f"{path} is not valid JSON") from None
     if not isinstance(data, dict):

@@ -9,6 +9,7 @@ import click
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.check.parts import unpaired_sentences
 from dtype_engine.checkpoint.completeness import what_is_missing
+from dtype_engine.checkpoint.memory_fit import fit, total_memory
 from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.cli.options import ModelCommand, json_option
@@ -16,6 +17,7 @@ from dtype_engine.cli.program import answer, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.streams import answers
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.layer_kinds import totals_by_kind
 from dtype_engine.recipe import require_matches
 from dtype_engine.results.as_json import as_json
@@ -96,6 +98,9 @@ def inspect(
             for name, module in tree.modules.items()
         ],
         "tensors": tensors,
+        "on_hub": {"download_bytes": source.hub.download_bytes, "fits_memory": plan.planned_bytes <= total_memory()}
+        if source.hub is not None
+        else None,
     }  # fmt: skip
     if as_object:
         print_json(result)
@@ -106,6 +111,8 @@ def inspect(
         answer("; ".join((*([str(coverage)] if coverage is not None else []), *incomplete)))
     if provenance:
         answer("\n".join(provenance.lines()))
+    if source.hub is not None:
+        answer(f"{fill_hints(source.hub.headers_alone, ON_THE_COMMAND_LINE)}. {fit(plan.planned_bytes)}")
     if by is not None:
         answer(kinds_text(tree, plan))
     elif top is not None:

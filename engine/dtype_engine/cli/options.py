@@ -78,6 +78,9 @@ _RULES = (
 )
 _OPENING = (
     click.Option(
+        ["--revision"], metavar="NAME", help="For MODEL hf://org/name: the branch, tag or commit.  [default: main]"
+    ),
+    click.Option(
         ["--trust-pickle"],
         is_flag=True,
         help="Load pickles that hold more than tensors. Such pickles can run any code.",

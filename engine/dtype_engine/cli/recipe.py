@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dtype_engine.checkpoint.memory_fit import fit, total_memory
 from dtype_engine.cli.options import ModelCommand, force_option, json_option
 from dtype_engine.cli.program import answer, print_json, print_stderr
 from dtype_engine.cli.request import RunRequest
@@ -181,7 +182,11 @@ def presets(request: RunRequest, as_object: bool) -> None:
         if effect.recipe is None:
             entry["unavailable"] = effect.reason
         else:
-            entry |= {"rules": [str(rule) for rule in effect.recipe.rules], "planned_bytes": effect.planned_bytes}
+            entry |= {
+                "rules": [str(rule) for rule in effect.recipe.rules],
+                "planned_bytes": effect.planned_bytes,
+                "fits_memory": effect.planned_bytes <= total_memory(),
+            }
         entries.append(entry)
     if as_object:
         print_json({"model": context.title, "stored_bytes": context.tree.stored_bytes, "presets": entries})
@@ -193,6 +198,8 @@ def presets(request: RunRequest, as_object: bool) -> None:
         planned = entry["planned_bytes"]
         answer(f"{entry['name']:16} {human_bytes(planned) if planned is not None else '-':>11}  {entry['sentence']}")
         answer(f"{'':28}  {entry.get('unavailable') or ', '.join(entry['rules'])}")
+        if planned is not None and not entry["fits_memory"]:
+            answer(f"{'':28}  {fit(planned)}")
 
 
 def _some(names: tuple[str, ...]) -> str:

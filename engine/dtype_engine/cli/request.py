@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dtype_engine.cli.program import print_stderr, say_share
+from dtype_engine.cli.program import print_stderr, say, say_share
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.gc_pause import gc_paused
@@ -89,6 +89,10 @@ class RunRequest:
             given = {name: getattr(options.settings, name) for name in _SETTINGS if name in explicit}
             options = dataclasses.replace(options, settings=dataclasses.replace(settings, **given))
         model, against = values.get("model"), values.get("against")
+        if (revision := values.get("revision")) is not None:
+            from dtype_engine.checkpoint.hub import HubAddress
+
+            model = str(HubAddress.parse(model or "").of_revision(revision))
         if against is not None:
             if "reference" in explicit and options.reference != FLOAT32:
                 raise UserError("--reference stored is MODEL itself: leave it out, or leave out --against")
@@ -106,7 +110,8 @@ class RunRequest:
         from dtype_engine.checkpoint.source import locate, locate_metric
 
         options = self.options
-        source = locate(self.model, options.trust_pickle, options.download, python_only_by)
+        source = locate(self.model, options.trust_pickle, options.download, python_only_by, say_share)
+        say("")
         source.refuse_other_options(options)
         for metric in options.metrics:
             if not metric.startswith(LM_EVAL):

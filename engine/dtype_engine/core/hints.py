@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-HintName = Literal["tensors", "no-picture", "no-sound", "no-chat", "replace", "no-autocast"]
+HintName = Literal["tensors", "no-picture", "no-sound", "no-chat", "replace", "no-autocast", "download"]
 ON_THE_COMMAND_LINE: Mapping[HintName, str] = {
     "tensors": "give tensors with --inputs FILE (.safetensors, .npz or .pt)",
     "no-picture": "leave --image out",
@@ -18,6 +18,7 @@ ON_THE_COMMAND_LINE: Mapping[HintName, str] = {
     "no-chat": "give plain text, without messages or --chat",
     "replace": ", or replace it with --force",
     "no-autocast": "turn torch.autocast off first",
+    "download": "--download fetches the model",
 }
 _PLACE = re.compile(r"\{hint:([a-z-]+)\}")
 

@@ -1,4 +1,4 @@
-"""The user's state folder and configuration folder, which the engine and the app share, in the system's usual places."""
+"""The folders of the user in the system's usual places, which the engine and the app share: state, configuration and cache."""
 
 from __future__ import annotations
 
@@ -19,3 +19,10 @@ def config_folder() -> Path:
     import platformdirs
 
     return platformdirs.user_config_path(_PROGRAM, appauthor=False)
+
+
+def cache_folder() -> Path:
+    """Return the folder for data that can be fetched again, such as headers from a hub (`$XDG_CACHE_HOME/dtype-tui`)."""
+    import platformdirs
+
+    return platformdirs.user_cache_path(_PROGRAM, appauthor=False)

@@ -50,6 +50,9 @@ class PlannedLosses:
         if all(dtype == tree.tensors[name].dtype for name, dtype in plan.dtypes.items()):
             emit(events.CastDone(recipe, ()))  # nothing is cast, so the import of torch can be saved
             return
+        if checkpoint.headers_alone:
+            emit(events.CastDone(recipe, None, checkpoint.headers_alone))
+            return
         waiting = self.waiting_bytes(checkpoint, tree, plan)
         if waiting > MAX_AUTOMATIC_BYTES and not read_all:
             words = (

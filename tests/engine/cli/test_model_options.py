@@ -10,7 +10,7 @@ from dtype_engine.cli.program import run
 from dtype_engine.cli.recipe import recipe as recipe_group
 from dtype_tui.cli.command import command as app_command
 
-MODEL_OPTIONS = {"--trust-pickle", "--download", "--weights", "--trust-remote-code", "--architecture"}
+MODEL_OPTIONS = {"--trust-pickle", "--download", "--weights", "--trust-remote-code", "--architecture", "--revision"}
 RULE_OPTIONS = {"--cast", "--recipe", "--preset"}
 
 

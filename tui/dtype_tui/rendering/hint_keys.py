@@ -15,6 +15,7 @@ IN_THE_APP: Mapping[HintName, str] = {
     "no-chat": "give plain text, without messages or the word chat (key i)",
     "replace": "",
     "no-autocast": "turn torch.autocast off first (key ,)",
+    "download": ":download fetches the model",
 }
 
 

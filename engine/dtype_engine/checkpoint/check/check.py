@@ -63,6 +63,8 @@ def check(
     the same tensors. values: whether to read the values of all tensors, too. Raises UserError if a file can't be read.
     """
     started = time.perf_counter()
+    if values:
+        checkpoint.need_values()
     tensors, config = checkpoint.foreign, checkpoint.config or {}
     weights = packed_weights(tensors)
     parts = names_of_parts(weights, tensors)
@@ -118,7 +120,9 @@ def _unchecked(checkpoint: Checkpoint, values: bool) -> tuple[str, ...]:
     if checkpoint.form in ("pickle", "gguf"):
         what = "pickles" if checkpoint.form == "pickle" else "GGUF files"
         said.append(f"scales and values of {what} are not read")
-    if not values and checkpoint.form not in ("pickle", "gguf"):
+    if checkpoint.headers_alone:
+        said.append("scales and values, since only the headers are on this machine")
+    elif not values and checkpoint.form not in ("pickle", "gguf"):
         said.append("values: dtype-engine check --values reads them for NaN, infinities and constants")
     return tuple(said)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.hints import hint
 from dtype_engine.core.regular_files import reading
 
 CODES = "codes"
@@ -56,6 +57,8 @@ def read_small(tensor: CheckpointTensor) -> bytes:
 
     Raises UserError if the tensor is larger than 1 MiB or its file can't be read.
     """
+    if tensor.absent:
+        raise UserError(f"{tensor.file}: {tensor.name} is too large to be read from a hub; {hint('download')}")
     if tensor.nbytes > _LARGEST_PART or tensor.start is None:
         raise UserError(f"{tensor.file}: {tensor.name} has {tensor.nbytes} bytes, too many for what it describes")
     with reading(tensor.file):

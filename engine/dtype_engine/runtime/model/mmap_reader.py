@@ -67,6 +67,7 @@ def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tenso
     """
     if stored.refusal is not None:
         raise UserError(f"{printable(stored.name)} {stored.refusal}, so its values can't be read")
+    checkpoint.need_values()
     if checkpoint.values is not None:
         tensor = checkpoint.values[stored.name]
         assert isinstance(tensor, torch.Tensor)

@@ -61,6 +61,7 @@ def _of_checkpoint(checkpoint: Checkpoint, trust: bool) -> _Side:
     trust: whether a pickle may run any code. Raises UserError if a file can't be read.
     """
     weights = checkpoint.weights
+    checkpoint.need_values()
     values = of_files(checkpoint.files, frozenset(weights), trust, checkpoint.form == "diffusers")
     reasons = quantized_parts(checkpoint.unread, checkpoint.config)
     stored = {name: (checkpoint.dtype(name), tensor.shape) for name, tensor in weights.items()}

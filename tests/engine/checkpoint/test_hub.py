@@ -1,0 +1,421 @@
+"""Models on a hub, of which only headers are read: beside the same files on the disk, and with a hub that misbehaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.helpers import large_checkpoints, quantized_files
+from tests.helpers.hub_server import COMMIT, Hub, Request, hub_of
+from tests.matrix.forms import FORMS, made
+
+from dtype_engine.checkpoint import hub as reading
+from dtype_engine.checkpoint.hub import HubAddress
+from dtype_engine.checkpoint.source import Source, locate
+from dtype_engine.cli import cli
+from dtype_engine.cli.program import run
+from dtype_engine.core.errors import Cancelled, UserError
+
+MODEL = "hf://org/name"
+Serve = Callable[[Path], Hub]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """A function that runs a hub with a folder as `org/name`, until the test ends."""
+    running: list[AbstractContextManager[Hub]] = []
+
+    def begin(folder: Path) -> Hub:
+        running.append(hub_of(tmp_path / "cache", org__name=folder))
+        return running[-1].__enter__()
+
+    yield begin
+    for each in running:
+        each.__exit__(None, None, None)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A folder with a model of two tensors."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    save_file({"a.weight": torch.ones(64, 8), "b.weight": torch.ones(8)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "unknown"}')
+    return folder
+
+
+def rows(source: Source) -> list[tuple[object, ...]]:
+    """What the tree says of each tensor."""
+    checkpoint = source.open()
+    assert checkpoint is not None
+    tree = checkpoint.tree()
+    return [
+        (each.name, each.shape, each.dtype, each.nbytes, each.aliases, each.uncastable_reason, each.castable)
+        for each in tree.tensors.values()
+    ]
+
+
+FOLDERS = (
+    "folder, sharded",
+    "folder, experts",
+    "diffusers",
+    "adapter",
+    "GPTQ",
+    "AWQ",
+    "bitsandbytes",
+    "compressed-tensors",
+    "fp8 blocks",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FOLDERS)
+def test_the_tree_is_that_of_the_files(tmp_path: Path, serve: Serve, form: str) -> None:
+    here = made(form, tmp_path / "made").model
+    hub = serve(Path(here))
+    assert rows(locate(MODEL)) == rows(locate(here))
+    before = len(hub.requests)
+    assert rows(locate(MODEL)) == rows(locate(here))
+    assert len(hub.requests) == before + 1, "the headers are kept, and only the commit is asked for"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        quantized_files.bnb_4bit,
+        quantized_files.bnb_8bit,
+        quantized_files.hqq,
+        quantized_files.quanto,
+        quantized_files.gptq,
+    ],
+)
+def test_small_tensors_that_describe_weights_are_read(
+    tmp_path: Path, serve: Serve, make: Callable[[], quantized_files.Made]
+) -> None:
+    here = make().open(tmp_path / "made")
+    serve(tmp_path / "made")
+    there = locate(MODEL).open()
+    assert there is not None
+    assert here.encoded.keys() == there.encoded.keys() != set()
+    for name, weight in there.encoded.items():
+        assert (weight.format, weight.shape, weight.settings) == (
+            here.encoded[name].format,
+            here.encoded[name].shape,
+            here.encoded[name].settings,
+        )
+        assert all(part.bytes is None for role, part in weight.parts.items() if role == "codes")
+
+
+@pytest.mark.slow
+def test_of_gguf_files_one_is_named(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_FIRST_GGUF_RANGE", 64)  # so that the header takes several ranges
+    folder = tmp_path / "made"
+    folder.mkdir()
+    files = [FORMS[form](folder).model for form in ("GGUF F16", "GGUF Q4_K")]
+    hub = serve(folder)
+    with pytest.raises(UserError, match=r"has 2 GGUF files; name one of them, such as hf://org/name/tiny-f16.gguf"):
+        locate(MODEL)
+    for file in files:
+        name = Path(file).name
+        assert rows(locate(f"{MODEL}/{name}")) == rows(locate(file))
+        assert sum(name in path for path in hub.paths()) > 2
+
+
+def test_671_billion_parameters(tmp_path: Path, serve: Serve) -> None:
+    giant = large_checkpoints.write(tmp_path / "giant")
+    hub = serve(giant)
+    hub.delay_s = 0.03
+    source = locate(MODEL)
+    assert hub.sent <= 30_000_000
+    assert source.path is not None
+    for file in giant.iterdir():
+        size = os.path.getsize(file)
+        mine = source.path / file.name
+        assert os.path.getsize(mine) == size
+        with open(file, "rb") as theirs, open(mine, "rb") as ours:
+            length = size if file.suffix == ".json" else 8 + int.from_bytes(theirs.read(8), "little")
+            theirs.seek(0)
+            assert theirs.read(length) == ours.read(length)
+    tree, whole = source.peek()
+    assert tree is not None
+    assert len(tree.tensors) > 100
+    assert not whole
+    written = sum(file.stat().st_blocks * 512 for file in source.path.iterdir())
+    assert written < 40_000_000
+
+
+# -- what needs the values ------------------------------------------------------------------------------------------------
+
+REFUSED = (
+    "check MODEL --values", "weights MODEL --cast *=f16", "weights MODEL --against HERE", "weights HERE --against MODEL",
+    "drift MODEL", "drift MODEL --against HERE", "drift HERE --against MODEL", "flow MODEL", "scan MODEL",
+    "search MODEL --budget 50%",
+    "export MODEL --cast *=f16 -o OUT", "verify HERE --against MODEL", "speed MODEL",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_what_needs_values_says_how_they_are_downloaded(
+    make_llama: Callable[..., Path], serve: Serve, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_llama()
+    hub = serve(folder)
+    capfd.readouterr()
+    for line in REFUSED:
+        words = line.replace("MODEL", MODEL).replace("HERE", str(folder)).replace("OUT", str(tmp_path / "out")).split()
+        assert run(cli, "dtype-engine", words) == 2, line
+        captured = capfd.readouterr()
+        assert captured.err.count("\n") == 1, line
+        assert "only the headers of hf://org/name are here, not its" in captured.err, line
+        assert "--download fetches the model" in captured.err, line
+        assert captured.out == "", line
+    assert not (tmp_path / "out").exists()
+    wanted = [(path, span) for _, path, span in hub.requests if path.endswith(".safetensors")]
+    assert [span for _, span in wanted] == ["bytes=0-65535"], "nothing but a header was read"
+
+
+@pytest.mark.slow
+def test_headers_then_the_model(
+    make_llama: Callable[..., Path], serve: Serve, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_llama()
+    serve(folder)
+
+    def said(*words: str) -> dict[str, object]:
+        assert run(cli, "dtype-engine", [*words, "--json"]) == 0
+        return dict(json.loads(capfd.readouterr().out))
+
+    there, here = (said("inspect", model, "--cast", "*.mlp=fp8") for model in (MODEL, str(folder)))
+    assert there.pop("on_hub") == {"download_bytes": os.path.getsize(folder / "model.safetensors"), "fits_memory": True}
+    for part in ("tensors", "modules", "planned_bytes", "dtypes", "found"):
+        assert there[part] == here[part]
+    assert said("check", MODEL)["findings"] == []
+    presets, local = (said("recipe", "presets", model)["presets"] for model in (MODEL, str(folder)))
+    assert presets == local
+    steps: list[tuple[int, int]] = []
+    found = HubAddress.parse(MODEL).listing()
+    with pytest.raises(Cancelled):
+        found.download(cancelled=lambda: True)
+    assert found.downloaded(tmp_path / "cache" / "hub") is None
+    found.download(lambda what, done, total: steps.append((done, total)))
+    assert steps[-1] == (os.path.getsize(folder / "model.safetensors"),) * 2
+    assert said("inspect", MODEL)["on_hub"] is None
+    plain = said("drift", str(folder), "--cast", "*.mlp=fp8")
+    assert said("drift", MODEL, "--cast", "*.mlp=fp8")["output"] == plain["output"]
+
+
+# -- a hub that does not do as it should ---------------------------------------------------------------------------------
+
+
+def status(code: int, reason: str = "", of: str = "") -> Callable[[Request], bool]:
+    def fault(request: Request) -> bool:
+        if of in request.path:
+            request.refuse(code, reason)
+        return of in request.path
+
+    return fault
+
+
+def body(content: bytes, of: str, code: int = 200, **headers: str) -> Callable[[Request], bool]:
+    def fault(request: Request) -> bool:
+        if of in request.path:
+            request.send(code, content, {name.replace("_", "-"): value for name, value in headers.items()})
+        return of in request.path
+
+    return fault
+
+
+def silent(request: Request) -> bool:
+    request.close_connection = True
+    return True
+
+
+def listed(*files: object, sha: str = COMMIT) -> Callable[[Request], bool]:
+    return body(json.dumps({"sha": sha, "siblings": list(files)}).encode(), "/api/")
+
+
+def tensors(size: int, name: str = "model.safetensors") -> dict[str, object]:
+    return {"rfilename": name, "size": size}
+
+
+def too_large(request: Request) -> bool:
+    span = body(b"x" * 65536, ".safetensors", 206, Content_Range=f"bytes 0-65535/{1 << 63}")
+    return listed(tensors(1 << 63))(request) or span(request)
+
+
+HEADER = struct.pack("<Q", 2) + b"{}"
+FAULTS = {
+    "no such model": (status(404, "RepoNotFound"), "the hub has no such model, or it is private"),
+    "private": (status(401), r"the hub answered with status 401: it asks for a token \(HF_TOKEN"),
+    "gated": (status(403, "GatedRepo"), "is gated: accept its conditions on the hub"),
+    "forbidden": (status(403, of=".safetensors"), "the hub answered with status 403: the token may not read it"),
+    "no such revision": (status(404, "RevisionNotFound"), "the model has no revision main"),
+    "a file is gone": (status(404, "EntryNotFound", of=".safetensors"), "the hub answered with status 404: there is no such file"),
+    "broken": (status(500), "the hub answered with status 500"),
+    "redirected in a circle": (
+        body(b"", "", 302, Location="/api/models/org/name/revision/main"),
+        "the hub can't be reached: .*redirect",
+    ),
+    "redirected to a file": (body(b"", ".safetensors", 302, Location="file:///etc/passwd"), "the hub can't be reached: "),
+    "silent": (silent, "the hub can't be reached: "),
+    "no JSON": (body(b"<html>", "/api/"), "the hub's list of files can't be read"),
+    "no list": (body(b'{"sha": 1}', "/api/"), "the hub's list of files can't be read"),
+    "deep JSON": (body(b"[" * 100_000, "/api/"), "the hub's list of files can't be read"),
+    "no commit": (listed(sha="../../x"), "the hub names no commit: '../../x'"),
+    "no files": (listed(), "it has no weights in a known form, so nothing can be read"),
+    "no sizes": (listed({"rfilename": "model.safetensors"}), "the hub does not say how large model.safetensors is"),
+    "pickles": (listed(tensors(9, "pytorch_model.bin")), "its weights are pickles, which have no header, .* --download fetches"),
+    "names out of the folder": (
+        listed(tensors(9, "../model.safetensors"), tensors(9, "/a.safetensors")),
+        "no weights in a known form",
+    ),
+    "a file too large for any disk": (too_large, "can't write headers to"),
+    "another size": (
+        listed(tensors(5000)),
+        "what the hub says of model.safetensors can't be trusted: its list of files says 5,000 bytes, its answer",
+    ),
+    "another range": (body(b"x" * 9, ".safetensors", 206, Content_Range="bytes 7-15/2224"), "can't be trusted"),
+    "too few bytes": (
+        body(HEADER, ".safetensors", 206, Content_Range="bytes 0-2223/2224"),
+        "can't be trusted: its answer ends after 10 of 2,224 bytes",
+    ),
+    "a header of 8 EB": (
+        body(b"\xff" * 2224, ".safetensors"),
+        "the header claims 18446744073709551615 bytes, over the limit",
+    ),
+    "a header that is no JSON": (
+        body(struct.pack("<Q", 9) + b"x" * 2216, ".safetensors"),
+        "hf://org/name/model.safetensors: .*JSON",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_is_a_sentence(
+    serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setattr(reading, "_PAUSE_S", 0.0)
+    hub = serve(small)
+    assert os.path.getsize(small / "model.safetensors") == 2224
+    hub.fault, words = FAULTS[name]
+    assert run(cli, "dtype-engine", ["inspect", MODEL]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("dtype-engine: ")
+    assert re.search(words, captured.err), captured.err
+
+
+def test_no_network_and_no_leave_to_use_it(serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(reading, "_PAUSE_S", 0.0)
+    hub = serve(small)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(UserError, match="the hub can't be reached: "):
+        locate(MODEL)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE forbids asking the hub"):
+        locate(MODEL)
+    assert hub.requests == []
+
+
+def test_a_slow_line_and_one_that_breaks(serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(reading, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(reading, "_TRIES", 2)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    hub = serve(small)
+    hub.delay_s = 0.5
+    with pytest.raises(UserError, match="did not answer in time; HF_HUB_DOWNLOAD_TIMEOUT sets the seconds"):
+        locate(MODEL)
+    hub.delay_s, before = 0.0, len(hub.requests)
+    broken: list[str] = []
+
+    def once(request: Request) -> bool:
+        if request.path in broken:
+            return False
+        broken.append(request.path)
+        return silent(request)
+
+    hub.fault = once
+    assert len(rows(locate(MODEL))) == 2
+    assert len(hub.requests) - before == 2 * len(broken), "each request is made again once"
+
+
+def test_a_header_longer_than_the_first_range(tmp_path: Path, serve: Serve) -> None:
+    folder = tmp_path / "long"
+    folder.mkdir()
+    save_file({f"layers.{index}.weight": torch.ones(1) for index in range(3000)}, folder / "model.safetensors")
+    hub = serve(folder)
+    assert rows(locate(MODEL)) == rows(locate(str(folder)))
+    length = 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
+    spans = [span for _, path, span in hub.requests if path.endswith(".safetensors")]
+    assert spans == ["bytes=0-65535", f"bytes=65536-{length - 1}"]
+
+
+def test_a_server_without_ranges_and_a_redirect_elsewhere(serve: Serve, small: Path) -> None:
+    hub = serve(small)
+    content = (small / "model.safetensors").read_bytes()
+
+    def fault(request: Request) -> bool:
+        if request.path.endswith("/elsewhere"):
+            assert "authorization" not in request.headers
+            request.send(200, content)
+        elif request.path.endswith(".safetensors"):
+            request.send(302, b"", {"Location": f"{hub.address.replace('127.0.0.1', 'localhost')}/elsewhere"})
+        else:
+            return False
+        return True
+
+    hub.fault = fault
+    os.environ["HF_TOKEN"] = "hf_token_of_the_test"
+    try:
+        assert rows(locate(MODEL)) == rows(locate(str(small)))
+    finally:
+        del os.environ["HF_TOKEN"]
+
+
+@pytest.mark.parametrize(
+    ("text", "repo", "revision", "path"),
+    [
+        ("hf://a/b", "a/b", None, ""),
+        ("hf://models/a/b/", "a/b", None, ""),
+        ("hf://a/b.c@v1.0", "a/b.c", "v1.0", ""),
+        ("hf://a/b@refs/pr/7/unet", "a/b", "refs/pr/7", "unet"),
+        ("hf://a/b@feature%2Fx/c/d.gguf", "a/b", "feature/x", "c/d.gguf"),
+    ],
+)
+def test_addresses(text: str, repo: str, revision: str | None, path: str) -> None:
+    found = HubAddress.parse(text)
+    assert found == HubAddress(repo, revision, path)
+    assert HubAddress.parse(str(found)) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf://",
+        "hf://a",
+        "hf://../b",
+        "hf://a/b/../c",
+        "hf://a/b@",
+        "hf://a/b/\x1b[2J",
+        "hf://a/..",
+        "hf://a/b/c\\d",
+        "hf://a/b/%2e%2e/c",
+    ],
+)
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(UserError, match="is no address of a model on a hub"):
+        HubAddress.parse(text)
