@@ -29,10 +29,12 @@ from typing import Any
 
 import click
 import pytest
+from tests.helpers.hub_server import hub_of
 from tests.helpers.pages import MANUAL, Block, blocks_of, differs
 from tests.helpers.paths import ROOT
 from tests.helpers.terminal import Terminal
 
+from dtype_engine.checkpoint.source import DEMO
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 from dtype_engine.recipe.file import read_recipe_file
@@ -99,9 +101,11 @@ def test_what_a_page_shows_happens(
     if package:
         _copy_weights(package, tmp_path)
     reader = Reader(tmp_path, capsys)
-    for block in blocks_of(page):
-        if block.runs and (block.package or "") == package:
-            reader.follow(block, f"{_name(page)}:{block.line}")
+    hub = hub_of(tmp_path / "cache", acme__tiny_coder=DEMO) if page.name == "hub.md" else contextlib.nullcontext()
+    with hub:
+        for block in blocks_of(page):
+            if block.runs and (block.package or "") == package:
+                reader.follow(block, f"{_name(page)}:{block.line}")
 
 
 def _copy_weights(package: str, folder: Path) -> None:

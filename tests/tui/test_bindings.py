@@ -30,7 +30,7 @@ from dtype_tui.config.bindings import KEYS
 from dtype_tui.config.key_groups import GROUPS
 from dtype_tui.config.key_names import name_of, on_keyboard
 from dtype_tui.screens.help import sections
-from dtype_tui.state.commands import CHECK, WITH_ARGUMENTS
+from dtype_tui.state.commands import CHECK, DOWNLOAD, WITH_ARGUMENTS
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ModuleTree
 
@@ -184,6 +184,7 @@ WORDS: dict[str, tuple[Look, Any]] = {
     "report r.md": (lambda app: engine(app).saves[-1:], [ReportRequest(Path("r.md"))]),
     "preset all-bf16": (rules, ["*=bfloat16"]),
     "check": (lambda app: engine(app).commands[-1:], ["check"]),
+    "download": (lambda app: engine(app).commands[-1:], ["download"]),
     "inputs import os": (lambda app: engine(app).lines, ["import os"]),
 }
 
@@ -208,11 +209,12 @@ async def test_what_the_palette_has_beside_the_keys_works() -> None:
         await ready(app, pilot)
         keys = {binding.description for binding in KEYS if isinstance(binding, Binding)}
         more = {command.title: command for command in app.get_system_commands(app.screen) if command.title not in keys}
-        assert set(more) == {"Theme", "Keys", "Maximize", "Screenshot", CHECK}
+        assert set(more) == {"Theme", "Keys", "Maximize", "Screenshot", CHECK, DOWNLOAD}
         for name, look, seen in (
             ("Maximize", lambda app: app.screen.maximized is not None, True),
             ("Theme", top, "CommandPalette"),
             (CHECK, lambda app: engine(app).commands[-1:], ["check"]),
+            (DOWNLOAD, lambda app: engine(app).commands[-1:], ["download"]),
             ("Keys", lambda app: len(app.screen.query("HelpPanel")), 1),
             ("Screenshot", lambda app: len(list(Path().glob("*.svg"))), 1),
         ):

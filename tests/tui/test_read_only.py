@@ -39,7 +39,8 @@ HARMLESS_COMMANDS = {
     "preset": "all-bf16", "check": "", "inputs": "",
 }  # fmt: skip
 """Commands of the `:` line without a key, with arguments that a read-only session takes."""
-REFUSED_COMMANDS = ("export out", "recipe r.yaml", "report r.md", "inputs import os", "inputs /etc/passwd")
+WRITING = {"export", "recipe", "report", "download"}
+REFUSED_COMMANDS = ("export out", "recipe r.yaml", "report r.md", "inputs import os", "inputs /etc/passwd", "download")
 HARMLESS_WINDOWS = {
     "CastPrompt": "cancel generalise",
     "CausesScreen": "close_and_stop go leave move page put_back undo",
@@ -94,7 +95,7 @@ def test_what_is_refused_is_what_was_decided() -> None:
         assert commands[name].is_refused((rest,)), line
     for name, rest in HARMLESS_COMMANDS.items():
         assert not commands[name].is_refused(tuple(rest.split())), name
-    assert {name for name, command in commands.items() if command.is_refused(())} == HIDDEN
+    assert {name for name, command in commands.items() if command.is_refused(())} == HIDDEN | {"download"}
 
 
 async def enter(app: DtypeApp, pilot: Pilot[None], line: str) -> None:
@@ -149,7 +150,7 @@ async def test_what_is_refused_is_not_offered() -> None:
         assert not panel & hidden
         completer = app.main._words.completer()
         offered = set(completer(""))
-        assert offered == {name_of(name) for name in completer.commands} - HIDDEN - {"export", "recipe", "report"}
+        assert offered == {name_of(name) for name in completer.commands} - HIDDEN - WRITING
         for line in ("export /", "inputs /", "report ~/", "recipe "):
             assert completer(line) == []
         await pilot.press("question_mark")

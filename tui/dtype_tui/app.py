@@ -258,8 +258,10 @@ class DtypeApp(BaseApp[None]):
             if not (self.launch.read_only and refuses(binding.action)):
                 keys = on_keyboard(keys_of(binding, self.launch.config.keys))
                 yield SystemCommand(binding.description, f"key {keys}", self._runner(binding.action))
-        from dtype_tui.state.commands import CHECK
+        from dtype_tui.state.commands import CHECK, DOWNLOAD
 
+        if not self.launch.read_only:
+            yield SystemCommand(DOWNLOAD, "command :download", self._runner("download_model"))
         yield SystemCommand(CHECK, "command :check", self._runner("check_files"))
         for command in super().get_system_commands(screen):
             if not (self.launch.read_only and command.title == "Screenshot"):

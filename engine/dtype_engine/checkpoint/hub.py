@@ -13,6 +13,7 @@ import dataclasses
 import glob
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -214,8 +215,9 @@ class HubModel:
         Raises UserError, and Cancelled if `cancelled` says so.
         """
         with _faults(self.address):
-            from huggingface_hub import snapshot_download
+            from huggingface_hub import constants, snapshot_download
 
+            self._refuse_full_disk(Path(constants.HF_HUB_CACHE))
             names = self._to_download()
             beside = [] if self.address.path in names else MODEL_FILES
             at = f"{self.address.path}/" if beside and self.address.path else ""
@@ -226,6 +228,16 @@ class HubModel:
                 tqdm_class=_progress_bar(on_progress, cancelled, self.download_bytes),
             )
         return Path(folder) / self.address.path
+
+    def _refuse_full_disk(self, cache: Path) -> None:
+        place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(place).free
+        if free < self.download_bytes:
+            size = human_bytes(self.download_bytes)
+            raise UserError(
+                f"{self.address} has {size} of weights and the disk of {cache} has {human_bytes(free)} left; HF_HUB_CACHE names "
+                "another folder"
+            )
 
     @property
     def download_bytes(self) -> int:

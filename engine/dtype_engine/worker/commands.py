@@ -22,6 +22,7 @@ JobName = Literal[
     "generate",
     "speed",
     "check",
+    "download",
     "scan",
     "recipes",
     "values",
@@ -204,6 +205,15 @@ class CheckFiles(Command, frozen=True):
     needs_model = False
 
 
+class Download(Command, frozen=True):
+    """Download the model of which only the headers were read from a hub, and open it."""
+
+    name = "download"
+    needs_model = False
+    names_path = True  # it writes files
+    finishes = True
+
+
 class Generate(Command, frozen=True):
     """Generate `tokens` tokens twice: with the float32 reference, and with the model cast to the current recipe (the candidate)."""
 
@@ -272,6 +282,7 @@ FromTheApp = (
     | AttributeDrift
     | MeasureSpeed
     | CheckFiles
+    | Download
     | Generate
     | Scan
     | MeasureRecipes

@@ -36,6 +36,8 @@ class OpenModel:
     """The model's tree with module classes, if the architecture is known but the model could not be loaded; otherwise None."""
     why_closed: str = ""
     """Why the model could not be loaded, or "" if it was loaded."""
+    downloaded: Source | None = None
+    """The whole model, once it has been downloaded from the hub from which `source` has only headers. It must be opened next."""
 
     @property
     def available(self) -> Available:

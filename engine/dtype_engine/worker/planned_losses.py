@@ -51,7 +51,7 @@ class PlannedLosses:
             emit(events.CastDone(recipe, ()))  # nothing is cast, so the import of torch can be saved
             return
         if checkpoint.headers_alone:
-            emit(events.CastDone(recipe, None, checkpoint.headers_alone))
+            emit(events.CastDone(recipe, None, "the values are not on this machine"))
             return
         waiting = self.waiting_bytes(checkpoint, tree, plan)
         if waiting > MAX_AUTOMATIC_BYTES and not read_all:

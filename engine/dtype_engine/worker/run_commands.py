@@ -22,6 +22,7 @@ from dtype_engine.worker.commands import (
     Command,
     CompareWeights,
     CountStoredLosses,
+    Download,
     FindLossRemedy,
     FindNonfinite,
     Generate,
@@ -97,6 +98,8 @@ class CommandRunner:
                 self._inspect(recipe, command, token)
             case CheckFiles():
                 self._check(recipe, token)
+            case Download():
+                self._download(recipe, token)
             case Save():
                 return self._save(command, settings, token)
             case _:
@@ -272,6 +275,19 @@ class CommandRunner:
             unchecked = (*found.unchecked, f"{more:,} further findings are left out here: dtype-engine check has them")
             found = replace(found, findings=found.findings[:_MOST_FINDINGS], unchecked=unchecked)
         self._emit(events.FilesChecked(recipe, found))
+
+    def _download(self, recipe: Recipe, token: CancelToken) -> None:
+        source = self._model.source
+        if source.hub is None:
+            raise UserError(f"{source.title} is on this machine already")
+        throttle = Throttle()
+
+        def on_progress(what: str, done: int, total: int) -> None:
+            if throttle.due(done == total):
+                self._emit(events.WorkingProgress(recipe, what, done, total))
+
+        path = source.hub.download(on_progress, token)
+        self._model.downloaded = replace(source, path=path, hub=None)
 
     def _save(self, command: Save, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
         """Write the file or folder that the command requests, and emit the result. A failure is emitted as a `Saved` event, because

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.checkpoint.export_folder import check_typed_path
@@ -146,9 +147,21 @@ class Worker(Engine):
         self._emit(events.Jobs(name, job_names(self._queue, self._queue.waiting)))
 
     def _work(self) -> None:
+        _lower_priority()
+        while (downloaded := self._serve()) is not None:
+            self._source = downloaded
+            with self._changed:
+                waiting = (*self._queue.waiting, Measure())
+                self._replace_queue(replace(self._queue, available="opening", waiting=waiting))
+        self._memory.busy.clear()
+        self._emit(events.Idle())
+
+    def _serve(self) -> Source | None:
+        """Open the model and run commands on it until the worker is closed. Returns the whole model if a command has downloaded it;
+        it must be opened next.
+        """
         from dtype_engine.worker.run_commands import CommandRunner  # the first paint does not need it
 
-        _lower_priority()
         self._memory.busy.set()
         model = open_model(self._source, self._options, self._emit, self._read_headers)
         self._model, self._memory.session = model, model.session
@@ -159,12 +172,11 @@ class Worker(Engine):
         runner = CommandRunner(
             model, self._planned_losses, self._emit, self._memory.emit_now, lambda: self._queue.in_full
         )
-        while model.available != "nothing" and (begun := self._next()) is not None:
+        while model.available != "nothing" and model.downloaded is None and (begun := self._next()) is not None:
             self._memory.busy.set()
             self._run(runner, *begun)
-        self._memory.busy.clear()
-        self._emit(events.Idle())
         runner.close()
+        return model.downloaded
 
     def _next(self) -> tuple[Queue, CancelToken] | None:
         """Wait for a command. Returns the queue with that command running, and its cancel token, or None on closing."""

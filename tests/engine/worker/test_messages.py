@@ -49,6 +49,7 @@ REQUESTS: list[messages.Request] = [
     commands.AttributeDrift(),
     commands.MeasureSpeed(),
     commands.CheckFiles(),
+    commands.Download(),
     commands.Generate(48),
     commands.Scan(("int8", "bfloat16")),
     commands.Scan(("int8",), keep=True),

@@ -21,7 +21,7 @@ HARMLESS = {
     "CheckFiles", "Generate", "MeasureRecipes", "InspectWeight",
     "Open", "Resume", "Acknowledge", "PlanExport", "Close",
 }  # fmt: skip
-REFUSED = {"SetInputs", "ExportRequest", "RecipeRequest", "ReportRequest", "ConvertRequest", "CheckPath"}
+REFUSED = {"SetInputs", "ExportRequest", "RecipeRequest", "ReportRequest", "ConvertRequest", "CheckPath", "Download"}
 IN_PART = {"Scan": "runs, but is not saved"}
 
 
@@ -30,7 +30,7 @@ def test_every_request_is_known_as_harmless_or_refused() -> None:
     requests = {kind.__name__ for kind in typing.get_args(messages.Request)}
     assert requests == HARMLESS | REFUSED | IN_PART.keys()
     names_path = {kind.__name__ for kind in typing.get_args(commands.FromTheApp) if getattr(kind, "names_path", False)}
-    assert names_path == {"SetInputs"}
+    assert names_path == {"SetInputs", "Download"}
     assert commands.Save.names_path
 
 

@@ -212,7 +212,15 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
             wait=wait,
         )
 
-    return _Opening(source.title, request.model, make_engine, source.path, tree, not whole, is_demo=source.path == DEMO)
+    return _Opening(
+        source.title,
+        request.model,
+        make_engine,
+        source.path if source.hub is None else None,
+        tree,
+        not whole,
+        is_demo=source.path == DEMO,
+    )
 
 
 def _opened_by_engine(request: RunRequest) -> Connection:

@@ -13,6 +13,7 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "generate": ("generating", "text", "g generates again"),
     "speed": ("timing", "timing", "t times again"),
     "check": ("checking the files", "check", ":check checks again"),
+    "download": ("downloading", "download", ":download goes on with it"),
     "scan": ("scan", "scan", "s resumes it"),
     "recipes": ("measuring recipes", "recipes", "the measured ones are in the history"),
     "values": ("reading the values", "values", "v reads them again"),

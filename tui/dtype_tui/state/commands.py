@@ -52,6 +52,7 @@ class Command:
 
 
 CHECK = "Check the model's files: parts, scales, dtypes, what is missing"
+DOWNLOAD = "Download the model of which only the headers are here"
 WITH_ARGUMENTS = (
     Command("cast", "cast_as", ("pattern", "dtype"), "Cast the tensors that a pattern matches"),
     Command("filter", "filter_by", ("text",), "Show only names that contain this; alone: show all", 0),
@@ -64,6 +65,7 @@ WITH_ARGUMENTS = (
     Command("report", "save_report_to", ("file",), "Write a report, .html or .md"),
     Command("preset", "use_preset", ("preset",), "Apply a preset, which replaces all rules"),
     Command("check", "check_files", (), CHECK),
+    Command("download", "download_model", (), DOWNLOAD),
     Command("inputs", "inputs", ("line",), "Run on a prompt, or on a file; alone: show the current inputs", 0),
 )
 """All commands of the `:` line that are not made from a key's action. Most of them take arguments."""

@@ -123,6 +123,7 @@ class Controller:
                 if self.open_error is not None:
                     self._start_with_preset()
             case events.ModelReady():
+                self.open_error = None  # it was open without its weights, which have been downloaded
                 experiment.set_model(event)
                 self._start_with_preset()
                 self._notify_all(event.notices, "warning")

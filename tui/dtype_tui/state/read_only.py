@@ -14,5 +14,5 @@ the app would give a viewer the shell from which it was started.
 
 
 def refuses(action: str) -> bool:
-    """Return whether a read-only session refuses an action of a key, such as `leave_with`."""
-    return name_of(action) in HIDDEN
+    """Return whether a read-only session refuses an action of a key or command, such as `leave_with`."""
+    return name_of(action) in HIDDEN or action == "download_model"
