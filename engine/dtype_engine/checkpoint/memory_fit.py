@@ -1,30 +1,75 @@
-"""Checks whether a checkpoint fits into this machine's memory. Does not import torch."""
+"""Checks whether a checkpoint fits into this machine's memory, and how long it takes to read. Does not import torch."""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
 from dtype_engine.checkpoint import Checkpoint
-from dtype_engine.core.units import human_bytes
+from dtype_engine.core.hints import hint
+from dtype_engine.core.units import human_bytes, time_left
+
+_STEP, _MOST_TIMED, _TIMED_S = 1 << 20, 256 << 20, 0.3
+"""The speed of a disk is measured by reading steps of this many bytes, up to so many bytes or seconds."""
 
 
-def shortfall(checkpoint: Checkpoint) -> str | None:
-    """Return a sentence that says why a checkpoint does not fit into memory, or None if it fits.
+def shortfall(checkpoint: Checkpoint, limits: Mapping[str, int]) -> str | None:
+    """Return a sentence that says why a checkpoint does not fit into memory and how long it would take to run it from the disk, or
+    None if it fits. limits: the most bytes to use, keyed by "cpu" or the name of another device.
 
     Weights are mapped from their files, so the limit is the machine's total memory, not the free memory. If the checkpoint is
     larger than the total memory, every pass would read the whole checkpoint from disk again.
     """
     if checkpoint.headers_alone:
         return f"no forward pass: {checkpoint.headers_alone}. {fit(checkpoint.stored_bytes)}"
-    most = total_memory()
+    most = usable_memory(limits)
     if checkpoint.stored_bytes <= most:
         return None
-    return (
-        f"no forward pass: the weights take {human_bytes(checkpoint.stored_bytes)} and this machine has {human_bytes(most)} of "
-        "memory. Planning, patterns, weights and export work; a machine or a limit with more memory would run it"
+    limited = "may use" if "cpu" in limits else "has"
+    sentence = (
+        f"no forward pass: the weights take {human_bytes(checkpoint.stored_bytes)} and this machine {limited} "
+        f"{human_bytes(most)} of memory. Planning, patterns, weights and export work"
     )
+    speed = disk_speed(max(checkpoint.files, key=lambda file: file.stat().st_size))
+    if speed is None:
+        return sentence
+    seconds = time_left(checkpoint.stored_bytes / speed)
+    return (
+        f"{sentence}; {hint('over-memory')} runs it from the disk, which reads all weights once for the reference and once for "
+        f"each recipe: about {seconds} each at the {human_bytes(speed)}/s measured now, or the time to compute if that is longer"
+    )
+
+
+def disk_speed(file: Path) -> float | None:
+    """Return how many bytes a second are read from the middle of a file that is not in memory. None if it can't be measured."""
+    if not hasattr(os, "posix_fadvise"):
+        return None
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        start, done, buffer = os.fstat(descriptor).st_size // 2, 0, bytearray(_STEP)
+        os.posix_fadvise(descriptor, start, _MOST_TIMED, os.POSIX_FADV_DONTNEED)
+        began = time.perf_counter()
+        while done < _MOST_TIMED and time.perf_counter() - began < _TIMED_S:
+            if not (count := os.preadv(descriptor, [buffer], start + done)):
+                break
+            done += count
+        return done / (time.perf_counter() - began) if done else None
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def usable_memory(limits: Mapping[str, int]) -> int:
+    """Return the bytes of memory that models may use: those of `total_memory`, or fewer if `limits` has fewer for "cpu"."""
+    return min(total_memory(), limits.get("cpu", total_memory()))
 
 
 def fit(nbytes: int) -> str:

@@ -61,6 +61,26 @@ class _InputLimit(click.ParamType[tuple[str, int]]):
         return kind.replace("-", "_"), int(number)
 
 
+class _MaxMemory(click.ParamType[dict[str, int]]):
+    """A click parameter type for the memory of devices, such as `cpu=40GiB`."""
+
+    name = "memory"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
+        from dtype_engine.search.constraints import parse_bytes
+
+        if isinstance(value, dict):
+            return value
+        try:
+            pairs = (part.partition("=") for part in str(value).split(","))
+            limits = {device.strip(): parse_bytes(size.replace("%", "?"), 0) for device, _, size in pairs}
+        except UserError:
+            limits = {"": 0}
+        if "" in limits:
+            self.fail(f"{value!r}: give DEVICE=SIZE, such as cpu=40GiB", param, ctx)
+        return limits
+
+
 _MODEL = click.Argument(["model"], required=False, shell_complete=_paths)
 _RULES = (
     click.Option(
@@ -120,6 +140,18 @@ _RUNNING = (
         default="auto",
         show_default=True,
         help="Where to run the model: cpu, cuda, another accelerator such as mps, or auto (cuda or cpu).",
+    ),
+    click.Option(
+        ["--over-memory"],
+        is_flag=True,
+        help="Run a model that is larger than the memory. Its weights are read from the disk whenever it runs.",
+    ),
+    click.Option(
+        ["--max-memory"],
+        type=_MaxMemory(),
+        default={},
+        metavar="DEVICE=SIZE",
+        help="The most memory to use for weights, such as cpu=40GiB. By default, all memory of the machine.",
     ),
     click.Option(
         ["--random-weights"], is_flag=True, help="Run a model even if its files lack weights, which are then random."

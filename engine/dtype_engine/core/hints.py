@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-HintName = Literal["tensors", "no-picture", "no-sound", "no-chat", "replace", "no-autocast", "download"]
+HintName = Literal["tensors", "no-picture", "no-sound", "no-chat", "replace", "no-autocast", "download", "over-memory"]
 ON_THE_COMMAND_LINE: Mapping[HintName, str] = {
     "tensors": "give tensors with --inputs FILE (.safetensors, .npz or .pt)",
     "no-picture": "leave --image out",
@@ -19,6 +19,7 @@ ON_THE_COMMAND_LINE: Mapping[HintName, str] = {
     "replace": ", or replace it with --force",
     "no-autocast": "turn torch.autocast off first",
     "download": "--download fetches the model",
+    "over-memory": "--over-memory",
 }
 _PLACE = re.compile(r"\{hint:([a-z-]+)\}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -146,6 +147,10 @@ class Options:
     """Whether an engine refuses to read inputs that are named while it runs, and to write any file. For an app that is shown to
     others.
     """
+    over_memory: bool = False
+    """Whether to run a model that is larger than the memory. Its weights are then read from the disk whenever it runs."""
+    max_memory: Mapping[str, int] = field(default_factory=dict)
+    """The most bytes of memory to use, keyed by "cpu" or the name of another device. By default, all memory of the machine."""
     workers: int | str | None = None
     """Where the app runs scans, the search for causes, and measurements of several recipes. A number: in this many processes. An
     address such as `tcp://HOST:8786`: on the cluster at this address. None: in the app's single engine. A `Session` always works in

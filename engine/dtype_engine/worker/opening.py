@@ -150,7 +150,7 @@ def _opened(
             emit(events.HeadersRead(model.checkpoint.tree(), model.checkpoint.notices, model.provenance))
         from dtype_engine.checkpoint.memory_fit import shortfall
 
-        if reason := shortfall(model.checkpoint):
+        if not model.options.over_memory and (reason := shortfall(model.checkpoint, model.options.max_memory)):
             raise NoForward(f"{source.title}: {reason}")
     on_step("importing torch")
     finish_imports()

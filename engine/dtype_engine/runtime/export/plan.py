@@ -281,7 +281,7 @@ def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:
 
 
 def _live_values(weight: Weight, dtype: str) -> torch.Tensor:
-    return weight.tensor.data if weight.dtype == dtype and dtype not in dtypes.BLOCK_FORMATS else weight.stored.read()
+    return weight.current()[0] if weight.dtype == dtype and dtype not in dtypes.BLOCK_FORMATS else weight.stored.read()
 
 
 def _live_quantized(weight: Weight, dtype: str) -> Callable[[], Quantized] | None:
@@ -290,5 +290,7 @@ def _live_quantized(weight: Weight, dtype: str) -> Callable[[], Quantized] | Non
     """
     if dtype in dtypes.BLOCK_FORMATS:
         return None
+    if weight.dtype != dtype or weight.scale is None or weight.visited:
+        return None
     data, scale = weight.tensor.data, weight.scale
-    return (lambda: (data, scale)) if weight.dtype == dtype and scale is not None else None
+    return lambda: (data, scale)

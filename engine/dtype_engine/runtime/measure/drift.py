@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,10 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 MOST_KEPT = 2 << 30
 """Default maximum number of bytes of outputs kept between measurements: some hundred tokens of a model with 1 B parameters."""
 
+_BYTES_SIDE_BY_SIDE = 12
+"""How many bytes are held for each element of an output while sequences run side by side: the float32 outputs of reference and
+candidate, and what computing them takes.
+"""
 _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
@@ -173,25 +178,53 @@ class DriftMeter:
         with ExitStack() as stack:
             reference_runner, candidate_runner = self._runners(listener.cancelled, stack)
             candidate_runner.calibrate_caches(batches)
-            for step in self._plan.steps(listener.all_modules or never):
-                self._expect(progress, step, totals, listener)
-                reference = self._reference(reference_runner, step, progress)
-                if totals is None:
-                    name, output = reference.output_name, reference.output
-                    classes_dim = classes_dimension(self.model.module, name, output, self.settings.classes_dim)
-                    totals = RunningTotals(name, output, classes_dim, len(batches), self._routing is not None)
-                kept = KeptPositions.of(self.model.module, batches[step.number], self.model.device)
-                comparer = self._comparer(step, reference, totals, listener, kept)
-                progress.begin_pass("candidate", step.number, step.compares_modules, comparer)
-                ran = self._candidate(candidate_runner, step, progress)
-                output = _comparable_output(ran, reference)
-                positions = None if kept is None else kept.of_main(reference.output_name, output)
-                totals.add(step.number, batches[step.number], reference, ran, output, positions)
-                if comparer is not None:
-                    totals.set_modules(step.number, comparer.sums)
-                    if listener.on_modules is not None:
-                        listener.on_modules(totals.modules)
-                yield totals
+            for steps in self._groups(self._plan.steps(listener.all_modules or never)):
+                self._expect(progress, steps, totals, listener)
+                references = reference_runner.side_by_side(
+                    [partial(self._reference, reference_runner, step, progress, len(steps)) for step in steps]
+                )
+                comparers = []
+                for step, reference in zip(steps, references, strict=True):
+                    if totals is None:
+                        name, output = reference.output_name, reference.output
+                        classes_dim = classes_dimension(self.model.module, name, output, self.settings.classes_dim)
+                        totals = RunningTotals(name, output, classes_dim, len(batches), self._routing is not None)
+                    kept = KeptPositions.of(self.model.module, batches[step.number], self.model.device)
+                    comparers.append((kept, self._comparer(step, reference, totals, listener, kept)))
+                assert totals is not None
+                passes = candidate_runner.side_by_side(
+                    [
+                        partial(self._candidate, candidate_runner, step, progress, comparer)
+                        for step, (_, comparer) in zip(steps, comparers, strict=True)
+                    ]
+                )
+                for step, reference, (kept, comparer), ran in zip(steps, references, comparers, passes, strict=True):
+                    output = _comparable_output(ran, reference)
+                    positions = None if kept is None else kept.of_main(reference.output_name, output)
+                    totals.add(step.number, batches[step.number], reference, ran, output, positions)
+                    if comparer is not None:
+                        totals.set_modules(step.number, comparer.sums)
+                        if listener.on_modules is not None:
+                            listener.on_modules(totals.modules)
+                    yield totals
+
+    def _groups(self, steps: Iterable[Step]) -> Iterator[list[Step]]:
+        """Yield the steps one by one or, if a model is larger than memory, in groups that run side by side. Their outputs take at
+        most `working` bytes, by an estimate from the largest dimension of a weight.
+        """
+        models = (self.model, self.candidate or self.model)
+        over_memory = any(model.visits is not None for model in models)
+        widest = max((dim for weight in self.model.weights.values() for dim in weight.info.shape), default=1)
+        group, nbytes = list[Step](), 0
+        for step in steps:
+            size = self.inputs.batches[step.number].elements * widest * _BYTES_SIDE_BY_SIDE
+            if group and (not over_memory or nbytes + size > self.working):
+                yield group
+                group, nbytes = [], 0
+            group.append(step)
+            nbytes += size
+        if group:
+            yield group
 
     def _runners(self, cancelled: IsCancelled, stack: ExitStack) -> tuple[ForwardRunner, ForwardRunner]:
         """Return the runners of the reference and the candidate, which `stack` closes. If both are the same model, they are the
@@ -206,17 +239,20 @@ class DriftMeter:
         )
 
     def _expect(
-        self, progress: MeasurementProgress, step: Step, totals: RunningTotals | None, listener: MeasurementListener
+        self,
+        progress: MeasurementProgress,
+        group: Sequence[Step],
+        totals: RunningTotals | None,
+        listener: MeasurementListener,
     ) -> None:
-        """Tell the progress report over which sequences the reference and the candidate still have to run. These are the sequence
-        of `step` and the ones after it. totals: the results until now, from which the number of sequences that are needed is
+        """Tell the progress report over which sequences the reference and the candidate still have to run. These are the sequences
+        of `group` and the ones after them. totals: the results until now, from which the number of sequences that are needed is
         estimated.
         """
         every = (listener.all_modules or never)()
-        steps = {
-            step.number: step.compares_modules,
-            **{number: every or self._plan.compares(number) for number in step.left},
-        }
+        steps = {step.number: step.compares_modules for step in group}
+        left = {number: every or self._plan.compares(number) for number in group[-1].left}
+        steps |= left
         with_reference = [
             number for number, with_modules in steps.items() if not self._has_record(number, with_modules)
         ]
@@ -245,10 +281,13 @@ class DriftMeter:
 
         return ModuleComparer(reference.modules, report, kept, routing)
 
-    def _candidate(self, runner: ForwardRunner, step: Step, observer: ModuleObserver) -> PassResult[Any]:
-        """Return the result of running the candidate on one sequence. Module outputs that can't have changed since the last
-        measurement are reused.
+    def _candidate(
+        self, runner: ForwardRunner, step: Step, progress: MeasurementProgress, comparer: ModuleComparer | None
+    ) -> PassResult[Any]:
+        """Return the result of running the candidate on one sequence, observed by `comparer`. Module outputs that can't have changed
+        since the last measurement are reused.
         """
+        observer = progress.begin_pass("candidate", step.number, step.compares_modules, comparer)
         earlier, compared = self._caches.pop(step.number, (None, False))
         options = PassOptions(
             watched=self._plan.watched(step),
@@ -266,17 +305,21 @@ class DriftMeter:
         record = self._records.get(number)
         return record is not None and (record.modules is not None or not with_modules)
 
-    def _reference(self, runner: ForwardRunner, step: Step, progress: MeasurementProgress) -> ReferenceRecord:
-        """Return the reference's outputs for one sequence. If they are not kept, run the reference, and keep them if they fit."""
+    def _reference(
+        self, runner: ForwardRunner, step: Step, progress: MeasurementProgress, side_by_side: int
+    ) -> ReferenceRecord:
+        """Return the reference's outputs for one sequence. If they are not kept, run the reference, and keep them if they fit.
+        side_by_side: how many sequences are run together.
+        """
         if self._has_record(step.number, step.compares_modules):
             return self._records[step.number]
         main_alone = self._records.pop(step.number, None)
         left = self.budget - sum(record.nbytes for record in self._records.values())
-        recorder = ModuleRecorder(max(left, self.working)) if step.compares_modules else None
-        progress.begin_pass("reference", step.number, step.compares_modules, recorder)
+        recorder = ModuleRecorder(max(left, self.working) // side_by_side) if step.compares_modules else None
+        observer = progress.begin_pass("reference", step.number, step.compares_modules, recorder)
         options = PassOptions(watched=self._plan.watched(step), learns=True)
         call = runner.reference_call(self.inputs.batches[step.number])
-        ran = runner.reference(call, options, progress)
+        ran = runner.reference(call, options, observer)
         name, output = main_output(ran.output)
         if recorder is None:
             record = ReferenceRecord(name, output.detach().clone(), ran.seconds, None)

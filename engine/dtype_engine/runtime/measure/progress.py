@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,10 @@ from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 _IGNORES = ModuleObserver()
 
 
-class MeasurementProgress(ModuleObserver):
-    """Observes every pass of a measurement and reports how many input elements are done, counted over all passes.
+class MeasurementProgress:
+    """Reports how many input elements of a measurement are done, counted over all passes.
 
-    The finished fraction of the current pass is estimated from its module calls. All outputs are passed on to the observer given to
-    `begin_pass`.
+    The finished fraction of a running pass is estimated from its module calls.
 
     calls: the number of module calls in a pass, if known, keyed by whether the pass observes all modules (True) or only some
     (False); it is updated after each pass. modules: the number of the model's modules, used as an estimate before the first pass.
@@ -31,10 +30,9 @@ class MeasurementProgress(ModuleObserver):
         self._calls = calls
         self._modules = modules
         self._total = 0
-        self._run, self._number, self._all = "", 0, True
+        self._run = ""
         self._done = 0
-        self._finished = 0
-        self._observer: ModuleObserver = _IGNORES
+        self._running: list[_PassProgress] = []
         self._throttle = Throttle()
 
     def expect(self, numbers: Sequence[int], with_reference: Collection[int], rest: float) -> None:
@@ -44,20 +42,48 @@ class MeasurementProgress(ModuleObserver):
         rest: the estimated fraction of these sequences that is needed for results of the requested precision; 1 if all are needed.
         While `rest` is below 1, the reported total may fall, but it does not rise.
         """
-        self._end_pass()
+        self._end_passes()
         left = [self._sizes[number] * (2 if number in with_reference else 1) for number in numbers]
         total = self._done + max(left[0], int(rest * sum(left)))
         self._total = max(self._done + left[0], min(total, self._total)) if rest < 1 and self._total else total
 
-    def begin_pass(self, run: str, number: int, every_module: bool, observer: ModuleObserver | None) -> None:
-        """Begin to count the pass of `run` ("reference" or "candidate") over the sequence `number`. This ends the previous pass.
-        every_module: whether the pass observes the outputs of all modules.
+    def begin_pass(self, run: str, number: int, every_module: bool, observer: ModuleObserver | None) -> ModuleObserver:
+        """Begin to count the pass of `run` ("reference" or "candidate") over the sequence `number`. This ends the passes of the other
+        run. Returns the pass's observer, which passes all outputs on to `observer`. every_module: whether the pass observes the
+        outputs of all modules.
         """
-        self._end_pass()
-        self._observer = observer or _IGNORES
-        self._run, self._number, self._all = run, number, every_module
-        if self._throttle.due():  # a pass may end before its calls are reported
-            self._on_progress(run, self._done, self._total)
+        if run != self._run:
+            self._end_passes()
+        self._run = run
+        running = _PassProgress(self._report, self._sizes[number], every_module, observer or _IGNORES)
+        self._running.append(running)
+        self._report()  # a pass may end before its calls are reported
+        return running
+
+    def _report(self) -> None:
+        if self._throttle.due():
+            self._on_progress(self._run, self._done + sum(map(self._done_of, self._running)), self._total)
+
+    def _done_of(self, running: _PassProgress) -> int:
+        expected = self._calls.get(running.every_module) or max(self._calls.values(), default=self._modules)
+        return int(min(1.0, running.finished / max(1, expected)) * running.size)
+
+    def _end_passes(self) -> None:
+        for running in self._running:
+            self._done += running.size
+            self._calls[running.every_module] = running.finished
+        self._running.clear()
+
+
+class _PassProgress(ModuleObserver):
+    """Counts the finished module calls of one pass. size: the input elements of the pass."""
+
+    def __init__(self, report: Callable[[], None], size: int, every_module: bool, observer: ModuleObserver) -> None:
+        self.size = size
+        self.every_module = every_module
+        self.finished = 0
+        self._report = report
+        self._observer = observer
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> Any:
         observed = self._observer(module, call, output)
@@ -74,14 +100,5 @@ class MeasurementProgress(ModuleObserver):
         self._call_finished()
 
     def _call_finished(self) -> None:
-        self._finished += 1
-        if self._throttle.due():
-            expected = self._calls.get(self._all) or max(self._calls.values(), default=self._modules)
-            share = min(1.0, self._finished / max(1, expected))
-            self._on_progress(self._run, self._done + int(share * self._sizes[self._number]), self._total)
-
-    def _end_pass(self) -> None:
-        if self._run:
-            self._done += self._sizes[self._number]
-            self._calls[self._all] = self._finished
-        self._run, self._finished, self._observer = "", 0, _IGNORES
+        self.finished += 1
+        self._report()

@@ -1,10 +1,10 @@
 """Loads weights that other programs quantised. The module holds a placeholder for each such weight, and each use decodes its
-values.
+values. If the model is larger than memory, all its large weights are loaded so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -18,7 +18,15 @@ from dtype_engine.runtime.model.hf_private import turned_names
 from dtype_engine.runtime.model.mmap_reader import read_stored
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.packed_parts import in_rows
-from dtype_engine.runtime.model.stored_values import EncodedValues, PlainValues, StackedValues, StoredValues
+from dtype_engine.runtime.model.stored_values import (
+    EncodedValues,
+    InFileValues,
+    PlainValues,
+    StackedValues,
+    StoredValues,
+    VisitedValues,
+)
+from dtype_engine.runtime.model.visits import SMALLEST, BlockVisits
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 
@@ -37,16 +45,26 @@ def decoded_dtype(checkpoint: Checkpoint) -> str:
 
 
 def encoded_values(
-    title: str, checkpoint: Checkpoint, module: nn.Module, placements: Mapping[str, Placement]
+    title: str,
+    checkpoint: Checkpoint,
+    module: nn.Module,
+    placements: Mapping[str, Placement],
+    visits: BlockVisits | None = None,
 ) -> dict[str, StoredValues]:
     """Return the values of the module's weights that other programs quantised, by their names in the module. A weight that loading
-    packs from several tensors is included if another program quantised any of these.
+    packs from several tensors is included if another program quantised any of these. visits: if the model is larger than memory,
+    what keeps the values that are read; all large weights are then included.
 
     title: the name of the model, for errors. module: the model, which may be on the meta device. placements: for each tensor of the
     files, the tensor of the module into which it is loaded. Raises NoForward if a weight has another shape in the module than in
     the files, or if it is packed from parts that are not simply stacked along its rows.
     """
-    live = {placements[name].name for name in checkpoint.encoded if name in placements}
+    turned = turned_names(module, checkpoint.encoded if visits is None else checkpoint.weights)
+    if visits is None:
+        names = set(checkpoint.encoded)
+    else:
+        names = {name for name in checkpoint.weights if _stays_in_file(checkpoint, name, turned)}
+    live = {placements[name].name for name in names if name in placements}
     if not live:
         return {}
     places: dict[str, dict[str, Placement]] = {}
@@ -54,7 +72,6 @@ def encoded_values(
         if place.name in live:
             places.setdefault(place.name, {})[name] = place
     state, holds = module.state_dict(), torch_dtype(decoded_dtype(checkpoint))
-    turned = turned_names(module, checkpoint.encoded)
     found: dict[str, StoredValues] = {}
     for name, parts in places.items():
         shape = tuple(state[name].shape)
@@ -62,8 +79,9 @@ def encoded_values(
             rows = in_rows(parts, {part: checkpoint.weights[part].shape for part in parts}, shape)
             if rows is None:
                 raise NoForward(f"{title}: no forward pass: {name} is not its parts in the files, one below the other")
-            among = [_values(checkpoint, part, holds, False) for names in rows for part in names]
-            found[name] = StackedValues(among, shape, holds)
+            among = [_values(checkpoint, part, holds, False, visits) for names in rows for part in names]
+            encoded = any(part.format for part in among)
+            found[name] = StackedValues(among, shape, holds if encoded else among[0].dtype)
             continue
         stored = next(iter(parts))
         own = checkpoint.weights[stored].shape
@@ -72,13 +90,28 @@ def encoded_values(
             raise NoForward(
                 f"{title}: no forward pass: config.json makes {printable(stored)} {list(shape)}, and the files have {list(own)}"
             )
-        found[name] = _values(checkpoint, stored, holds, is_turned)
-    return found
+        found[name] = _values(checkpoint, stored, holds, is_turned, visits)
+    return found if visits is None else {name: VisitedValues(values, visits) for name, values in found.items()}
 
 
-def _values(checkpoint: Checkpoint, name: str, holds: torch.dtype, turned: bool) -> StoredValues:
+def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -> bool:
+    """Return whether a weight of a model that is larger than memory is read from its file in each visit. turned: the weights that
+    loading transposes.
+    """
+    if name in checkpoint.encoded:
+        return True
+    stored = checkpoint.weights[name]
+    plain = name not in checkpoint.quantized and stored.dtype in dtypes.COMPUTE_DTYPES and stored.bytes is not None
+    return plain and name not in turned and stored.nbytes >= SMALLEST
+
+
+def _values(
+    checkpoint: Checkpoint, name: str, holds: torch.dtype, turned: bool, visits: BlockVisits | None
+) -> StoredValues:
     if name in checkpoint.encoded:
         return EncodedValues(checkpoint.encoded[name], holds, turned)
+    if visits is not None:
+        return InFileValues(checkpoint.weights[name])
     return PlainValues(read_stored(checkpoint, checkpoint.weights[name]))
 
 

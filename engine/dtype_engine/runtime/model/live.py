@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint, FileIdentity
+from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.fused import scale_groups, whole_scale_group
@@ -30,10 +31,17 @@ from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.stored_tree import unused, with_files
-from dtype_engine.runtime.model.stored_values import PlainValues, QuantizedValues, StoredValues
+from dtype_engine.runtime.model.stored_values import (
+    PlainValues,
+    QuantizedValues,
+    StoredValues,
+    VisitedValues,
+    placeholder,
+)
 from dtype_engine.runtime.model.torch_private import is_compiled
+from dtype_engine.runtime.model.visits import BlockVisits
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
-from dtype_engine.runtime.numerics.quantize import cast_or_quantize
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize, torch_dtype
 
 T = TypeVar("T")
 
@@ -44,13 +52,13 @@ class Weight:
 
     info: TensorInfo
     tensor: torch.Tensor
-    """The tensor object in the module."""
+    """The tensor object in the module. It is a placeholder if `visited` is True."""
     stored: StoredValues
     """The stored values, from which every cast starts. They are never written to."""
     dtype: str
     """The name of the current dtype."""
     scale: torch.Tensor | None = None
-    """The scales of the current data, or None for a dtype without scales."""
+    """The scales of the current data, or None for a dtype without scales. If `visited` is True, a placeholder for them."""
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
     """A cache of how many values each cast of the stored data loses (they become infinite or zero, or saturate), keyed by the dtype
     of the cast. The value is None for a cast that only rounds values.
@@ -67,6 +75,8 @@ class Weight:
     """The names of the weights, including this one, that have a common tensor scale now. In NVFP4, these are the weights that
     runtimes fuse.
     """
+    _sharing: tuple[Weight, ...] = ()
+    """The weights of `shares`."""
     _amax: float | None = None
 
     @property
@@ -94,6 +104,30 @@ class Weight:
         return self.scale is None and not self.cast and self.stored.decoded
 
     @property
+    def visited(self) -> bool:
+        """Whether the values are read, and cast, in each visit to a block, because the model is larger than memory."""
+        return isinstance(self.stored, VisitedValues)
+
+    def current(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the weight's current data and scales: the stored values, or the cast ones. The scales are None for a dtype without
+        scales.
+        """
+        if not isinstance(self.stored, VisitedValues):
+            return self.tensor.data, self.scale
+        if not self.cast:
+            return self.stored.read(self.tensor.device), None
+        key = id(self), self.dtype, self.tensor.device
+        return self.stored.visits.once(key, self._cast_values, self.stored.values)
+
+    def _cast_values(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        amax = max((weight.amax for weight in self._sharing), default=None)
+        stored = self.stored.read(self.tensor.device)
+        made = cast_or_quantize(stored, self.dtype, amax)
+        if self.dtype not in self.losses:  # counted now, since the values would have to be read again later
+            self.losses[self.dtype] = count_losses(self.info.name, stored, self.dtype, made[0], never)
+        return made
+
+    @property
     def form(self) -> str:
         """A key that identifies this weight's current values: the dtype, and the names of the weights that share its scale."""
         return " ".join((self.dtype, *self.shares))
@@ -107,15 +141,19 @@ class Weight:
 
     def cast_to(self, dtype: str, sharing: Sequence[Weight] = ()) -> None:
         """Cast the stored values to `dtype`. sharing: the weights that share a tensor scale, including this one."""
-        amax = max((weight.amax for weight in sharing), default=None)
         shares = tuple(weight.info.name for weight in sharing)
         if shares != self.shares:
             self.losses.pop(dtype, None)
-        self.shares = shares
-        if dtype == self.info.dtype:
+        self.shares, self._sharing = shares, tuple(sharing)
+        if self.visited and dtype != self.info.dtype:
+            held = torch_dtype(dtype) if dtype in dtypes.COMPUTE_DTYPES else self.stored.holds
+            self.tensor.data = placeholder(self.stored.shape, held, self.tensor.device)
+            self.scale = None if dtype in dtypes.COMPUTE_DTYPES else torch.ones(1)
+        elif dtype == self.info.dtype:
             self.tensor.data = self.stored.held(self.tensor.device)
             self.scale = self.stored.scale
         else:
+            amax = max((weight.amax for weight in sharing), default=None)
             data, scale = cast_or_quantize(self.stored.read(self.tensor.device), dtype, amax)
             self.tensor.data, self.scale = data, scale
         self.dtype = dtype
@@ -130,15 +168,18 @@ class Weight:
         if dtype == self.info.dtype:
             return None
         if dtype not in self.losses:
-            held = self.tensor.data if self.stashed is None else self.stashed
-            stored = self.stored.read()
-            self.losses[dtype] = count_losses(self.info.name, stored, dtype, held if cast else None, cancelled)
+            if self.visited:
+                held = self.current()[0] if cast else None  # which may already count
+            else:
+                held = (self.tensor.data if self.stashed is None else self.stashed) if cast else None
+            if dtype not in self.losses:
+                self.losses[dtype] = count_losses(self.info.name, self.stored.read(), dtype, held, cancelled)
         return self.losses[dtype]
 
     @property
     def nbytes(self) -> int:
         """The number of bytes of the current data and scales."""
-        if self.decoded:
+        if self.decoded or self.visited:
             return self.stored.nbytes
         held = self.tensor if self.stashed is None else self.stashed
         return held.nbytes + (self.scale.nbytes if self.scale is not None else 0)
@@ -189,6 +230,8 @@ class LiveModel:
     """
     coverage: Coverage | None = None
     """How many of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
+    visits: BlockVisits | None = None
+    """What passes keep of the weights while they run a block, if the model is larger than memory. Otherwise None."""
     by_id: dict[int, Weight] = field(default_factory=dict)
     """The weights, keyed by the `id` of the tensor object in the module."""
     cache_formats: dict[str, str] = field(default_factory=dict)
@@ -265,8 +308,7 @@ class LiveModel:
         for number, info in enumerate(infos):
             if info.name in quantized:
                 infos[number] = dataclasses.replace(info, dtype=quantized[info.name][0], quantized=True)
-            elif info.name in encoded:
-                values = encoded[info.name]
+            elif info.name in encoded and (values := encoded[info.name]).format:
                 infos[number] = dataclasses.replace(info, dtype=values.format, packed_bytes=values.nbytes)
         unused_infos = list[TensorInfo]()
         checkpoint = rest.get("checkpoint")

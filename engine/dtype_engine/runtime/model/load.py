@@ -18,7 +18,7 @@ from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint, open_checkpoint
 from dtype_engine.checkpoint.completeness import what_is_missing
-from dtype_engine.checkpoint.memory_fit import shortfall
+from dtype_engine.checkpoint.memory_fit import shortfall, usable_memory
 from dtype_engine.checkpoint.pickle_zip import is_compressed
 from dtype_engine.checkpoint.pickles import load_pickle
 from dtype_engine.checkpoint.prequantized import OWN_SUFFIX
@@ -47,6 +47,7 @@ from dtype_engine.runtime.model.python_source import load_python
 from dtype_engine.runtime.model.quantized_loading import refuse_unread
 from dtype_engine.runtime.model.silence_libraries import no_stderr, quiet, silence_transformers
 from dtype_engine.runtime.model.stored_values import EncodedValues, StoredValues
+from dtype_engine.runtime.model.visits import BlockVisits, blocks_of
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name, torch_dtype
 
 OnStep = Callable[[str], None]
@@ -65,15 +66,20 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
         raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
     checkpoint = source.open()
     assert checkpoint is not None
-    if reason := shortfall(checkpoint):
-        raise NoForward(reason)
+    visits = None
+    if reason := shortfall(checkpoint, options.max_memory):
+        if not options.over_memory:
+            raise NoForward(reason)
+        visits = BlockVisits()
     if checkpoint.form == "pickle" and source.trust_pickle and checkpoint.path.is_file():
         whole = load_pickle(checkpoint.path, trust=True)
         if isinstance(whole, nn.Module):
             return LiveModel.wrap(whole, source.title, device)
-    return _from_checkpoint(checkpoint, source, options, device, on_step)
+    return _from_checkpoint(checkpoint, source, options, device, on_step, visits)
 
 
+_BLOCK_SHARE = 16
+"""One block of a model that is larger than memory takes at most this fraction of the memory, as float32."""
 _NO_ARCHITECTURE = {
     "gguf": "the architecture of this GGUF file is not known here; open the checkpoint that it was made from to run it",
     "diffusers": "a pipeline has several models that call each other; open one of its folders to run it here",
@@ -82,12 +88,17 @@ _NO_ARCHITECTURE = {
 
 
 def _from_checkpoint(
-    checkpoint: Checkpoint, source: Source, options: Options, device: torch.device, on_step: OnStep
+    checkpoint: Checkpoint,
+    source: Source,
+    options: Options,
+    device: torch.device,
+    on_step: OnStep,
+    visits: BlockVisits | None,
 ) -> LiveModel:
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    loaded = load_module(checkpoint, source.title, options, on_step)
+    loaded = load_module(checkpoint, source.title, options, on_step, visits)
     on_step("listing the weights")
-    return LiveModel.wrap(
+    live = LiveModel.wrap(
         loaded.module,
         source.title,
         device,
@@ -101,7 +112,13 @@ def _from_checkpoint(
         coverage=loaded.coverage,
         trust_remote_code=options.trust_remote_code,
         identities=checkpoint.identities,
+        visits=visits,
     )
+    if visits is not None:
+        in_files = {key: weight.stored.in_files for key, weight in live.by_id.items() if weight.visited}
+        most = usable_memory(options.max_memory) // _BLOCK_SHARE
+        visits.use_blocks(blocks_of(live.module, in_files, most))
+    return live
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +137,18 @@ class Loaded:
     """How many tensors of the module the files have, or None for a module that `load_into` filled."""
 
 
-def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: OnStep = lambda step: None) -> Loaded:
+def load_module(
+    checkpoint: Checkpoint,
+    title: str,
+    options: Options,
+    on_step: OnStep = lambda step: None,
+    visits: BlockVisits | None = None,
+) -> Loaded:
     """Load the module of a checkpoint with `from_pretrained`, on the CPU, with every tensor in the dtype of its file.
 
-    title: the name of the model, for errors. on_step: called with a description of each step. Raises NoForward if the architecture
-    is unknown or transformers can't load the module.
+    title: the name of the model, for errors. on_step: called with a description of each step. visits: if the model is larger than
+    memory, what keeps the values that passes read. Raises NoForward if the architecture is unknown or transformers can't load the
+    module.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     if checkpoint.form in _NO_ARCHITECTURE and (checkpoint.form != "gguf" or checkpoint.config is None):
@@ -150,7 +174,7 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
         # On the meta device: what can't be loaded is refused before memory is taken for it.
         made, places = make(chosen, checkpoint)
         refuse_unread(title, checkpoint, made, places)
-        encoded = encoded_values(title, checkpoint, made, places)
+        encoded = encoded_values(title, checkpoint, made, places, visits)
         by_state = bool(encoded) or checkpoint.form == "gguf"
         model_class = type(made) if by_state else chosen.model_class
         on_step(f"loading {model_class.__name__}")

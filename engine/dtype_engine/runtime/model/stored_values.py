@@ -15,11 +15,13 @@ from functools import cached_property
 import torch
 from torch.nn import functional
 
+from dtype_engine.checkpoint import CheckpointTensor
 from dtype_engine.checkpoint.schemes import EncodedWeight
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.formats import schemes
 from dtype_engine.runtime.model.mmap_reader import read_part
-from dtype_engine.runtime.numerics.quantize import dequantize
+from dtype_engine.runtime.model.visits import BlockVisits
+from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
 
 _CPU = torch.device("cpu")
 
@@ -44,7 +46,9 @@ class StoredValues(ABC):
     format: str = ""
     """If the files store the weight as codes, the name of the format, such as "gptq:int4@g128". Otherwise ""."""
     decoded: bool = False
-    """Whether the module can't hold the weight as it is stored, so that each operation has to decode its values."""
+    """Whether the module does not hold the weight as it is stored, so that each operation has to read or decode its values."""
+    in_files: tuple[CheckpointTensor, ...] = ()
+    """The headers of the tensors that are read from files whenever the values are. Empty if the values stay in memory."""
 
     @property
     def plain(self) -> bool:
@@ -71,6 +75,9 @@ class StoredValues(ABC):
         """Return some rows of an embedding table [rows, width], on the device of `ids`: [*ids.shape, width]. ids: the indexes of
         the rows.
         """
+
+    def release(self) -> None:
+        """Release what is kept of the files, so that their pages can leave the memory. Reading the values maps the files again."""
 
 
 class PlainValues(StoredValues):
@@ -129,6 +136,7 @@ class EncodedValues(StoredValues):
         self.weight, self.holds, self.turned = weight, holds, turned
         self.shape = (*weight.shape[:-2], *weight.shape[:-3:-1]) if turned else weight.shape
         self.format = weight.format
+        self.in_files = weight.tensors
 
     @cached_property
     def _parts(self) -> dict[str, torch.Tensor]:
@@ -160,21 +168,53 @@ class EncodedValues(StoredValues):
             at += len(run)
         return values.to(ids.device)[places].view(*ids.shape, *self.shape[1:])
 
+    def release(self) -> None:
+        self.__dict__.pop("_parts", None)
+
+
+class InFileValues(StoredValues):
+    """A weight of plain values that stays in its file: each read maps it anew. This is for models that are larger than memory."""
+
+    decoded = True
+
+    def __init__(self, stored: CheckpointTensor) -> None:
+        self.in_files = (stored,)
+        self.shape, self.dtype = stored.shape, torch_dtype(stored.dtype)
+        self.holds = self.dtype
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return (self.read(),)
+
+    @property
+    def nbytes(self) -> int:
+        return self.in_files[0].nbytes
+
+    def held(self, device: torch.device) -> torch.Tensor:
+        return placeholder(self.shape, self.holds, device)
+
+    def read(self, device: torch.device = _CPU) -> torch.Tensor:
+        return read_part(self.in_files[0]).to(device)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(ids.cpu(), self.read()).to(ids.device)
+
 
 class StackedValues(StoredValues):
     """A weight that loading packs from several stored tensors, such as the experts of a layer. Another program quantised at least
-    one of these tensors.
+    one of these tensors, or the model is larger than memory.
 
     parts: the values of each tensor, in the order in which they follow each other in the weight's memory. shape: the weight's
     shape. holds: the dtype of the placeholder in the module.
     """
 
-    dtype = torch.float32
     decoded = True
 
     def __init__(self, parts: Sequence[StoredValues], shape: tuple[int, ...], holds: torch.dtype) -> None:
         self.parts, self.shape, self.holds = tuple(parts), shape, holds
-        self.format = next(part.format for part in parts if part.decoded)
+        self.format = next((part.format for part in parts if part.format), "")
+        self.dtype = torch.float32 if self.format else holds
+        self.in_files = tuple(tensor for part in parts for tensor in part.in_files)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
@@ -198,6 +238,45 @@ class StackedValues(StoredValues):
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return functional.embedding(ids, self.read(ids.device))
+
+    def release(self) -> None:
+        for part in self.parts:
+            part.release()
+
+
+class VisitedValues(StoredValues):
+    """The values of a weight of a model that is larger than memory: they are read once in each visit to a block of the model.
+
+    values: reads them. visits: keeps what was read until the block ends.
+    """
+
+    decoded = True
+
+    def __init__(self, values: StoredValues, visits: BlockVisits) -> None:
+        self.values, self.visits = values, visits
+        self.shape, self.dtype, self.holds = values.shape, values.dtype, values.holds
+        self.format, self.in_files = values.format, values.in_files
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return self.values.tensors
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+    def held(self, device: torch.device) -> torch.Tensor:
+        return self.values.held(device)
+
+    def read(self, device: torch.device = _CPU) -> torch.Tensor:
+        return self.visits.once((self, device), lambda: self.values.read(device), self.values)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        self.visits.note_use(self.values)
+        return self.values.rows(ids)
+
+    def release(self) -> None:
+        self.values.release()
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -30,7 +30,9 @@ class CandidateMode(WeightMode):
         device: torch.device,
         rounding: ActivationRounding | None = None,
     ) -> None:
-        replaced = (key for key, weight in weights.items() if weight.scale is not None or weight.decoded)
+        replaced = (
+            key for key, weight in weights.items() if weight.scale is not None or weight.decoded or weight.visited
+        )
         super().__init__(weights, device, replaced, compute, rounding)
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
@@ -57,17 +59,18 @@ def candidate_value(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of a weight as it is currently cast. dtype: the dtype of the values if the weight is in a format with
     scales, such as float8. Any other weight keeps its own dtype.
     """
-    if weight.scale is not None:
-        return dequantize(weight.tensor.data, weight.scale, dtype, dtypes.BY_NAME[weight.dtype].blocks)
     held = weight.tensor
-    return weight.stored.read(held.device).to(held.dtype) if weight.decoded else held.data
+    if weight.decoded:
+        return weight.stored.read(held.device).to(held.dtype)
+    data, scale = weight.current()
+    return data if scale is None else dequantize(data, scale, dtype, dtypes.BY_NAME[weight.dtype].blocks)
 
 
 def candidate_rows(weight: Weight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return some rows of an embedding table [rows, width] as it is currently cast: [*ids.shape, width]. ids: the indexes of the
     rows. dtype: the dtype of the rows if the table is in a format with scales. Any other table keeps its own dtype.
     """
-    held = weight.tensor
-    if weight.scale is not None:
-        return dequantized_rows(held.data, weight.scale, weight.dtype, ids, dtype)
-    return weight.stored.rows(ids).to(held.dtype) if weight.decoded else functional.embedding(ids, held.data)
+    if weight.decoded:
+        return weight.stored.rows(ids).to(weight.tensor.dtype)
+    data, scale = weight.current()
+    return functional.embedding(ids, data) if scale is None else dequantized_rows(data, scale, weight.dtype, ids, dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -39,12 +39,13 @@ class _RefusesWeights(TorchFunctionMode):
 
 
 @contextmanager
-def weights_in_one_thread(weights: Mapping[int, Weight]) -> Iterator[None]:
+def weights_in_one_thread(weights: Mapping[int, Weight], own: Container[int] = ()) -> Iterator[None]:
     """While the block runs, refuse weights in threads and thread pools to which its own thread gives work.
 
-    weights: the model's weights, by the `id` of the tensor. Raises NoForward that names the weight, whatever else was raised.
+    weights: the model's weights, by the `id` of the tensor. own: the idents of the threads that run passes; by default, that of the
+    current thread. Raises NoForward that names the weight, whatever else was raised.
     """
-    own, refused = threading.get_ident(), list[NoForward]()
+    own, refused = own or {threading.get_ident()}, list[NoForward]()
     threads: Any = threading.Thread
     pools: Any = ThreadPoolExecutor
     start, submit = threads.start, pools.submit
@@ -68,12 +69,12 @@ def weights_in_one_thread(weights: Mapping[int, Weight]) -> Iterator[None]:
             except NoForward:  # the block raises it
                 return
 
-        if threading.get_ident() == own and not submitting:
+        if threading.get_ident() in own and not submitting:
             thread.run = quietly  # type: ignore[method-assign]
         start(thread)
 
     def submit_guarded(pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != own:
+        if threading.get_ident() not in own:
             return submit(pool, work, *args, **kwargs)
         submitting.append(pool)
         try:

@@ -55,9 +55,8 @@ class WidenedWeights:
         """Return whether a weight is large and can be widened by a plain copy into the reused memory."""
         values = weight.reference
         return (
-            values.plain
+            not values.format
             and values.dtype != self._dtype_of(weight)
-            and values.tensors[0].device.type == "cpu"
-            and values.tensors[0].is_contiguous()
+            and (values.decoded or (values.tensors[0].device.type == "cpu" and values.tensors[0].is_contiguous()))
             and self._nbytes(weight) >= _WORTH_SHARING
         )

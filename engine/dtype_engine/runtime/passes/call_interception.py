@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.runtime.model.torch_private import WithoutModes, as_called, call_instead, has_forward_hooks
@@ -34,15 +35,24 @@ class ModuleCalls:
         modules: the module and all its submodules.
 
     cancelled: whether to stop; it is called before each call of a submodule. autocast_on: the device type for which passes enable
-    torch.autocast, or None.
+    torch.autocast, or None. blocks: the names of modules before whose calls `on_block(name)` is called.
     """
 
-    def __init__(self, module: nn.Module, cancelled: IsCancelled, autocast_on: str | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        cancelled: IsCancelled,
+        autocast_on: str | None = None,
+        blocks: Collection[str] = (),
+        on_block: Callable[[str], None] = ignore,
+    ) -> None:
         self.under_way: ForwardPass | None = None
         self._modules = {name: child for name, child in module.named_modules() if name}
         self.modules = (module, *self._modules.values())
         self._cancelled = cancelled
         self._autocast_on = autocast_on
+        self._blocks = blocks
+        self._on_block = on_block
         self._undo: list[Callable[[], None]] = []
 
     def watch(self) -> None:
@@ -70,6 +80,8 @@ class ModuleCalls:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._cancelled():
                 raise Cancelled
+            if name in self._blocks:
+                self._on_block(name)
             if isinstance(module, nn.RNNBase) and self.under_way is not None:
                 args = self._arguments_of(self.under_way, module, args)
             return as_called(module, *args, **kwargs)
@@ -88,6 +100,8 @@ class ModuleCalls:
                 args = self._arguments_of(run, module, args)
             earlier = run.earlier_call(name)
             if earlier is None:
+                if name in self._blocks:
+                    self._on_block(name)
                 output = as_called(module, *args, **kwargs)
             else:
                 with WithoutModes():

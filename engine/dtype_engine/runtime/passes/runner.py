@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.options import STORED, RunSettings
-from dtype_engine.runtime.device import synchronize
+from dtype_engine.runtime.device import random_states, set_random_states, synchronize
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.activations import ActivationRounding
@@ -34,10 +34,12 @@ from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior, earliest
 from dtype_engine.runtime.passes.one_pass import PassOptions, PassResult
 from dtype_engine.runtime.passes.output_cache import OutputCache
+from dtype_engine.runtime.passes.side_by_side import NotIndependent, SideBySide
 from dtype_engine.runtime.passes.side_effects import SideEffects
 from dtype_engine.runtime.passes.state_restore import as_every_pass, stored_values
 
 Output = TypeVar("Output")
+T = TypeVar("T")
 _NOTHING = PassOptions()
 _IGNORES = ModuleObserver()
 
@@ -68,7 +70,10 @@ class ForwardRunner:
         self.behavior = ModelBehavior() if behavior is None else behavior
         self._compute = torch_dtype(settings.compute)
         self._autocast = torch_dtype(settings.autocast) if settings.autocast else None
-        self._calls = ModuleCalls(model.module, cancelled, model.device.type if settings.autocast else None)
+        self._together: SideBySide | None = None
+        blocks = model.visits.blocks if model.visits is not None else ()
+        autocast_on = model.device.type if settings.autocast else None
+        self._calls = ModuleCalls(model.module, cancelled, autocast_on, blocks, self._enter_block)
 
     def __enter__(self) -> ForwardRunner:
         (self._calls.watch if self.watch else self._calls.only_stop)()
@@ -76,6 +81,42 @@ class ForwardRunner:
 
     def __exit__(self, *exception: object) -> None:
         self._calls.remove()
+
+    def side_by_side(self, works: Sequence[Callable[[], T]]) -> list[T]:
+        """Call all functions, each of which runs one pass by this runner, and return their results.
+
+        If the model is larger than memory, the passes run side by side, so that each block of weights is read once for all of them.
+        If the passes of the model depend on each other, they run one after the other. Raises what the functions raise.
+        """
+        visits = self.model.visits
+        if visits is None or len(works) < 2 or self.behavior.stateful:
+            return [work() for work in works]
+        together = self._together = SideBySide(visits, self._suspended, lambda: self._restore())
+        try:
+            results = together.run(works)
+        except NotIndependent:
+            results = []
+        finally:
+            self._together = None
+        return [work() for work in works] if self.behavior.stateful else results
+
+    def _suspended(self) -> Callable[[], None]:
+        """Return a function that makes the pass that is running now the running one again."""
+        run, states = self._calls.under_way, random_states(self.model.device)
+
+        def resume() -> None:
+            self._calls.under_way = run
+            set_random_states(self.model.device, states)
+
+        return resume
+
+    def _enter_block(self, name: str) -> None:
+        run, visits = self._calls.under_way, self.model.visits
+        if self._together is None or run is None:
+            assert visits is not None
+            visits.enter(name)
+        else:
+            run.observing_seconds += self._together.enter(name)
 
     def without_settings(self) -> ForwardRunner:
         """Return a runner of the same model with default settings. It can be used only inside this runner's block."""
@@ -127,11 +168,12 @@ class ForwardRunner:
         weights. `call` calls the model.
         """
         # A mode around this one may keep tensors that it sees, so every widened weight then needs its own memory.
-        widened = WidenedWeights(reference_dtype) if options.around is None else None
+        new = WidenedWeights(reference_dtype) if options.around is None else None
         on_cpu = self.model.device.type == "cpu"  # another device may lack memory for all of them
-        with stored_values(self.model) if on_cpu else nullcontext():
-            mode = ReferenceMode(self.model.by_id, self.model.device, widened, self._compute)
-            return self._run(call, mode, options, observer, caches=options.caches)
+        with self._for_all("stored", partial(stored_values, self.model)) if on_cpu else nullcontext():
+            with self._for_all("widened", lambda: nullcontext(new)) as widened:
+                mode = ReferenceMode(self.model.by_id, self.model.device, widened, self._compute)
+                return self._run(call, mode, options, observer, caches=options.caches)
 
     def candidate(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
@@ -184,6 +226,10 @@ class ForwardRunner:
     def under(self, mode: WeightMode, call: Callable[[], Output]) -> Output:
         """Run the model by `call` under any torch-function mode, and return what `call` returns. `call` may enable gradients."""
         return self._run(call, mode, _NOTHING, _IGNORES).output
+
+    def _for_all(self, name: str, context: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
+        """Return a context for a pass. If passes run side by side, the first of them enters it, and it ends with the last one."""
+        return context() if self._together is None else nullcontext(self._together.share(name, context))
 
     def _reusable(self, earlier: OutputCache, prefix: int) -> dict[tuple[str, int], int]:
         """Return which of the first `prefix` calls to skip. The result maps (module, number of its call) to the index of the call
@@ -247,8 +293,16 @@ class ForwardRunner:
         """
         model, behavior, modules = self.model, self.behavior, self._calls.modules
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
+        together = self._together
+        watching, scripted = (mode, mode.run) if together is None else (together, together.run_call)
+        as_every = partial(as_every_pass, model, behavior, modules, watching, scripted)
+        one_thread = partial(weights_in_one_thread, model.by_id, () if together is None else together.threads)
         try:
-            with as_every_pass(model, behavior, modules, mode):
+            with self._for_all("state", as_every) as self._restore:
+                if together is not None:
+                    together.begin(mode)
+                    seeded = together.share("seed", lambda: nullcontext(random_states(model.device)))
+                    set_random_states(model.device, seeded)
                 if options.learns:
                     run.effects = SideEffects(model.device)
                 self._calls.under_way = run
@@ -260,7 +314,7 @@ class ForwardRunner:
                     if options.around is not None:
                         contexts.enter_context(options.around(mode))
                     contexts.enter_context(mode)
-                    contexts.enter_context(weights_in_one_thread(model.by_id))
+                    contexts.enter_context(self._for_all("threads", one_thread))
                     contexts.enter_context(watching_caches(caches, mode))
                     contexts.enter_context(foreign_code())
                     output = call()
@@ -277,6 +331,8 @@ class ForwardRunner:
             raise NoForward(f"the forward pass failed in {_where(run.inside)}: {_one_line(error)}") from error
         finally:
             self._calls.under_way = None
+            if together is None and model.visits is not None:
+                model.visits.leave()
         return PassResult(
             output=output,
             seconds=seconds,

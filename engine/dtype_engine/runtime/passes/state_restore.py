@@ -6,14 +6,14 @@ import functools
 import gc
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from enum import Enum
 from numbers import Number
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from torch import nn
 from dtype_engine.runtime.device import same_random_numbers
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.torch_private import scripted_calls
-from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 
 _CONTAINERS = (list, dict, set, deque, tuple)
@@ -51,19 +50,35 @@ def stored_values(model: LiveModel) -> Iterator[None]:
                 weight.tensor.data, weight.stashed = weight.stashed, None
 
 
+class Watching(Protocol):
+    """What watches the model's tensors during one or more passes: a `WeightMode`, or the modes of several passes."""
+
+    kept: Sequence[torch.Tensor]
+    """Tensors of the model other than weights."""
+
+    @property
+    def wrote(self) -> bool:
+        """Whether a pass has changed a weight or one of the tensors in `kept`."""
+
+
 @contextmanager
 def as_every_pass(
-    model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], mode: WeightMode
-) -> Iterator[None]:
+    model: LiveModel,
+    behavior: ModelBehavior,
+    modules: Collection[nn.Module],
+    watching: Watching,
+    run: Callable[..., Any],
+) -> Iterator[Callable[[], bool]]:
     """Make a pass in the block reproducible: it starts with the same state and random numbers as every other pass, and compiled
-    code runs uncompiled. The model's state is restored after the block.
+    code runs uncompiled. The model's state is restored after the block. The block gets a function that restores the state at once,
+    and returns whether it had changed.
 
-    modules: the modules whose state is restored. behavior: records whether anything had to be restored. `mode` also intercepts
-    calls of TorchScript functions, which torch does not show to modes.
+    modules: the modules whose state is restored. behavior: records whether anything had to be restored. run: calls TorchScript
+    functions, which torch does not show to modes.
     """
-    found = left_as_found(model, behavior, modules, mode)
-    with same_random_numbers(model.device), found, uncompiled(), scripted_calls(mode.run):
-        yield
+    found = left_as_found(model, behavior, modules, watching)
+    with same_random_numbers(model.device), found as restore, uncompiled(), scripted_calls(run):
+        yield restore
 
 
 def uncompiled() -> AbstractContextManager[None]:
@@ -77,8 +92,8 @@ def uncompiled() -> AbstractContextManager[None]:
 
 @contextmanager
 def left_as_found(
-    model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], mode: WeightMode
-) -> Iterator[None]:
+    model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], watching: Watching
+) -> Iterator[Callable[[], bool]]:
     """Restore the state of `modules` after the block: tensors (parameters, buffers and attributes), numbers, containers and
     objects; and tensors in attributes of the modules' classes and in global variables of the Python modules that define these
     classes, as well as those that functions in these places keep, for example in a `functools.lru_cache`.
@@ -90,11 +105,16 @@ def left_as_found(
     for module in modules:
         state.add_module(module)
     state.add_shared(set(map(type, modules)))
-    mode.kept = state.tensors
+    watching.kept = state.tensors
+
+    def restore() -> bool:
+        behavior.stateful |= state.restore(watching.wrote) or watching.wrote
+        return behavior.stateful
+
     try:
-        yield
+        yield restore
     finally:
-        behavior.stateful |= state.restore(mode.wrote) or mode.wrote
+        restore()
 
 
 class _State:

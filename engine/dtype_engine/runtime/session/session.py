@@ -393,7 +393,8 @@ class Session:
         from dtype_engine.runtime.export import export
 
         contents = self.export_contents(cancelled)
-        lost = self.lost_values(cancelled)
+        # Weights that stay on the disk are read only once, so losses are counted while they are written.
+        lost = self.lost_values(cancelled) if self.model.visits is None else None
         return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, lost, incomplete)
 
     @reading_weights

@@ -1,0 +1,196 @@
+"""Visits to the blocks of a model that is larger than memory: what a block reads is kept until the next block begins.
+
+A block is a module whose weights are read together, such as a layer. While one block runs, the system is asked to read the pages of
+the next one. Behind a block, its pages are given back, so that other programs keep theirs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar
+
+from torch import nn
+
+from dtype_engine.checkpoint import ByteRange, CheckpointTensor
+
+T = TypeVar("T")
+
+SMALLEST = 1 << 16
+"""Weights of fewer bytes, such as those of a norm, stay in memory."""
+_STEP = 1 << 17
+"""How many bytes one request asks for. Linux reads no more than a device's largest transfer for each request."""
+
+
+class _InFiles(Protocol):
+    """Values that are read from files."""
+
+    @property
+    def in_files(self) -> tuple[CheckpointTensor, ...]:
+        """The headers of the tensors that are read."""
+
+    def release(self) -> None:
+        """Release what is kept of the files."""
+
+
+class BlockVisits:
+    """Keeps what the current block has read or computed of its weights, and reads the next block's pages ahead.
+
+    Attributes:
+        blocks: for each block, by the name of its module, the ranges of the files that it reads. `use_blocks` sets it.
+        bytes_read: how many bytes of the files all visits until now were about.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, tuple[ByteRange, ...]] = {}
+        self.bytes_read = 0
+        self._inside = ""
+        self._values: dict[Any, Any] = {}
+        self._used: dict[int, _InFiles] = {}
+        self._next: dict[str, str] = {}
+        self._asked = ""
+        self._ahead: Future[None] | None = None
+        self._reader: ThreadPoolExecutor | None = None
+
+    @property
+    def inside(self) -> str:
+        """The name of the current block, or "" outside of all blocks."""
+        return self._inside
+
+    def use_blocks(self, blocks: Mapping[str, tuple[ByteRange, ...]]) -> None:
+        """Set the blocks, in the order in which a pass is expected to enter them."""
+        self.blocks = dict(blocks)
+        self._next = dict(pairwise(self.blocks))
+
+    def enter(self, name: str) -> None:
+        """Begin a visit to a block, which ends the previous visit, and ask for the block that followed it last time."""
+        if name == self._inside:
+            return
+        if self._inside:
+            self._next[self._inside] = name
+        self.leave()
+        self._inside = name
+        self.bytes_read += sum(part.nbytes for part in self.blocks[name])
+        if self._asked != name:
+            self._ask(name)
+        following = self._next.get(name)
+        if following is not None:
+            self._ask(following)
+
+    def leave(self) -> None:
+        """End the current visit: release what was kept, and give the pages back."""
+        ranges = set(self.blocks.get(self._inside, ()))
+        for values in self._used.values():
+            values.release()
+            ranges |= set(ranges_of(values.in_files))
+        self._values.clear()
+        self._used.clear()
+        self._inside = ""
+        _each_file(ranges, _forget)
+
+    def once(self, key: Any, make: Callable[[], T], values: _InFiles) -> T:
+        """Return `make()`, which is called only once for each key in a visit. Outside of all blocks, it is called each time.
+
+        values: the values in files from which the result is made, whose pages are given back at the end of the visit.
+        """
+        if not self._inside:
+            return make()
+        self.note_use(values)
+        if key not in self._values:
+            self._values[key] = make()
+        return self._values[key]  # type: ignore[no-any-return]
+
+    def note_use(self, values: _InFiles) -> None:
+        """Give the pages of these values back at the end of the visit."""
+        self._used[id(values)] = values
+
+    def _ask(self, name: str) -> None:
+        """Have a thread ask the system for the pages of a block."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        self._asked = name
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, "reads ahead")
+        self._ahead = self._reader.submit(_each_file, self.blocks[name], _want)
+
+
+def ranges_of(tensors: Iterable[CheckpointTensor]) -> Iterable[ByteRange]:
+    """Yield the ranges of bytes that the files have for the given tensors."""
+    for tensor in tensors:
+        if tensor.start is not None and tensor.nbytes:
+            yield ByteRange(tensor.file, tensor.start, tensor.nbytes)
+
+
+def blocks_of(
+    module: nn.Module, in_files: Mapping[int, tuple[CheckpointTensor, ...]], most: int
+) -> dict[str, tuple[ByteRange, ...]]:
+    """Divide a module into blocks: the largest modules that take at most `most` bytes as float32 each. A larger module is a block if
+    most of its weights are not in its submodules.
+
+    in_files: for each weight that is read from files, by the `id` of its tensor, the headers of its tensors. The result has the
+    ranges of each block's weights, in the order of the modules. An embedding has none, since a look-up reads only a few rows.
+    """
+    blocks: dict[str, tuple[ByteRange, ...]] = {}
+    seen: set[int] = set()
+
+    def divide(name: str, child: nn.Module) -> None:
+        if id(child) in seen:
+            return
+        seen.add(id(child))
+        weights = {id(tensor): tensor for tensor in (*child.parameters(), *child.buffers()) if id(tensor) in in_files}
+        if not weights:
+            return
+        size = sum(tensor.numel() for tensor in weights.values())
+        children = dict(child.named_children())
+        own = sum(weights[id(t)].numel() for t in (*child.parameters(False), *child.buffers(False)) if id(t) in weights)
+        called = type(child) not in (nn.ModuleList, nn.ModuleDict)
+        if name and called and (4 * size <= most or 2 * own > size):
+            looked_up = isinstance(child, nn.Embedding)
+            tensors = () if looked_up else (tensor for key in weights for tensor in in_files[key])
+            blocks[name] = tuple(ranges_of(tensors))
+            return
+        for part, inner in children.items():
+            divide(f"{name}.{part}" if name else part, inner)
+
+    divide("", module)
+    return blocks
+
+
+def _each_file(ranges: Iterable[ByteRange], advise: Callable[[int, int, int], None]) -> None:
+    """Call `advise(file descriptor, start, bytes)` for all ranges, of which those that touch each other are joined."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    by_file: dict[str, list[tuple[int, int]]] = {}
+    for each in ranges:
+        by_file.setdefault(str(each.file), []).append((each.start, each.start + each.nbytes))
+    for file, spans in by_file.items():
+        try:
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue  # advice is all that is missing; reading the values raises the error
+        try:
+            for start, end in _joined(spans):
+                advise(descriptor, start, end - start)
+        finally:
+            os.close(descriptor)
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _want(descriptor: int, start: int, nbytes: int) -> None:
+    for at in range(start, start + nbytes, _STEP):
+        os.posix_fadvise(descriptor, at, min(_STEP, start + nbytes - at), os.POSIX_FADV_WILLNEED)
+
+
+def _forget(descriptor: int, start: int, nbytes: int) -> None:
+    os.posix_fadvise(descriptor, start, nbytes, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,142 @@
+"""Runs several forward passes of one model side by side, so that each block of its weights is read only once for all of them.
+
+Each pass runs in a thread, but only one thread at a time: before a block, a pass waits until the others have come as far. This needs
+no knowledge of how the model calls its blocks, since the model's own code runs unchanged.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar
+
+import torch
+
+from dtype_engine.core.errors import Cancelled
+from dtype_engine.runtime.model.visits import BlockVisits
+from dtype_engine.runtime.modes.weight_mode import WeightMode
+
+T = TypeVar("T")
+
+
+class NotIndependent(Cancelled):
+    """Raised in a pass if it changes the model's state, so that passes side by side would see each other's changes."""
+
+
+class SideBySide:
+    """Several passes of which one runs at a time. A pass hands over before each block of the model.
+
+    visits: is told which block begins. suspend: called when a pass hands over; returns a function that prepares for going on with
+    this pass. changed: returns whether the running pass has changed the model's state.
+
+    Attributes:
+        kept: the tensors of the model that the modes of all passes watch (`WeightMode.kept`).
+        threads: the idents of the threads of the passes.
+    """
+
+    def __init__(
+        self, visits: BlockVisits, suspend: Callable[[], Callable[[], None]], changed: Callable[[], bool]
+    ) -> None:
+        self.kept: Sequence[torch.Tensor] = ()
+        self.threads: set[int] = set()
+        self._visits = visits
+        self._suspend = suspend
+        self._changed = changed
+        self._shared = ExitStack()
+        self._entered: dict[str, Any] = {}
+        self._modes: dict[int, WeightMode] = {}
+        self._turns: list[threading.Semaphore] = []
+        self._waiting: dict[int, tuple[int, int, str]] = {}
+        """For each pass that is not finished and not running: how often it has entered the block before which it waits, the order
+        of the block, and its name.
+        """
+        self._calls: list[dict[str, int]] = []
+        self._order: dict[str, int] = {}
+        self._running = -1
+        self._errors: list[BaseException] = []
+
+    @property
+    def wrote(self) -> bool:
+        """Whether any pass has changed a weight or a tensor in `kept`."""
+        return any(mode.wrote for mode in self._modes.values())
+
+    def run_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a torch function under the mode of the pass that is running (see `WeightMode.run`)."""
+        return self._modes[self._running].run(func, name, args, kwargs)
+
+    def begin(self, mode: WeightMode) -> None:
+        """Set the mode of the pass that is running."""
+        self._modes[self._running] = mode
+        mode.kept = self.kept
+
+    def share(self, name: str, context: Callable[[], AbstractContextManager[T]]) -> T:
+        """Enter a context for all passes, unless one of them has entered it before. It ends when all passes have ended."""
+        if name not in self._entered:
+            self._entered[name] = self._shared.enter_context(context())
+        return self._entered[name]  # type: ignore[no-any-return]
+
+    def run(self, works: Sequence[Callable[[], T]]) -> list[T]:
+        """Call all functions, each of which runs one pass, and return their results. Raises the first error of any of them."""
+        results: list[Any] = [None] * len(works)
+        self._turns = [threading.Semaphore(0) for _ in works]
+        self._calls = [{} for _ in works]
+        self._waiting = dict.fromkeys(range(len(works)), (-1, 0, ""))
+
+        def work(number: int) -> None:
+            self.threads.add(threading.get_ident())
+            self._turns[number].acquire()
+            try:
+                if not self._errors:
+                    results[number] = works[number]()
+            except BaseException as error:
+                self._errors.append(error)
+            self._hand_over()
+
+        threads = [threading.Thread(target=work, args=(number,), name=f"pass {number}") for number in range(len(works))]
+        for thread in threads:
+            thread.start()
+        with self._shared:
+            self._hand_over()
+            try:
+                for thread in threads:
+                    thread.join()
+            except BaseException as error:  # such as an interrupt, which only the main thread gets
+                self._errors.insert(0, error)
+            for thread in threads:
+                thread.join()
+            self._visits.leave()
+        if self._errors:
+            raise self._errors[0]
+        return results
+
+    def enter(self, block: str) -> float:
+        """Wait until it is this pass's turn to run a block. Returns how many seconds it waited. Raises Cancelled if another pass has
+        failed, and NotIndependent.
+        """
+        number, started = self._running, time.perf_counter()
+        if number == 0 and self._changed():  # one pass is enough to know
+            raise NotIndependent
+        calls = self._calls[number]
+        calls[block] = calls.get(block, -1) + 1
+        self._waiting[number] = calls[block], self._order.setdefault(block, len(self._order)), block
+        resume = self._suspend()
+        self._hand_over()
+        self._turns[number].acquire()
+        if self._errors:
+            raise Cancelled
+        resume()
+        self._visits.enter(block)
+        return time.perf_counter() - started
+
+    def _hand_over(self) -> None:
+        """Let the pass go on that waits for the current block, or else the one that has come least far."""
+        if not self._waiting:
+            return
+        inside = self._visits.inside
+        key: Callable[[int], tuple[bool, int, int, int]]
+        key = lambda number: (self._waiting[number][2] != inside, *self._waiting[number][:2], number)  # noqa: E731
+        self._running = min(self._waiting, key=key)
+        del self._waiting[self._running]
+        self._turns[self._running].release()
