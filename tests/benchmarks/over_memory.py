@@ -97,10 +97,10 @@ def measured(folder: Path, job: str, limited: bool) -> dict[str, Any]:
     if job.startswith("drift"):
         session.apply(de.Recipe.of(map(de.Rule.parse, JOBS[job])))
         report = session.drift()
-        shown = [str(report.output), [str(module) for module in report.modules], str(report.lost)]
+        shown: list[Any] = [str(report.output), [str(module) for module in report.modules], str(report.lost)]
     elif job == "scan":
-        report = session.scan(["bfloat16", "float8_e4m3fn", "int8"], draws=1)
-        shown = sorted((str(key), value) for key, value in report.scores().items())
+        scores = session.scan(["bfloat16", "float8_e4m3fn", "int8"], draws=1).scores()
+        shown = sorted((str(key), value) for key, value in scores.items())
     else:
         target = folder.parent / f"{folder.name}-export-{limited}"
         session.apply(de.Recipe.of(map(de.Rule.parse, JOBS["drift mixed fp8"])))

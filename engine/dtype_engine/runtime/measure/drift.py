@@ -36,7 +36,6 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.stored_tree import NOT_USED
 from dtype_engine.runtime.modes.reference import reference_name
 from dtype_engine.runtime.passes.class_dimensions import classes_dimension
-from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 from dtype_engine.runtime.passes.kept_positions import KeptPositions
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.one_pass import PassOptions, PassResult
@@ -284,8 +283,8 @@ class DriftMeter:
     def _candidate(
         self, runner: ForwardRunner, step: Step, progress: MeasurementProgress, comparer: ModuleComparer | None
     ) -> PassResult[Any]:
-        """Return the result of running the candidate on one sequence, observed by `comparer`. Module outputs that can't have changed
-        since the last measurement are reused.
+        """Return the result of running the candidate on one sequence, observed by `comparer`. Module outputs that can't have
+        changed since the last measurement are reused.
         """
         observer = progress.begin_pass("candidate", step.number, step.compares_modules, comparer)
         earlier, compared = self._caches.pop(step.number, (None, False))

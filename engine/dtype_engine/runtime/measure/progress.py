@@ -48,9 +48,9 @@ class MeasurementProgress:
         self._total = max(self._done + left[0], min(total, self._total)) if rest < 1 and self._total else total
 
     def begin_pass(self, run: str, number: int, every_module: bool, observer: ModuleObserver | None) -> ModuleObserver:
-        """Begin to count the pass of `run` ("reference" or "candidate") over the sequence `number`. This ends the passes of the other
-        run. Returns the pass's observer, which passes all outputs on to `observer`. every_module: whether the pass observes the
-        outputs of all modules.
+        """Begin to count the pass of `run` ("reference" or "candidate") over the sequence `number`. This ends the passes of the
+        other run. Returns the pass's observer, which passes all outputs on to `observer`. every_module: whether the pass observes
+        the outputs of all modules.
         """
         if run != self._run:
             self._end_passes()

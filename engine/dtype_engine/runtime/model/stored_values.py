@@ -76,7 +76,7 @@ class StoredValues(ABC):
         the rows.
         """
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027
         """Release what is kept of the files, so that their pages can leave the memory. Reading the values maps the files again."""
 
 

@@ -126,8 +126,8 @@ def ranges_of(tensors: Iterable[CheckpointTensor]) -> Iterable[ByteRange]:
 def blocks_of(
     module: nn.Module, in_files: Mapping[int, tuple[CheckpointTensor, ...]], most: int
 ) -> dict[str, tuple[ByteRange, ...]]:
-    """Divide a module into blocks: the largest modules that take at most `most` bytes as float32 each. A larger module is a block if
-    most of its weights are not in its submodules.
+    """Divide a module into blocks: the largest modules that take at most `most` bytes as float32 each. A larger module is a block
+    if most of its weights are not in its submodules.
 
     in_files: for each weight that is read from files, by the `id` of its tensor, the headers of its tensors. The result has the
     ranges of each block's weights, in the order of the modules. An embedding has none, since a look-up reads only a few rows.

@@ -91,7 +91,7 @@ class ForwardRunner:
         visits = self.model.visits
         if visits is None or len(works) < 2 or self.behavior.stateful:
             return [work() for work in works]
-        together = self._together = SideBySide(visits, self._suspended, lambda: self._restore())
+        together = self._together = SideBySide(visits, self._suspended)
         try:
             results = together.run(works)
         except NotIndependent:
@@ -170,10 +170,10 @@ class ForwardRunner:
         # A mode around this one may keep tensors that it sees, so every widened weight then needs its own memory.
         new = WidenedWeights(reference_dtype) if options.around is None else None
         on_cpu = self.model.device.type == "cpu"  # another device may lack memory for all of them
-        with self._for_all("stored", partial(stored_values, self.model)) if on_cpu else nullcontext():
-            with self._for_all("widened", lambda: nullcontext(new)) as widened:
-                mode = ReferenceMode(self.model.by_id, self.model.device, widened, self._compute)
-                return self._run(call, mode, options, observer, caches=options.caches)
+        stored = self._for_all("stored", partial(stored_values, self.model)) if on_cpu else nullcontext()
+        with stored, self._for_all("widened", lambda: nullcontext(new)) as widened:
+            mode = ReferenceMode(self.model.by_id, self.model.device, widened, self._compute)
+            return self._run(call, mode, options, observer, caches=options.caches)
 
     def candidate(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
@@ -298,8 +298,9 @@ class ForwardRunner:
         as_every = partial(as_every_pass, model, behavior, modules, watching, scripted)
         one_thread = partial(weights_in_one_thread, model.by_id, () if together is None else together.threads)
         try:
-            with self._for_all("state", as_every) as self._restore:
+            with self._for_all("state", as_every) as restored:
                 if together is not None:
+                    together.changed = restored
                     together.begin(mode)
                     seeded = together.share("seed", lambda: nullcontext(random_states(model.device)))
                     set_random_states(model.device, seeded)

@@ -1,7 +1,7 @@
 """Runs several forward passes of one model side by side, so that each block of its weights is read only once for all of them.
 
-Each pass runs in a thread, but only one thread at a time: before a block, a pass waits until the others have come as far. This needs
-no knowledge of how the model calls its blocks, since the model's own code runs unchanged.
+Each pass runs in a thread, but only one thread at a time: before a block, a pass waits until the others have come as far. The
+model's own code runs unchanged, so nothing has to be known of how it calls its blocks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.runtime.model.visits import BlockVisits
 from dtype_engine.runtime.modes.weight_mode import WeightMode
@@ -29,21 +30,20 @@ class SideBySide:
     """Several passes of which one runs at a time. A pass hands over before each block of the model.
 
     visits: is told which block begins. suspend: called when a pass hands over; returns a function that prepares for going on with
-    this pass. changed: returns whether the running pass has changed the model's state.
+    this pass.
 
     Attributes:
+        changed: returns whether the running pass has changed the model's state.
         kept: the tensors of the model that the modes of all passes watch (`WeightMode.kept`).
         threads: the idents of the threads of the passes.
     """
 
-    def __init__(
-        self, visits: BlockVisits, suspend: Callable[[], Callable[[], None]], changed: Callable[[], bool]
-    ) -> None:
+    def __init__(self, visits: BlockVisits, suspend: Callable[[], Callable[[], None]]) -> None:
+        self.changed: Callable[[], bool] = never
         self.kept: Sequence[torch.Tensor] = ()
         self.threads: set[int] = set()
         self._visits = visits
         self._suspend = suspend
-        self._changed = changed
         self._shared = ExitStack()
         self._entered: dict[str, Any] = {}
         self._modes: dict[int, WeightMode] = {}
@@ -112,11 +112,11 @@ class SideBySide:
         return results
 
     def enter(self, block: str) -> float:
-        """Wait until it is this pass's turn to run a block. Returns how many seconds it waited. Raises Cancelled if another pass has
-        failed, and NotIndependent.
+        """Wait until it is this pass's turn to run a block. Returns how many seconds it waited. Raises Cancelled if another pass
+        has failed, and NotIndependent.
         """
         number, started = self._running, time.perf_counter()
-        if number == 0 and self._changed():  # one pass is enough to know
+        if number == 0 and self.changed():  # one pass is enough to know
             raise NotIndependent
         calls = self._calls[number]
         calls[block] = calls.get(block, -1) + 1
@@ -135,8 +135,11 @@ class SideBySide:
         if not self._waiting:
             return
         inside = self._visits.inside
-        key: Callable[[int], tuple[bool, int, int, int]]
-        key = lambda number: (self._waiting[number][2] != inside, *self._waiting[number][:2], number)  # noqa: E731
-        self._running = min(self._waiting, key=key)
+
+        def rank(number: int) -> tuple[bool, int, int, int]:
+            calls, order, block = self._waiting[number]
+            return block != inside, calls, order, number
+
+        self._running = min(self._waiting, key=rank)
         del self._waiting[self._running]
         self._turns[self._running].release()

@@ -1,0 +1,136 @@
+"""Models larger than the memory they may take: their figures are those of a run in memory, and each weight is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import dtype_engine as de
+from dtype_engine.core.errors import Cancelled, NoForward
+from dtype_engine.runtime.measure.listener import MeasurementListener
+
+LENGTHS = (5, 9, 3, 16, 12, 8, 4, 6)
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+RECIPES = (
+    ("*=bfloat16",),
+    ("*.mlp=float8_e4m3fn", "*.self_attn=nvfp4", "*.layers.1=float16", "*norm*=float32", "*embed*=int8"),
+)
+
+
+def opened(folder: Path, limit: int | None, **options: Any) -> de.Session:
+    draw = torch.Generator().manual_seed(1)
+    inputs = [{"input_ids": torch.randint(0, 512, (1, length), generator=draw)} for length in LENGTHS]
+    limits = {} if limit is None else {"cpu": limit}
+    made = de.Options(device="cpu", over_memory=limit is not None, max_memory=limits, modules="exact", **options)
+    return de.open(str(folder), options=made, inputs=inputs)
+
+
+def measured(session: de.Session, rules: tuple[str, ...]) -> list[Any]:
+    session.apply(de.Recipe.of(map(de.Rule.parse, rules)))
+    report = session.drift()
+    return [report.output, report.modules, report.lost, report.sequences]
+
+
+@pytest.fixture
+def llama(make_llama: Callable[..., Path]) -> Path:
+    return make_llama(dtype="bfloat16", **SIZES)
+
+
+def test_figures_are_those_of_a_run_in_memory_and_each_weight_is_read_once(llama: Path) -> None:
+    inside, over = opened(llama, None, reference_bytes=0), opened(llama, 1 << 21, reference_bytes=0)
+    visits = over.model.visits
+    assert visits is not None
+    assert len(visits.blocks) > 10
+    for rules in RECIPES:
+        before = visits.bytes_read
+        assert measured(over, rules) == measured(inside, rules)
+        # The head is tied to the embedding, of which look-ups read a few rows. Small weights stay in memory.
+        assert 0.9 < (visits.bytes_read - before) / (2 * over.tree.stored_bytes) <= 1
+    assert inside.model.visits is None
+    for session in (inside, over):
+        session.undo()
+        session.undo()
+        assert not session.recipe.rules
+    assert over.generate(3)[0].candidate.ids == inside.generate(3)[0].candidate.ids
+
+
+def test_experts_that_loading_stacks(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**SIZES, num_hidden_layers=2, num_local_experts=4)
+    transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "moe")
+    inside, over = opened(tmp_path / "moe", None), opened(tmp_path / "moe", 1 << 22)
+    assert any(name.endswith(".experts") for name in over.model.visits.blocks)  # type: ignore[union-attr]
+    for rules in RECIPES:
+        assert measured(over, rules) == measured(inside, rules)
+
+
+def test_an_encoder_and_a_decoder_with_shared_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=512, d_model=256, d_kv=32, d_ff=512, num_layers=2, num_heads=8, decoder_start_token_id=0
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    inputs = [{"input_ids": torch.arange(n)[None], "decoder_input_ids": torch.arange(n // 2)[None]} for n in (8, 12)]
+    found = []
+    for options in (de.Options(device="cpu"), de.Options(device="cpu", over_memory=True, max_memory={"cpu": 1 << 21})):
+        session = de.open(str(tmp_path / "t5"), options=options, inputs=inputs)
+        found.append(measured(session, RECIPES[1]))
+    assert found[0] == found[1]
+
+
+def test_a_model_that_changes_its_state_runs_one_sequence_after_the_other(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = transformers.models.llama.modeling_llama.LlamaMLP.forward
+
+    def counting(self: Any, x: torch.Tensor) -> torch.Tensor:
+        last = getattr(self, "last", None)
+        self.last = x.mean()
+        result: torch.Tensor = forward(self, x if last is None else x + last)
+        return result
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", counting)
+    inside, over = opened(llama, None), opened(llama, 1 << 21)
+    assert measured(over, RECIPES[0]) == measured(inside, RECIPES[0])
+
+
+def test_it_can_be_stopped_within_a_block_and_goes_on(llama: Path) -> None:
+    over = opened(llama, 1 << 21)
+    over.cast("*", "float16")
+    asked = iter(range(10**9))
+    with pytest.raises(Cancelled):
+        over.drift(MeasurementListener(cancelled=lambda: next(asked) > 50))
+    assert over.drift().output == opened_drift(llama)
+
+
+def opened_drift(llama: Path) -> Any:
+    inside = opened(llama, None)
+    inside.cast("*", "float16")
+    return inside.drift().output
+
+
+def test_an_export_is_that_of_a_run_in_memory(llama: Path, tmp_path: Path) -> None:
+    for limit, name in ((None, "inside"), (1 << 21, "over")):
+        session = opened(llama, limit)
+        session.apply(de.Recipe.of(map(de.Rule.parse, RECIPES[1])))
+        session.export(tmp_path / name)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("inside", "over")]
+    assert files[0] == files[1]
+
+
+def test_it_is_refused_with_an_estimate(llama: Path) -> None:
+    with pytest.raises(NoForward) as refused:
+        de.open(str(llama), options=de.Options(max_memory={"cpu": 1 << 20}))
+    assert "this machine may use 1.00 MiB of memory" in str(refused.value)
+    assert "--over-memory runs it from the disk" in str(refused.value)
