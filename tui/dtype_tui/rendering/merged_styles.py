@@ -15,7 +15,9 @@ class MergedStyles(LineFilter):
         merged: list[Segment] = []
         for segment in segments:
             before = merged[-1] if merged else None
-            if before is None or not _looks_alike(before.style, segment.style):
+            if before is not None and before.style == segment.style:
+                merged[-1] = Segment(before.text + segment.text, before.style)
+            elif before is None or not _looks_alike(before.style, segment.style):
                 merged.append(segment)
             elif not segment.text.strip(" "):
                 merged[-1] = Segment(before.text + segment.text, before.style)

@@ -140,7 +140,9 @@ class ModuleTree(ScrollView, can_focus=True):
             self.rows = open_rows(self.experiment.tree, self._ordered_groups, self._is_open)
         self._needed = needed_width(self.rows, self.experiment.model.title)
         self.cursor = self._index_of(name)
-        self.virtual_size = Size(0, len(self.rows) + 1)
+        # Assigning it would repaint every line, also those that stay as they are.
+        self.set_reactive(ScrollView.virtual_size, Size(0, len(self.rows) + 1))
+        self.refresh(layout=True, repaint=False)
 
     @property
     def _is_remeasured(self) -> bool:

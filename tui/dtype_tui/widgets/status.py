@@ -53,7 +53,8 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
         first = [*_CAST]
     if working.queue:
         first.insert(0, ("jobs", "stop a job"))
-    usual = _USUAL if results.report is not None and results.report.output.max_abs > 0 else _USUAL[1:]
+    report = results.report or experiment.before  # while the next measurement runs, the keys stay where they are
+    usual = _USUAL if report is not None and report.output.max_abs > 0 else _USUAL[1:]
     return list(dict.fromkeys((*first, *(each for each in usual if each[0] not in dict(first)))))
 
 

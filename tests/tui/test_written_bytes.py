@@ -1,0 +1,55 @@
+"""How many bytes the app writes to the terminal: each takes its time on a slow line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import pytest
+from tests.helpers.recording_engine import make_app, report, say
+from tests.helpers.scenes import MIXED, mixed, modules
+from textual.drivers.headless_driver import HeadlessDriver
+
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.worker import events
+from dtype_tui.app import DtypeApp
+from dtype_tui.widgets.module_tree import ModuleTree
+
+
+def better(drift: ModuleDrift, decibels: float) -> ModuleDrift:
+    return dataclasses.replace(drift, sqnr_db=(drift.sqnr_db or 0) + decibels)
+
+
+async def test_a_reading_a_move_and_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    monkeypatch.setattr(HeadlessDriver, "write", lambda driver, data: written.append(data))
+    app = make_app()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await mixed(app, pilot)
+        app.query_one(ModuleTree).go_to("model.layers.4.mlp")
+        await pilot.pause()
+        monkeypatch.setattr(DtypeApp, "is_headless", False)  # what is not drawn is not written
+        app.refresh()
+        await pilot.pause()
+
+        async def bytes_of(change: Callable[[], Awaitable[object]]) -> int:
+            written.clear()
+            await change()
+            await pilot.pause(0.15)  # a clock collects what the engine tells
+            return len("".join(written).encode())
+
+        async def read(recipe: Recipe, decibels: float, rest: float) -> int:
+            app.controller.apply_recipe(recipe)
+            await pilot.pause(0.15)
+            found = tuple(better(each, decibels if "layers.5" in each.name else rest) for each in modules())
+            measured = events.Measured(recipe, report(recipe, 1.2e-2, found))
+            return await bytes_of(lambda: say(app, pilot, measured, events.Idle()))
+
+        await read(Recipe((*MIXED.rules, Rule("model.layers.5", "float32"))), 2.0, 0.0)
+        assert 0 < await read(MIXED, 0.7, 0.7) < 6500, "every module has another figure"
+        for key, most in (("j", 800), ("k", 800), ("pagedown", 12 << 10), ("pageup", 12 << 10)):
+            assert 0 < await bytes_of(partial(pilot.press, key)) < most
+        monkeypatch.undo()
