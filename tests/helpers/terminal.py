@@ -23,6 +23,8 @@ import pyte
 from tests.helpers import preloaded
 
 PROGRAM = str(Path(sys.executable).with_name("dtype-tui"))
+QUICK = ("--sequences", "1", "--floor", "never")
+"""Options with which the demo is ready in half of the time, for tests in which no figure counts."""
 WITH_ENGINE = """
 import json, sys
 from dtype_engine.worker import connection

@@ -18,13 +18,13 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.helpers import preloaded
-from tests.helpers.terminal import Terminal, with_engine
+from tests.helpers.terminal import QUICK, Terminal, with_engine
 from tests.terminal.random_keys import storm
 
 
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
-    made = Terminal("demo", forked=True)
+    made = Terminal("demo", *QUICK, forked=True)
     made.wait_for("embed_tokens")
     yield made
     made.close()
@@ -45,7 +45,7 @@ def leave(terminal: Terminal) -> None:
 
 
 def test_keys_typed_before_the_first_paint_are_not_lost() -> None:
-    terminal = Terminal("demo", forked=True)
+    terminal = Terminal("demo", *QUICK, forked=True)
     try:
         while b"\x1b[?25l" not in terminal.raw:  # from here on the terminal gives keys as they are pressed
             terminal.read()
@@ -158,7 +158,7 @@ def test_quiet_when_nothing_happens_and_little_for_a_move_or_a_page(terminal: Te
 
 
 def test_in_ascii_where_the_locale_has_no_unicode() -> None:
-    terminal = Terminal("demo", environment={"LC_ALL": "C", "PYTHONUTF8": "1"}, forked=True)
+    terminal = Terminal("demo", *QUICK, environment={"LC_ALL": "C", "PYTHONUTF8": "1"}, forked=True)
     try:
         terminal.wait_for("embed_tokens")
         terminal.press("2")
@@ -204,7 +204,7 @@ def test_in_tmux() -> None:
             time.sleep(0.1)
 
     program = shlex.join(with_engine(preloaded.command(preloaded.ENGINE)))
-    command = f"{program} demo; echo it ended with $?; exec {sys.executable} -c 'input()'"
+    command = f"{program} demo {shlex.join(QUICK)}; echo it ended with $?; exec {sys.executable} -c 'input()'"
     tmux("new-session", "-d", "-s", "t", "-x", "120", "-y", "36", command)
     try:
         wait_for("embed_tokens")

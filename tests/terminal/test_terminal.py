@@ -16,7 +16,7 @@ import pytest
 from tests.helpers import preloaded
 from tests.helpers.panicking_tokenizer import with_panicking_tokenizer
 from tests.helpers.paths import TINYNET
-from tests.helpers.terminal import PROGRAM, WITH_ENGINE, Terminal
+from tests.helpers.terminal import PROGRAM, QUICK, WITH_ENGINE, Terminal
 
 import dtype_engine as de
 
@@ -59,7 +59,7 @@ def test_from_start_to_a_cast_and_its_drift_to_a_clean_exit(opened: Opener) -> N
 def test_a_panic_in_a_thread_of_the_app_writes_nothing_on_the_screen(opened: Opener, tmp_path: Path) -> None:
     """The tokenizers library writes its panics to the descriptor of standard error, which the screen is drawn on as well."""
     folder = with_panicking_tokenizer("a bad prepend", tmp_path / "model")
-    terminal = opened(str(folder), "--in-process", forked=False)
+    terminal = opened(str(folder), "--in-process")
     terminal.wait_for(r"SQNR +exact")
     terminal.press("i")
     terminal.wait_for("tokenizer that is damaged")
@@ -90,7 +90,7 @@ def test_two_results_in_a_row_leave_no_job_on_the_status_line(opened: Opener) ->
 
 
 def test_rules_from_the_command_line_and_undo_of_them(opened: Opener) -> None:
-    terminal = opened("--cast", "*.mlp=bf16", "--cast", "model.layers.0=f16", size=(80, 24))
+    terminal = opened("--cast", "*.mlp=bf16", "--cast", "model.layers.0=f16", *QUICK, size=(80, 24))
     terminal.wait_for(r"▄ bf16")
     terminal.wait_for("ready")
     terminal.press("u")
@@ -100,7 +100,7 @@ def test_rules_from_the_command_line_and_undo_of_them(opened: Opener) -> None:
 
 
 def test_a_name_that_only_the_live_model_has_is_no_mistake(opened: Opener) -> None:
-    terminal = opened("--cast", "lm_head=bf16")
+    terminal = opened("--cast", "lm_head=bf16", *QUICK)
     terminal.wait_for("ready")
     terminal.wait_for(r"1 lm_head +bf16 +1")
 
@@ -123,7 +123,7 @@ def test_a_python_file(opened: Opener) -> None:
 )
 def test_signals_end_it_cleanly(opened: Opener, number: signal.Signals, state: str, forked: bool) -> None:
     """With a model there, and while it is being opened."""
-    terminal = opened(forked=forked)
+    terminal = opened(*QUICK, forked=forked)
     terminal.wait_for(state)
     os.kill(terminal.pid, number)
     assert terminal.exit_status() == 128 + number
@@ -163,7 +163,7 @@ def hues(raw: bytes) -> set[str]:
 
 
 def test_without_colour(opened: Opener) -> None:
-    terminal = opened(environment={"NO_COLOR": "1"})
+    terminal = opened(*QUICK, environment={"NO_COLOR": "1"})
     terminal.wait_for("▌ ▾ demo")
     terminal.press("2")
     terminal.wait_for("bf16")
@@ -211,7 +211,7 @@ finally:
         assert "torch is there: False" in opened.raw.decode()
     finally:
         opened.close()
-    opened = Terminal("--cast", "type:LlamaMLP=bf16", forked=True)
+    opened = Terminal("--cast", "type:LlamaMLP=bf16", *QUICK, forked=True)
     try:
         opened.wait_for("6 modules|12 tensors|bf16")
         opened.wait_for("perplexity")
@@ -229,7 +229,7 @@ def test_where_there_is_no_terminal_the_other_program_is_named() -> None:
 def test_the_settings_of_a_recipe_file_hold_in_the_app_too(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("version: 1\nsettings: {autocast: bfloat16}\nrules:\n  - {pattern: '*.mlp', dtype: float16}\n")
-    opened = Terminal("--recipe", str(recipe), forked=True)
+    opened = Terminal("--recipe", str(recipe), *QUICK, forked=True)
     try:
         opened.wait_for("autocast bfloat16")
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.helpers.terminal import Terminal
+from tests.helpers.terminal import QUICK, Terminal
 
 from dtype_tui.state.tour import STEPS
 
@@ -36,7 +36,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
 
 
 def test_from_the_first_look_to_a_recipe_file(opened: Opener, tmp_path: Path) -> None:
-    terminal = opened("tour")
+    terminal = opened("tour", "--sequences", "2")
     terminal.wait_for(r"Tour 1 of")
     terminal.wait_for("embed_tokens")
     assert len(KEYS) == len(STEPS)
@@ -66,12 +66,12 @@ def test_from_the_first_look_to_a_recipe_file(opened: Opener, tmp_path: Path) ->
 
 def test_the_first_start_offers_it_and_the_second_does_not(opened: Opener, tmp_path: Path) -> None:
     state = {"XDG_STATE_HOME": str(tmp_path / "state")}
-    terminal = opened("demo", environment=state, first=True)
+    terminal = opened("demo", *QUICK, environment=state, first=True)
     terminal.wait_for("New here")
     terminal.press(CTRL_T)
     terminal.wait_for("Tour 1 of", 20)
     terminal.press("q")
     assert terminal.exit_status() == 0
-    terminal = opened("demo", environment=state, first=True)
+    terminal = opened("demo", *QUICK, environment=state, first=True)
     terminal.wait_for("ready", 120)
     assert not re.search("New here|Tour", terminal.text)
