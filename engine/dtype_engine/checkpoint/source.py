@@ -176,6 +176,24 @@ def is_python(model: str | None) -> bool:
     return bool(colon and before) and not (path.exists() or path.is_symlink())
 
 
+def component_of(model: str, name: str, download: bool = False) -> str:
+    """Return the text that names the component `name` of the diffusers pipeline that `model` names: the path of its folder. An
+    address of a model on another machine gets the name as the last part of its path. Raises UserError if there is no such folder.
+    """
+    if model.startswith("ssh://"):
+        return f"{model.rstrip('/')}/{name}"
+    folder = locate(model, download=download).path
+    found = (
+        sorted(entry.name for entry in folder.iterdir() if (entry / "config.json").is_file())
+        if folder and folder.is_dir()
+        else []
+    )
+    if folder is None or name not in found:
+        has = f"it has {', '.join(map(printable, found))}" if found else "it has none"
+        raise UserError(f"{printable(model, 200)} has no component {printable(name, 100)}; {has}")
+    return str(folder / name)
+
+
 def locate_metric(text: str) -> Source:
     """Find the Python code of a metric, `file.py:NAME` or `package.module:NAME`, without running it. Raises UserError."""
     if not is_python(text):

@@ -115,6 +115,11 @@ _OPENING = (
         help="The checkpoint (.pth, .safetensors, ...) to load into a model built in Python.",
     ),
     click.Option(["--trust-remote-code"], is_flag=True, help="Run the Python code that comes with the checkpoint."),
+    click.Option(
+        ["--component"],
+        metavar="NAME",
+        help="Open this component of a diffusers pipeline by itself, such as unet or vae.",
+    ),
     click.Option(["--architecture"], metavar="NAME", help="The checkpoint's model class, if no config.json names it."),
 )
 _OF_CONFIGURATION = click.core.ParameterSource.DEFAULT_MAP

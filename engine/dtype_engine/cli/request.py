@@ -70,6 +70,8 @@ class RunRequest:
         checks_inputs: whether the input files are on this machine. Raises UserError for an invalid rule, preset, recipe file or
         input file.
         """
+        from dtype_engine.checkpoint.source import component_of
+
         preset, file = values.get("preset"), values.get("recipe_file")
         if preset is not None:
             from dtype_engine.recipe.presets import preset as preset_named
@@ -93,6 +95,8 @@ class RunRequest:
             from dtype_engine.checkpoint.hub import HubAddress
 
             model = str(HubAddress.parse(model or "").of_revision(revision))
+        if (component := values.get("component")) is not None:
+            model, against = (text and component_of(text, component, options.download) for text in (model, against))
         if against is not None:
             if "reference" in explicit and options.reference != FLOAT32:
                 raise UserError("--reference stored is MODEL itself: leave it out, or leave out --against")

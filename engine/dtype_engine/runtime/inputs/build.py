@@ -10,6 +10,7 @@ from dtype_engine.core.hints import hint
 from dtype_engine.core.options import Options
 from dtype_engine.runtime.inputs.audio import sound_argument, sound_inputs
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
+from dtype_engine.runtime.inputs.diffusers_inputs import diffusers_inputs, is_diffusers_module
 from dtype_engine.runtime.inputs.images import picture_inputs
 from dtype_engine.runtime.inputs.limited import PartFails
 from dtype_engine.runtime.inputs.multimodal import (
@@ -40,6 +41,8 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
             values = model.example_inputs()
         inputs = from_values(values, "example_inputs()")
         return with_labels(model, inputs) if options.metrics else inputs
+    if is_diffusers_module(model.module):
+        return diffusers_inputs(model, options)
     if getattr(model.module, "config", None) is None:
         if given:
             raise UserError(

@@ -89,12 +89,12 @@ def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mappi
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     auto = getattr(chosen.model_class, "from_config", None)
     config = without_quantization(chosen.config)
-    with _few_modules(len(checkpoint.weights)), reasons(folder), torch.device("meta"):
+    with few_modules(len(checkpoint.weights)), reasons(folder), torch.device("meta"):
         module = auto(config, trust_remote_code=chosen.trust_remote_code) if auto else chosen.model_class(config)
     if not isinstance(module, nn.Module):
         raise NoForward(f"{folder}: {chosen.model_class.__name__} is no model")
     placements = map_names(module, checkpoint.weights)
-    _refuse_misfit(module, checkpoint, placements, folder)
+    refuse_misfit(module, checkpoint, placements, folder)
     return module, placements
 
 
@@ -251,7 +251,7 @@ def _configuration(
 
 
 @contextmanager
-def _few_modules(tensors: int) -> Iterator[None]:
+def few_modules(tensors: int) -> Iterator[None]:
     """While the block constructs a module, raise NoForward as soon as the module has more submodules than a model with this number
     of tensors can have.
     """
@@ -276,9 +276,7 @@ def _few_modules(tensors: int) -> Iterator[None]:
         handle.remove()
 
 
-def _refuse_misfit(
-    module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path
-) -> None:
+def refuse_misfit(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path) -> None:
     """Raise NoForward if a module does not match a checkpoint. There are three such cases: most tensors of the files belong to no
     tensor of the module; shapes differ; or the files lack tensors of the module that would need far more memory than the files.
 

@@ -35,7 +35,7 @@ def construct_buffers(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
     if not buffers or all(type(part).__module__.startswith(_COMPLETE) for part in module.modules()):
         return ()
     try:
-        with foreign_code(), _default_dtype(dtype), _parameters_without_data():
+        with foreign_code(), _default_dtype(dtype), parameters_without_data():
             made = _non_persistent(type(module)(copy.deepcopy(module.config)))
     except Exception as error:  # the model's own code, which may raise anything
         return (_unknown(list(buffers), f"the constructor of {type(module).__name__} failed: {reason(error)}"),)
@@ -84,7 +84,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _parameters_without_data() -> Iterator[None]:
+def parameters_without_data() -> Iterator[None]:
     """While the block runs a constructor, move each parameter to the meta device once it is registered. The constructor then needs
     memory for only one parameter at a time.
     """

@@ -33,6 +33,18 @@ def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
     return declared + [(str(pattern), skipped) for pattern in getattr(module, skipped, None) or ()]
 
 
+def renamed_on_load(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return the names that diffusers gives to tensors of older files (`names`) when it loads them, by the files' names. Names that
+    stay are left out. Without `_fix_state_dict_keys_on_load`, the result is empty.
+    """
+    fix = getattr(module, "_fix_state_dict_keys_on_load", None)
+    if fix is None:
+        return {}
+    found = {name: name for name in names}
+    fix(found)
+    return {before: name for name, before in found.items() if name != before}
+
+
 def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, torch.dtype]]) -> Any:
     """Return a subclass of `model_class` whose `from_pretrained` loads each tensor in the dtype that `dtypes_of(module)` gives for
     its name.

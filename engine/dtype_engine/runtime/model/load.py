@@ -7,10 +7,12 @@ afterwards, so that every weight has the dtype of its file.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.device import pick_device
 from dtype_engine.runtime.model.architecture import Misfit, architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.constructed_buffers import construct_buffers
+from dtype_engine.runtime.model.diffusers_models import is_diffusers, make_diffusers, run_decoder, with_placeholders
 from dtype_engine.runtime.model.encoded_loading import encoded_values, inputs_notice, state_to_load
 from dtype_engine.runtime.model.hf_private import loading_names, with_dtypes
 from dtype_engine.runtime.model.hub import offline
@@ -163,6 +166,9 @@ def load_module(
             f"{title}: no forward pass, because its weights are in a compressed archive, which transformers would map as if it "
             "were not; save them again with torch.save. Planning, weights and export work"
         )
+    if is_diffusers(checkpoint.config):
+        on_step(f"loading {printable(str((checkpoint.config or {})['_class_name']))}")
+        return _load_diffusers(checkpoint, title)
     on_step("importing transformers")
     with quiet(), ExitStack() as meanwhile:
         import transformers
@@ -236,6 +242,17 @@ def load_module(
     return Loaded(module, quantized, encoded, tuple(notices), placements, coverage)
 
 
+def _load_diffusers(checkpoint: Checkpoint, title: str) -> Loaded:
+    """Load a model of diffusers, memory-mapped, with every tensor in the dtype of its file. Raises NoForward."""
+    module, placements = make_diffusers(checkpoint, title)
+    with_placeholders(module)
+    with failures_as(NoForward, f"{title}: no forward pass", reason):
+        loaded = load_into(module, checkpoint, placements)
+    run_decoder(module)
+    coverage = Coverage(sum(info.persistent for info in collect_tensors(module)[0]))
+    return dataclasses.replace(loaded, notices=checkpoint.notices, placements=placements, coverage=coverage)
+
+
 def load_pretrained(folder: Path, module: nn.Module | None = None, options: Options | None = None) -> nn.Module:
     """Load a model with every weight in exactly the dtype that its checkpoint stores, on the CPU, memory-mapped from the files.
 
@@ -263,11 +280,14 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
     return module.eval()
 
 
-def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
+def load_into(
+    module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement] = MappingProxyType({})
+) -> Loaded:
     """Fill a given module with the tensors of a checkpoint, memory-mapped from the files and in their stored dtypes. The result
     holds the module and, for each weight that is stored with scales, its dtype and scales.
 
-    Raises UserError unless the checkpoint and the module have tensors of the same names and shapes.
+    placements: for tensors of the files, the tensor of the module into which they are loaded; others are loaded into that of the
+    same name. Raises UserError unless the checkpoint and the module have tensors of the same names and shapes.
     """
     module.requires_grad_(False)
     infos, tensors = collect_tensors(module)
@@ -275,7 +295,7 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
     quantized, encoded = {}, {}
     filled = set()
     for name, stored in checkpoint.weights.items():
-        info = by_any_name.get(name)
+        info = by_any_name.get(placements[name].name if name in placements else name)
         if info is None or info.shape != stored.shape:
             problem = "is not in this model" if info is None else f"has the shape {list(info.shape)} in this model"
             raise UserError(f"{checkpoint.path}: tensor {printable(name)} {problem}")
@@ -302,6 +322,13 @@ def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, 
     """
     if checkpoint.config is None:
         return None
+    if is_diffusers(checkpoint.config):
+        try:
+            return make_diffusers(checkpoint, checkpoint.path.name)
+        except Misfit:
+            raise
+        except NoForward:
+            return None
     with quiet():
         import transformers
 

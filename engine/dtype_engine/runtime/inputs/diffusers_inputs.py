@@ -1,0 +1,178 @@
+"""Inputs for models of diffusers: random latents, text embeddings and time steps, in the shapes that the configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.hints import hint
+from dtype_engine.core.options import Options
+from dtype_engine.core.units import plural
+from dtype_engine.runtime.inputs.batch import Batch, Inputs
+from dtype_engine.runtime.model.live import LiveModel
+
+_STEPS = 2
+_EARLIEST, _LATEST = 900.0, 100.0
+"""The time steps of the first and of the last call, of 1,000: from nearly pure noise to nearly the picture."""
+_TOKENS = 16
+_LARGEST = 64
+_TIME_IDS = 6
+"""The number of sizes and positions of the picture with which SDXL is conditioned."""
+
+
+def is_diffusers_module(module: nn.Module) -> bool:
+    """Return whether a module is a model of diffusers."""
+    return any(base.__module__.startswith("diffusers.models.") for base in type(module).__mro__)
+
+
+def diffusers_inputs(model: LiveModel, options: Options) -> Inputs:
+    """Return one call for each of a few time steps, with random latents and text embeddings. Raises NoForward if the class of the
+    model is not known, and UserError if the user gave inputs of another kind.
+    """
+    if options.prompts or options.texts or options.images or options.audio:
+        raise UserError(f"{model.title} takes latents, and no text, picture or audio; {hint('tensors')}")
+    name = type(model.module).__name__
+    make = next((make for prefix, make in _MAKERS.items() if name.startswith(prefix)), None)
+    if make is None:
+        raise NoForward(f"{model.title}: no forward pass: nothing says what to run a {name} on; {hint('tensors')}")
+    count = options.sequences or _STEPS
+    steps = torch.linspace(_EARLIEST, _LATEST, count)
+    calls = [make(model.module.config, _Draw(number), steps[number : number + 1]) for number in range(count)]
+    what = "random latents of a picture" if "z" in calls[0] else "random latents, text embeddings and time steps"
+    return Inputs(
+        tuple(Batch(kwargs=call) for call in calls),
+        f"{plural(count, 'call')} of {what}",
+        made_of=(f"{what}, in the shapes that the configuration says",),
+    )
+
+
+class _Draw:
+    """Draws normally distributed numbers from its own generator."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator)
+
+
+def _size(config: Any, otherwise: int = _LARGEST) -> tuple[int, int]:
+    """Return the height and the width of the latents."""
+    size = config.get("sample_size") or otherwise
+    return (int(size), int(size)) if isinstance(size, (int, float)) else (int(size[0]), int(size[1]))
+
+
+def _unet(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
+    height, width = (min(side, _LARGEST) for side in _size(config))
+    cross = config.cross_attention_dim
+    cross = config.get("encoder_hid_dim") or (cross[0] if isinstance(cross, (list, tuple)) else cross)
+    inputs: dict[str, Any] = {
+        "sample": draw(1, config.in_channels, height, width),
+        "timestep": step.long(),
+        "encoder_hidden_states": draw(1, _TOKENS, cross),
+    }
+    if config.get("addition_embed_type") == "text_time":
+        pooled = config.projection_class_embeddings_input_dim - _TIME_IDS * config.addition_time_embed_dim
+        sizes = torch.tensor([[8.0 * height, 8.0 * width, 0, 0, 8.0 * height, 8.0 * width]])
+        inputs["added_cond_kwargs"] = {"text_embeds": draw(1, pooled), "time_ids": sizes}
+    if config.get("time_cond_proj_dim"):
+        inputs["timestep_cond"] = draw(1, config.time_cond_proj_dim)
+    return inputs
+
+
+def _autoencoder(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
+    """Return latents with the mean and the scale that the configuration says."""
+    channels = config.get("latent_channels") or config.get("z_dim")
+    means, scales = config.get("latents_mean"), config.get("latents_std")
+    video = any("temporal" in key for key in config) or means is not None
+    latents = draw(1, channels, *((2,) if video else ()), 16, 16)
+    if means is not None and scales is not None:
+        shape = (1, channels, *(1,) * (latents.ndim - 2))
+        return {"z": latents * torch.tensor(scales).view(shape) + torch.tensor(means).view(shape)}
+    scale, shift = config.get("scaling_factor") or 1.0, config.get("shift_factor") or 0.0
+    return {"z": latents / scale + shift}
+
+
+def _sd3(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
+    height, width = (min(side, _LARGEST) for side in _size(config))
+    return {
+        "hidden_states": draw(1, config.in_channels, height, width),
+        "encoder_hidden_states": draw(1, _TOKENS, config.joint_attention_dim),
+        "pooled_projections": draw(1, config.pooled_projection_dim),
+        "timestep": step,
+    }
+
+
+def _flux(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
+    side = 8
+    positions = torch.zeros(side, side, 3)
+    positions[..., 1] += torch.arange(side)[:, None]
+    positions[..., 2] += torch.arange(side)[None]
+    inputs = {
+        "hidden_states": draw(1, side * side, config.in_channels),
+        "encoder_hidden_states": draw(1, _TOKENS, config.joint_attention_dim),
+        "pooled_projections": draw(1, config.pooled_projection_dim),
+        "timestep": step / 1000,
+        "img_ids": positions.view(-1, 3),
+        "txt_ids": torch.zeros(_TOKENS, 3),
+    }
+    return inputs | ({"guidance": torch.full((1,), 3.5)} if config.get("guidance_embeds") else {})
+
+
+def _wan(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
+    inputs = {
+        "hidden_states": draw(1, config.in_channels, 2, 16, 16),
+        "timestep": step.long(),
+        "encoder_hidden_states": draw(1, _TOKENS, config.text_dim),
+    }
+    return inputs | ({"encoder_hidden_states_image": draw(1, 257, config.image_dim)} if config.get("image_dim") else {})
+
+
+def _ltx(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
+    frames, side = 2, 8
+    return {
+        "hidden_states": draw(1, frames * side * side, config.in_channels),
+        "encoder_hidden_states": draw(1, _TOKENS, config.caption_channels),
+        "timestep": step.long(),
+        "encoder_attention_mask": torch.ones(1, _TOKENS, dtype=torch.bool),
+        "num_frames": frames,
+        "height": side,
+        "width": side,
+        "rope_interpolation_scale": (8 / 25, 32, 32),
+    }
+
+
+def _dit(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
+    height, width = _size(config)
+    return {
+        "hidden_states": draw(1, config.in_channels, height, width),
+        "timestep": step.long(),
+        "class_labels": torch.tensor([1]),
+    }
+
+
+def _pixart(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
+    height, width = _size(config)
+    return {
+        "hidden_states": draw(1, config.in_channels, height, width),
+        "encoder_hidden_states": draw(1, _TOKENS, config.get("caption_channels") or config.cross_attention_dim),
+        "timestep": step.long(),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    }
+
+
+_MAKERS: dict[str, Callable[[Any, _Draw, torch.Tensor], dict[str, Any]]] = {
+    "UNet2DCondition": _unet,
+    "Autoencoder": _autoencoder,
+    "SD3": _sd3,
+    "FluxTransformer": _flux,
+    "WanTransformer": _wan,
+    "LTXVideoTransformer": _ltx,
+    "DiTTransformer": _dit,
+    "PixArt": _pixart,
+}
+"""The function that makes the inputs of one call, by the words with which the name of the model's class begins."""

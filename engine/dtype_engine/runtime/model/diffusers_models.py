@@ -1,0 +1,93 @@
+"""Constructing the models of diffusers, such as a UNet, a transformer or a VAE, from a `config.json` that names their class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.plausible import refuse_impossible
+from dtype_engine.core.errors import NoForward, one_line
+from dtype_engine.core.foreign_code import failures_as
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.model.architecture import few_modules, reason, refuse_misfit
+from dtype_engine.runtime.model.constructed_buffers import parameters_without_data
+from dtype_engine.runtime.model.hf_private import renamed_on_load
+from dtype_engine.runtime.model.name_mapping import Placement
+from dtype_engine.runtime.model.silence_libraries import quiet
+from dtype_engine.runtime.model.torch_private import tensor_slots
+
+
+def is_diffusers(config: Mapping[str, Any] | None) -> bool:
+    """Return whether a `config.json` is one of diffusers, which names the class of a single model."""
+    return config is not None and isinstance(config.get("_class_name"), str) and "model_type" not in config
+
+
+def make_diffusers(checkpoint: Checkpoint, title: str) -> tuple[nn.Module, Mapping[str, Placement]]:
+    """Construct the model of a checkpoint of diffusers without data for its parameters. Buffers that its constructor computes have
+    their values.
+
+    Returns the module and, for each tensor of the files, the tensor of the module into which it is loaded. Raises NoForward if
+    diffusers is not installed, lacks the class or can't construct it, and Misfit if the files' tensors are not the module's.
+    """
+    config = checkpoint.config or {}
+    name = str(config.get("_class_name"))
+    diffusers = import_diffusers(title)
+    where = f"{checkpoint.path / 'config.json'}"
+    refuse_impossible(config, checkpoint, where)
+    model_class: Any = None
+    with suppress(Exception):  # the name is unknown, or the class needs a package that is not installed
+        model_class = getattr(diffusers, name) if name.isidentifier() else None
+    is_model = isinstance(model_class, type) and issubclass(model_class, diffusers.ModelMixin)
+    if not is_model:
+        raise NoForward(
+            f"{title}: no forward pass, because diffusers {diffusers.__version__} has no model {printable(name, 100)}"
+        )
+    why = f"{where}: diffusers can't make this model of it"
+    with few_modules(len(checkpoint.weights)), failures_as(NoForward, why, reason), quiet(), parameters_without_data():
+        module = model_class.from_config(dict(config))
+    renamed, own = renamed_on_load(module, checkpoint.weights), module.state_dict()
+    names = {name: renamed.get(name, name) for name in checkpoint.weights}
+    placements = {stored: Placement(name, False) for stored, name in names.items() if name in own}
+    refuse_misfit(module, checkpoint, placements, checkpoint.path)
+    return module, placements
+
+
+def import_diffusers(title: str) -> Any:
+    """Return the package diffusers. Raises NoForward, with `title` as the name of the model, if it can't be imported."""
+    try:
+        with quiet():
+            import diffusers
+    except ImportError as error:
+        raise NoForward(
+            f"{title}: no forward pass without diffusers: pip install 'dtype-tui[diffusers]' ({one_line(error, 200)}); "
+            "planning works"
+        ) from None
+    diffusers.utils.logging.set_verbosity(50)  # critical: warnings would be drawn over the app
+    return diffusers
+
+
+def with_placeholders(module: nn.Module) -> None:
+    """Give each parameter without data a placeholder of the same shape, which takes the memory of a single number."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                empty = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                tensor_slots(part, name)[name] = nn.Parameter(empty, requires_grad=False)
+
+
+def run_decoder(module: nn.Module) -> None:
+    """Make the forward pass of an autoencoder its decoder, which makes a picture of latents. Other modules stay as they are."""
+    original = type(module)
+    if not hasattr(module, "decode") or not hasattr(module, "encode"):
+        return
+
+    def forward(self: Any, z: torch.Tensor) -> Any:
+        return self.decode(z)
+
+    same = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    module.__class__ = type(original.__name__, (original,), same)

@@ -1,0 +1,135 @@
+"""Models of diffusers: what is measured is what plain diffusers gives with the same tensors cast by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.pipelines import COMPONENTS, save_pipeline
+
+import dtype_engine as de
+from dtype_engine.cli import cli
+from dtype_engine.cli.program import run
+from dtype_engine.core.errors import NoForward, UserError
+
+pytest.importorskip("diffusers")
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pipelines")
+
+
+def saved(pipelines: Path, family: str) -> Path:
+    return pipelines / family if (pipelines / family).is_dir() else save_pipeline(family, pipelines)
+
+
+def in_diffusers(folder: Path, calls: list[dict[str, Any]], dtype: torch.dtype) -> torch.Tensor:
+    """What diffusers itself gives when all tensors of the file and all inputs are of this dtype."""
+    import diffusers
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: moved(each) for name, each in value.items()}
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    name = json.loads((folder / "config.json").read_text())["_class_name"]
+    module = getattr(diffusers, name).from_config(json.loads((folder / "config.json").read_text()))
+    from safetensors.torch import load_file
+
+    module.load_state_dict(load_file(folder / "diffusion_pytorch_model.safetensors"))
+    module.eval()
+    for tensor in module.state_dict(keep_vars=True).values():
+        tensor.data = tensor.data.to(dtype)
+    with torch.no_grad():
+        outputs = [module.decode(**moved(call)) if "z" in call else module(**moved(call)) for call in calls]
+    return torch.cat([output.sample.double().flatten() for output in outputs])
+
+
+@pytest.mark.parametrize(("family", "component"), COMPONENTS)
+def test_a_component_is_what_diffusers_runs(pipelines: Path, family: str, component: str) -> None:
+    folder = saved(pipelines, family) / component
+    session = de.open(str(folder), options=de.Options(settings=de.RunSettings(float_inputs="model")))
+    session.cast("*", "bfloat16")
+    report = session.drift()
+    calls = [batch.kwargs for batch in session.need_inputs().batches]
+    reference, candidate = (in_diffusers(folder, calls, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert report.output.elements == len(reference)
+    assert report.output.mean_abs == pytest.approx((candidate - reference).abs().mean().item(), abs=1e-6)
+    assert report.output.rel_l2 == pytest.approx(((candidate - reference).norm() / reference.norm()).item(), abs=1e-6)
+    assert report.output.kl_mean is None
+    assert report.coverage is not None
+    assert not report.coverage.missing
+    assert len(report.modules) > 30
+
+
+def test_stored_dtypes_stay_and_are_mapped(pipelines: Path, tmp_path: Path) -> None:
+    import diffusers
+
+    unet = diffusers.UNet2DConditionModel.from_pretrained(saved(pipelines, "sdxl") / "unet")
+    unet.to(torch.bfloat16)
+    unet.conv_in.float()
+    unet.save_pretrained(tmp_path / "unet")
+    session = de.open(str(tmp_path / "unet"))
+    dtypes = {name: weight.dtype for name, weight in session.model.weights.items()}
+    assert {name for name, dtype in dtypes.items() if dtype == "float32"} == {"conv_in.weight", "conv_in.bias"}
+    assert set(dtypes.values()) == {"float32", "bfloat16"}
+    assert str(tmp_path / "unet" / "diffusion_pytorch_model.safetensors") in Path("/proc/self/maps").read_text()
+    session.cast("conv_out", "float16")
+    session.export(tmp_path / "out")
+    held = diffusers.UNet2DConditionModel.from_config(json.loads((tmp_path / "out" / "config.json").read_text()))
+    from safetensors.torch import load_file
+
+    held.load_state_dict(load_file(tmp_path / "out" / "diffusion_pytorch_model.safetensors"), assign=True)
+    assert (held.conv_out.weight.dtype, held.conv_in.weight.dtype) == (torch.float16, torch.float32)
+
+
+def test_the_black_picture_of_a_float16_vae_is_found_by_name_and_mended(pipelines: Path, tmp_path: Path) -> None:
+    """A residual block whose output exceeds the largest float16, as that of SDXL's VAE does."""
+    import diffusers
+
+    vae = diffusers.AutoencoderKL.from_pretrained(saved(pipelines, "sdxl") / "vae")
+    with torch.no_grad():
+        vae.decoder.up_blocks[0].resnets[1].conv2.weight *= 3e5
+    vae.save_pretrained(tmp_path / "vae")
+    session = de.open(str(tmp_path / "vae"))
+    session.cast("*", "float16")
+    report = session.drift()
+    assert report.output.nonfinite == report.output.elements
+    found = session.nonfinite(report)
+    assert found is not None
+    assert (found.module, found.dtype) == ("decoder.up_blocks.0.resnets.1.conv2", "float16")
+    assert found.remedy
+    before = session.plan.planned_bytes
+    session.apply(de.Recipe.of([*session.recipe.rules, *map(de.Rule.parse, found.remedy)]))
+    assert session.drift().output.nonfinite == 0
+    assert session.plan.planned_bytes < before * 1.5, "far less than the whole VAE in float32"
+
+
+def test_components_by_option_and_what_is_refused(
+    pipelines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(pipelines, "sdxl")
+    assert run(cli, "dtype-engine", ["drift", str(folder), "--component", "vae", "--cast", "*=bf16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["model"], found["inputs"]) == ("vae", "2 calls of random latents of a picture")
+    assert run(cli, "dtype-engine", ["drift", str(folder), "--component", "vea"]) == 2
+    assert "has no component vea; it has text_encoder, text_encoder_2, unet, vae" in capsys.readouterr().err
+    with pytest.raises(UserError, match="takes latents"):
+        de.open(str(folder / "unet"), options=de.Options(prompts=("a cat",)))
+    for change, reason in (
+        ({"_class_name": "NoSuchModel"}, "has no model NoSuchModel"),
+        ({"_class_name": "DDIMScheduler"}, "has no model DDIMScheduler"),
+        ({"block_out_channels": [64, 64]}, "these are not one model"),
+    ):
+        copied = tmp_path / str(len(list(tmp_path.iterdir())))
+        copied.mkdir()
+        config = json.loads((folder / "vae" / "config.json").read_text())
+        (copied / "config.json").write_text(json.dumps(config | change))
+        shutil.copy(folder / "vae" / "diffusion_pytorch_model.safetensors", copied)
+        with pytest.raises((NoForward, UserError), match=reason):
+            de.open(str(copied))
