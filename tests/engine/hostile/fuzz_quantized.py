@@ -14,7 +14,6 @@ import json
 import math
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +49,15 @@ _TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "MXFP4", "IQ4_XS", "TQ1_
 
 def make_good(kind: str, folder: Path) -> list[bytes]:
     """A checkpoint of every scheme and variant, and GGUF files of two architectures."""
-    from tests.helpers import quantized_files as files
-    from tests.helpers.scaled_weights import CASES
+    from tests.helpers.quantized import CASES
+    from tests.helpers.quantized.quantizers import mlx_affine
 
-    more: tuple[Callable[[], files.Made], ...] = (
-        files.gptq, lambda: files.gptq(3, "gptq_v2"), lambda: files.gptq(8, order="shuffled"), files.awq,
-        lambda: files.awq("gemv"), files.bnb_4bit, lambda: files.bnb_4bit(nested=True), files.bnb_8bit, files.hqq,
-        lambda: files.hqq(3, axis=0), files.mlx_affine, lambda: files.mlx_affine(3, name="l.switch_mlp.up", shape=(2, 8, 64)),
-        lambda: files.mlx_float("nvfp4", whole=1.5), files.mlx_float, files.torchao_blocks,
-        lambda: files.torchao_blocks("e4m3", (32, 32), False), files.torchao_swizzled,
-        lambda: files.torchao_swizzled("nvfp4", tiles=False), files.quanto,
-    )  # fmt: skip
+    stacked = mlx_affine(3, name="l.switch_mlp.up", shape=(2, 8, 64))
+    cases = [stacked, *(make() for make in CASES.values())]
     made = [
-        _folder(folder, case.tensors, case.metadata, case.config, case.hf_quant_config)
-        for case in (make() for make in CASES.values())
+        _folder(folder, case.tensors, case.metadata, None if case.alone else case.config, case.hf_quant_config)
+        for case in cases
     ]
-    made += [_folder(folder, one.tensors, one.metadata, one.config, None) for one in (make() for make in more)]
     return [json.dumps(each).encode() for each in (*made, *(_gguf(name) for name in ("llama", "gemma2", "qwen3moe")))]
 
 

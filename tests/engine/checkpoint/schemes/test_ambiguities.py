@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.helpers.quantized_files import Made, awq, bnb_4bit, gptq, mlx_affine, torchao_blocks
-from tests.helpers.scaled_weights import CASES, Case, ct
+from tests.helpers.quantized.block_scaled import CASES, ct
+from tests.helpers.quantized.case import Case
+from tests.helpers.quantized.quantizers import awq, bnb_4bit, gptq, mlx_affine, torchao_blocks
 
 from dtype_engine.checkpoint import Checkpoint, open_checkpoint
 from dtype_engine.checkpoint.check import check
@@ -34,7 +35,6 @@ def values_of(case: Case, folder: Path) -> np.ndarray[Any, Any]:
 
 def _other_group(case: Case, targets: list[str], **settings: Any) -> dict[str, Any]:
     """The group of a case's configuration with other settings, and for other modules."""
-    assert case.config is not None
     (own,) = case.config["quantization_config"]["config_groups"].values()
     return {**own, "targets": targets, "weights": {**own["weights"], **settings}}
 
@@ -51,7 +51,6 @@ def test_zero_points_tell_which_of_several_groups_a_module_is_in(name: str, targ
 @pytest.mark.parametrize(("location", "read"), [("weight_input", True), ("weight_output", True), ("input", False)])
 def test_weights_of_a_model_that_transforms_its_inputs_are_not_read(location: str, read: bool, tmp_path: Path) -> None:
     case = CASES["ct int4 in groups"]()
-    assert case.config is not None
     apply = [{"targets": ["Linear"], "location": location, "inverse": False}]
     transforms = {"config_groups": {"R4": {"type": "hadamard", "apply": apply}}}
     case.config["quantization_config"]["transform_config"] = transforms
@@ -92,7 +91,6 @@ def test_scales_along_another_dimension_make_no_weight(
 
 def test_scales_of_columns_make_no_weight_of_quark(tmp_path: Path) -> None:
     case = CASES["quark fp8"]()
-    assert case.config is not None
     case.config["quantization_config"]["layer_quant_config"]["*"]["weight"]["ch_axis"] = 1
     assert_unread(open_checkpoint(case.save(tmp_path)))
 
@@ -116,7 +114,7 @@ def test_one_factor_for_all_inputs_makes_no_weight_of_torchao(tmp_path: Path) ->
 )
 @pytest.mark.parametrize("made", [gptq, awq])
 def test_lists_in_place_of_numbers_are_passed_over(
-    made: Callable[[], Made], settings: dict[str, Any], tmp_path: Path
+    made: Callable[[], Case], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     changed = made()
     changed.config["quantization_config"] |= settings
@@ -172,10 +170,10 @@ def test_blocks_of_a_vision_tower_that_stays_plain(tmp_path: Path) -> None:
     ("made", "name"),
     [(gptq, "m.qzeros"), (gptq, "m.scales"), (gptq, "m.qweight"), (lambda: CASES["modelopt nvfp4"](), "x.weight")],
 )
-def test_a_part_without_dimensions_makes_no_weight(made: Callable[[], Made | Case], name: str, tmp_path: Path) -> None:
+def test_a_part_without_dimensions_makes_no_weight(made: Callable[[], Case], name: str, tmp_path: Path) -> None:
     changed = made()
     changed.tensors[name] = changed.tensors[name].reshape(-1)[0].clone()
-    checkpoint = changed.open(tmp_path) if isinstance(changed, Made) else open_checkpoint(changed.save(tmp_path))
+    checkpoint = changed.open(tmp_path)
     assert_unread(checkpoint)
     check(checkpoint, "model")
 

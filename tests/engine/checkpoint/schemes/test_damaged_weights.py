@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.scaled_weights import CASES, Case, ct
+from tests.helpers.quantized.block_scaled import CASES, ct
+from tests.helpers.quantized.case import Case
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.check import check

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.quantized_files import (
-    Made,
+from tests.helpers.quantized.case import Case, text
+from tests.helpers.quantized.quantizers import (
     awq,
     bnb_4bit,
     bnb_8bit,
@@ -19,14 +19,13 @@ from tests.helpers.quantized_files import (
     mlx_affine,
     mlx_float,
     quanto,
-    text,
     torchao_blocks,
     torchao_swizzled,
 )
 
 from dtype_engine.core.errors import UserError
 
-Change = Callable[[Made], Any]
+Change = Callable[[Case], Any]
 
 
 def without(name: str) -> Change:
@@ -52,7 +51,7 @@ def declared(key: str = "quantization_config", **settings: Any) -> Change:
 def described(name: str, **settings: Any) -> Change:
     """Describe the weight otherwise in a tensor with JSON."""
 
-    def change(made: Made) -> None:
+    def change(made: Case) -> None:
         found = json.loads(bytes(made.tensors[name].tolist()))
         made.tensors[name] = text(json.dumps(found | settings))
 
@@ -62,14 +61,14 @@ def described(name: str, **settings: Any) -> Change:
 def attributes(**settings: Any) -> Change:
     """Describe the weight otherwise in the metadata of the header."""
 
-    def change(made: Made) -> None:
+    def change(made: Case) -> None:
         found = json.loads(made.metadata["m.weight"])
         made.metadata["m.weight"] = json.dumps(found | {"_data": found["_data"] | settings})
 
     return change
 
 
-def undeclared(made: Made) -> None:
+def undeclared(made: Case) -> None:
     """Leave out what config.json and the metadata declare."""
     made.config.clear()
     made.metadata.clear()
@@ -144,7 +143,7 @@ LARGE = torch.zeros((1 << 20) + 1, dtype=torch.uint8)
         )),
     ],
 )  # fmt: skip
-def test_a_weight_that_contradicts_itself_is_not_read(tmp_path: Path, made: Callable[[], Made], change: Change) -> None:
+def test_a_weight_that_contradicts_itself_is_not_read(tmp_path: Path, made: Callable[[], Case], change: Change) -> None:
     changed = made()
     change(changed)
     assert changed.open(tmp_path).encoded == {}
@@ -152,7 +151,7 @@ def test_a_weight_that_contradicts_itself_is_not_read(tmp_path: Path, made: Call
 
 @pytest.mark.parametrize(("made", "name"), [(bnb_4bit, STATE), (hqq, "m.packing")])
 def test_a_description_that_is_too_large_is_refused_by_name(
-    tmp_path: Path, made: Callable[[], Made], name: str
+    tmp_path: Path, made: Callable[[], Case], name: str
 ) -> None:
     changed = made()
     changed.tensors[name] = LARGE

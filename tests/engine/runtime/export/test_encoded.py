@@ -11,25 +11,26 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tests.helpers import quantized_files
 from tests.helpers.exporting import export_checkpoint
+from tests.helpers.quantized import quantizers
+from tests.helpers.quantized.case import Case
 
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.runtime.verify.verify import verify
 
-MADE: dict[str, Callable[[], quantized_files.Made]] = {
-    "GPTQ": quantized_files.gptq,
-    "AWQ": quantized_files.awq,
-    "bitsandbytes": lambda: quantized_files.bnb_4bit(nested=True),
-    "HQQ": quantized_files.hqq,
-    "MLX": quantized_files.mlx_affine,
-    "MLX, stacked experts": lambda: quantized_files.mlx_affine(
+MADE: dict[str, Callable[[], Case]] = {
+    "GPTQ": quantizers.gptq,
+    "AWQ": quantizers.awq,
+    "bitsandbytes": lambda: quantizers.bnb_4bit(nested=True),
+    "HQQ": quantizers.hqq,
+    "MLX": quantizers.mlx_affine,
+    "MLX, stacked experts": lambda: quantizers.mlx_affine(
         name="model.layers.0.mlp.switch_mlp.up_proj", shape=(3, 40, 64)
     ),
-    "torchao": quantized_files.torchao_swizzled,
-    "quanto": quantized_files.quanto,
+    "torchao": quantizers.torchao_swizzled,
+    "quanto": quantizers.quanto,
 }
 
 

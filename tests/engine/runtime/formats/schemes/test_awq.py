@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.helpers.quantized_files import awq
+from tests.helpers.quantized.quantizers import awq
 
 
 @pytest.mark.parametrize("layout", ["gemm", "gemv"])

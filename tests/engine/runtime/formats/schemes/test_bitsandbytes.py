@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.quantized_files import bnb_4bit, bnb_8bit
+from tests.helpers.quantized.quantizers import bnb_4bit, bnb_8bit
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.helpers.scaled_weights import CASES
+from tests.helpers.quantized.block_scaled import CASES
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.runtime.formats.schemes.unpack import scale_values, write_plain

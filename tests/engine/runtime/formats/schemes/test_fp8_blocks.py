@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.helpers.quantized_files import e4m3
+from tests.helpers.quantized.case import E4M3
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.runtime.model.mmap_reader import read_encoded
@@ -35,10 +35,7 @@ def test_each_value_is_its_code_times_the_scale_of_its_block(tmp_path: Path, row
     checkpoint = open_checkpoint(tmp_path)
     weight = checkpoint.encoded["x.weight"]
     right = np.array(
-        [
-            [np.float32(e4m3(int(codes[i, j]))) * scales[i // 128, j // 128] for j in range(columns)]
-            for i in range(rows)
-        ],
+        [[E4M3[codes[i, j]] * scales[i // 128, j // 128] for j in range(columns)] for i in range(rows)],
         np.float32,
     )
     assert weight.shape == (rows, columns)
@@ -57,7 +54,7 @@ def test_stacked_experts_whose_rows_are_no_multiple_of_a_block(tmp_path: Path) -
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(_BLOCK)}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     weight = open_checkpoint(tmp_path).encoded[name]
-    right = np.vectorize(e4m3)(codes).astype(np.float32) * scales.repeat(128, 1).repeat(128, 2)[:, :130, :140]
+    right = E4M3[codes] * scales.repeat(128, 1).repeat(128, 2)[:, :130, :140]
     np.testing.assert_array_equal(read_encoded(weight).numpy(), right)
     np.testing.assert_array_equal(read_encoded(weight, 1, 2).numpy(), right[1:2])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.quantized_files import gptq
+from tests.helpers.quantized.quantizers import gptq
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.runtime.model.mmap_reader import read_encoded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.helpers.quantized_files import hqq
+from tests.helpers.quantized.quantizers import hqq
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])

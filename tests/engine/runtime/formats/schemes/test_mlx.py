@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.helpers.quantized_files import mlx_affine, mlx_float
+from tests.helpers.quantized.quantizers import mlx_affine, mlx_float
 
 from dtype_engine.runtime.model.mmap_reader import read_encoded
 

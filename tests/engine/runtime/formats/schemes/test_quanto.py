@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.helpers.quantized_files import quanto
+from tests.helpers.quantized.quantizers import quanto
 
 
 @pytest.mark.parametrize("codes", ["int8", "e4m3"])

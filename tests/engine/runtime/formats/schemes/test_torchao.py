@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.quantized_files import torchao_blocks, torchao_swizzled
+from tests.helpers.quantized.quantizers import torchao_blocks, torchao_swizzled
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.helpers.quantized_files import Made, awq, bnb_4bit, gptq, hqq, mlx_affine, quanto, torchao_swizzled
+from tests.helpers.quantized.case import Case
+from tests.helpers.quantized.quantizers import awq, bnb_4bit, gptq, hqq, mlx_affine, quanto, torchao_swizzled
 
 from dtype_engine.runtime.formats.schemes import unpack
 from dtype_engine.runtime.model.mmap_reader import read_encoded
 
-MADE: list[tuple[Callable[[], Made], str]] = [
+MADE: list[tuple[Callable[[], Case], str]] = [
     (lambda: gptq(3, order="shuffled"), "gptq:int3@g32"),
     (awq, "awq:int4@g32"),
     (lambda: bnb_4bit((70, 40), nested=True), "bnb:nf4@64"),
@@ -25,7 +26,7 @@ MADE: list[tuple[Callable[[], Made], str]] = [
 
 @pytest.mark.parametrize(("made", "form"), MADE)
 def test_pieces_make_up_the_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[[], Made], form: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[[], Case], form: str
 ) -> None:
     monkeypatch.setattr(unpack, "CHUNK", 1)  # the smallest pieces, of 32 rows
     made().check(tmp_path, form)

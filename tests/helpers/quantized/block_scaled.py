@@ -1,61 +1,16 @@
-"""Small checkpoints of weights with scales for their blocks, made key by key, with the values that they mean. numpy computes these
-from the definitions of the formats, in float32: the code, minus its zero point, times the product of its scales.
+"""Checkpoints of weights with scales for their blocks: those of compressed-tensors, transformers, ModelOpt, DeepSeek, gpt-oss,
+ComfyUI and Quark. The right values are in float32 the code, minus its zero point, times the product of its scales.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
-from tests.helpers.quantized_files import swizzled
-
-Array = np.ndarray[Any, Any]
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""The value of each code of e2m1, as OCP Microscaling Formats 1.0 lists them."""
-
-
-def float_values(exponent_bits: int, mantissa_bits: int) -> Array:
-    """Return the value of each code of a small float by its definition. The codes of NaN in float8_e4m3fn are not considered."""
-    values, bias = [], 2 ** (exponent_bits - 1) - 1
-    for code in range(2 ** (1 + exponent_bits + mantissa_bits)):
-        mantissa = code % 2**mantissa_bits / 2**mantissa_bits
-        exponent = code >> mantissa_bits & 2**exponent_bits - 1
-        magnitude = mantissa * 2.0 ** (1 - bias) if exponent == 0 else (1 + mantissa) * 2.0 ** (exponent - bias)
-        values.append(-magnitude if code >> (exponent_bits + mantissa_bits) else magnitude)
-    return np.array(values, np.float32)
-
-
-E4M3 = float_values(4, 3)
-
-
-@dataclass
-class Case:
-    """A checkpoint with one quantised weight, `x.weight` unless `name` says otherwise, or more."""
-
-    tensors: dict[str, torch.Tensor]
-    right: Mapping[str, Array]
-    """The values of each weight that is read, by name."""
-    format: str
-    config: dict[str, Any] | None = None
-    metadata: dict[str, str] = field(default_factory=dict)
-    hf_quant_config: dict[str, Any] | None = None
-    tolerance: float = 0.0
-    """How much values may differ, relative to the largest one: more than 0 if sums of values depend on the order."""
-
-    def save(self, folder: Path) -> Path:
-        """Write the checkpoint to a folder. Returns what is to be opened: the folder, or its only file."""
-        save_file(self.tensors, folder / "model.safetensors", {"format": "pt", **self.metadata})
-        if self.config is not None:
-            (folder / "config.json").write_text(json.dumps(self.config))
-        if self.hf_quant_config is not None:
-            (folder / "hf_quant_config.json").write_text(json.dumps(self.hf_quant_config))
-        return folder if self.config is not None else folder / "model.safetensors"
+from tests.helpers.quantized.case import E2M1, E4M3, Array, Case, float_values, nibbles, spread, swizzled, words
 
 
 def _random(seed: int) -> np.random.Generator:
@@ -83,30 +38,6 @@ def _exponents(shape: tuple[int, ...], seed: int = 2) -> tuple[torch.Tensor, Arr
     codes = _random(seed).integers(100, 150, shape, dtype=np.uint8)
     codes.flat[0] = 0
     return torch.from_numpy(codes), np.ldexp(np.float32(1), codes.astype(np.int32) - 127).astype(np.float32)
-
-
-def spread(scales: Array, block: tuple[int, int], shape: tuple[int, ...]) -> Array:
-    """Return the scale of each element: that of its block, of which the last in a row or column may be smaller."""
-    rows, columns = np.arange(shape[0]) // block[0], np.arange(shape[1]) // block[1]
-    return scales.reshape(-(-shape[0] // block[0]), -(-shape[1] // block[1]))[rows][:, columns]
-
-
-def nibbles(codes: Array, high_first: bool = False) -> torch.Tensor:
-    """Pack codes of 4 bits [..., columns] in bytes [..., columns / 2]."""
-    first, second = codes[..., 0::2].astype(np.uint8), codes[..., 1::2].astype(np.uint8)
-    return torch.from_numpy(first << 4 | second if high_first else first | second << 4)
-
-
-def words(codes: Array, bits: int, dense: bool = True) -> torch.Tensor:
-    """Pack unsigned codes [rows, columns] in int32 words [rows, words], bit by bit: without gaps, or only whole codes in a word."""
-    rows = []
-    for row in codes.tolist():
-        number, per_word = 0, 32 // bits
-        for index, code in enumerate(row):
-            number |= code << (index * bits if dense else index // per_word * 32 + index % per_word * bits)
-        count = -(-len(row) * bits // 32) if dense else -(-len(row) // per_word)
-        rows.append(np.frombuffer(number.to_bytes(4 * count, "little"), "<i4"))
-    return torch.from_numpy(np.stack(rows).copy())
 
 
 def _in_tiles(scales: torch.Tensor) -> torch.Tensor:
@@ -353,7 +284,7 @@ def _comfy(form: str) -> Case:
     elif form not in ("scale_weight", "no mark"):
         tensors["x.comfy_quant"] = torch.tensor(list(about.encode()), dtype=torch.uint8)
     tolerance = 1e-6 if "rotated" in form else 0.0
-    return Case(tensors, {"x.weight": right}, f"comfy:{kind}", metadata=metadata, tolerance=tolerance)
+    return Case(tensors, {"x.weight": right}, f"comfy:{kind}", metadata=metadata, tolerance=tolerance, alone=True)
 
 
 def _quark(dtype: str) -> Case:

@@ -1,69 +1,14 @@
-"""Small checkpoints in the layouts of other programs' quantisers, key by key, with the values that they hold.
-
-Codes are packed by Python integers, and values are computed by numpy loops. Neither shares code with the engine.
-"""
+"""Checkpoints in the layouts of GPTQ, AWQ, bitsandbytes, HQQ, MLX, torchao and optimum-quanto."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
-
-from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.checkpoint.checkpoint import Checkpoint
-from dtype_engine.runtime.model.mmap_reader import read_encoded
-
-Array = np.ndarray[Any, Any]
-
-
-@dataclass
-class Made:
-    """A checkpoint that can be changed before it is written."""
-
-    tensors: dict[str, torch.Tensor]
-    right: dict[str, Array]
-    """The values of each weight, float32."""
-    config: dict[str, Any] = field(default_factory=dict)
-    metadata: dict[str, str] = field(default_factory=dict)
-
-    def open(self, folder: Path) -> Checkpoint:
-        """Write the checkpoint to a folder and open it."""
-        folder.mkdir(exist_ok=True)
-        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
-        save_file(tensors, folder / "model.safetensors", metadata=self.metadata or None)
-        (folder / "config.json").write_text(json.dumps(self.config))
-        return open_checkpoint(folder)
-
-    def check(self, folder: Path, form: str) -> None:
-        """Write and open the checkpoint, and compare each weight's format, shape and values with what it was made from: all rows,
-        and rows that begin and end inside words, blocks and tiles.
-        """
-        found = self.open(folder).encoded
-        assert found.keys() == self.right.keys()
-        for name, right in self.right.items():
-            weight = found[name]
-            assert (weight.format, weight.shape) == (form, right.shape)
-            np.testing.assert_array_equal(read_encoded(weight).numpy(), right)
-            for first, last in ((0, 1), (3, 21), (len(right) - 2, len(right))):
-                np.testing.assert_array_equal(read_encoded(weight, first, last).numpy(), right[first:last])
-
-
-def packed(codes: Array, bits: int, word: int = 32) -> Array:
-    """Pack each row of codes into words, the first code in the lowest bits, without gaps. Returns uint32 or uint8."""
-    rows = [sum(int(code) << (bits * place) for place, code in enumerate(row)) for row in codes]
-    size = codes.shape[1] * bits // 8
-    raw = b"".join(row.to_bytes(size, "little") for row in rows)
-    return np.frombuffer(raw, np.uint32 if word == 32 else np.uint8).reshape(len(codes), -1).copy()
-
-
-def words(codes: Array, bits: int) -> torch.Tensor:
-    """Pack each row of codes into int32 words."""
-    return torch.from_numpy(packed(codes, bits).view(np.int32))
+from tests.helpers.quantized.case import E2M1, E4M3, Case, floats, nibbles, spread, swizzled, text, words
 
 
 def numbers(random: np.random.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -71,49 +16,12 @@ def numbers(random: np.random.Generator, dtype: torch.dtype, *shape: int) -> tor
     return torch.from_numpy(random.uniform(0.01, 0.1, shape)).to(dtype)
 
 
-def floats(tensor: torch.Tensor) -> Array:
-    """Return a tensor's values as float32."""
-    return tensor.to(torch.float32).numpy()
-
-
-def text(value: str) -> torch.Tensor:
-    """Return a text as the bytes of a tensor."""
-    return torch.tensor(list(value.encode()), dtype=torch.uint8)
-
-
-def e2m1(code: int) -> float:
-    """The value of an E2M1 code by its definition: sign, two bits of exponent, one of mantissa."""
-    sign, exponent, mantissa = -1.0 if code & 8 else 1.0, code >> 1 & 3, code & 1
-    return sign * (mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
-
-
-def e4m3(code: int) -> float:
-    """The value of a float8_e4m3fn code that is not NaN: sign, four bits of exponent, three of mantissa."""
-    code = int(code)  # numpy's integers wrap
-    sign, exponent, mantissa = -1.0 if code & 128 else 1.0, code >> 3 & 15, code & 7
-    return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
-
-
-def float8_codes(random: np.random.Generator, *shape: int) -> Array:
+def float8_codes(random: np.random.Generator, *shape: int) -> np.ndarray[Any, Any]:
     """Return random codes of float8_e4m3fn that are not NaN, as uint8."""
     return random.choice(np.array([code for code in range(256) if code & 127 != 127], np.uint8), shape)
 
 
-def swizzled(scale: Array) -> Array:
-    """Return scales [rows, columns] in tiles of 128 rows x 4 columns as tensor cores read them, with zeros in places that are not
-    used.
-    """
-    rows, columns = scale.shape
-    down, across = -(-rows // 128), -(-columns // 4)
-    flat = np.zeros(down * across * 512, scale.dtype)
-    for row in range(rows):
-        for column in range(columns):
-            tile = row // 128 * across + column // 4
-            flat[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = scale[row, column]
-    return flat.reshape(32 * down, 16 * across)
-
-
-def gptq(bits: int = 4, form: str = "gptq", size: int = 32, columns: int = 96, order: str = "none") -> Made:
+def gptq(bits: int = 4, form: str = "gptq", size: int = 32, columns: int = 96, order: str = "none") -> Case:
     """A weight [64, columns] in GPTQ's layout. form: "gptq" stores zero points minus one, "gptq_v2" as they are. order: "none" for
     a file without g_idx, "regular" or "shuffled".
     """
@@ -125,29 +33,30 @@ def gptq(bits: int = 4, form: str = "gptq", size: int = 32, columns: int = 96, o
     group = np.arange(columns) // each
     if order == "shuffled":
         group = random.permutation(group)
-    right = np.array([[(codes[i, j] - zeros[i, group[j]]) * floats(scale)[group[j], i] for j in range(columns)]
-                      for i in range(rows)], np.float32)  # fmt: skip
+    right = (codes - zeros[:, group]).astype(np.float32) * floats(scale).T[:, group]
     less = int(form == "gptq")
     if bits == 3:
         stored = words((zeros.T - less) % 8, bits)
     else:  # whole words are subtracted
         ones = int("1".zfill(bits) * (32 // bits), 2)
-        stored = torch.from_numpy((packed(zeros.T, bits) - np.uint32(less * ones)).view(np.int32))
+        stored = torch.from_numpy(
+            (words(zeros.T, bits).numpy().view(np.uint32) - np.uint32(less * ones)).view(np.int32)
+        )
     tensors = {"m.qweight": words(codes, bits).t(), "m.qzeros": stored, "m.scales": scale}
     if order != "none":
         tensors["m.g_idx"] = torch.from_numpy(group.astype(np.int32))
     declared = {"quant_method": "gptq", "bits": bits, "group_size": size, "checkpoint_format": form}
-    return Made(tensors, {"m.weight": right}, {"quantization_config": declared})
+    kind = f"gptq:int{bits}@{'channel' if size == -1 else f'g{size}'}"
+    return Case(tensors, {"m.weight": right}, kind, {"quantization_config": declared})
 
 
-def awq(layout: str = "gemm", size: int = 32) -> Made:
+def awq(layout: str = "gemm", size: int = 32) -> Case:
     """A weight [64, 128] in one of AWQ's layouts."""
     random = np.random.default_rng(0)
     rows, columns, groups = 64, 128, 128 // size
     codes, zeros = (random.integers(0, 16, (rows, extent)) for extent in (columns, groups))
     scale = numbers(random, torch.float16, rows, groups)
-    right = np.array([[(codes[i, j] - zeros[i, j // size]) * floats(scale)[i, j // size] for j in range(columns)]
-                      for i in range(rows)], np.float32)  # fmt: skip
+    right = (codes - zeros.repeat(size, 1)).astype(np.float32) * floats(scale).repeat(size, 1)
     if layout == "gemm":
         places = np.arange(rows).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(-1)
         tensors = {"m.qweight": words(codes.T[:, places], 4), "m.qzeros": words(zeros.T[:, places], 4)}
@@ -157,10 +66,10 @@ def awq(layout: str = "gemm", size: int = 32) -> Made:
         tensors = {"m.qweight": words(codes, 4), "m.qzeros": words(np.pad(zeros, ((0, 0), (0, unused))), 4)}
         tensors["m.scales"] = torch.nn.functional.pad(scale, (0, unused))
     declared = {"quant_method": "awq", "bits": 4, "group_size": size, "version": layout}
-    return Made(tensors, {"m.weight": right}, {"quantization_config": declared})
+    return Case(tensors, {"m.weight": right}, f"awq:int4@g{size}", {"quantization_config": declared})
 
 
-def bnb_4bit(shape: tuple[int, ...] = (24, 128), kind: str = "nf4", nested: bool = False) -> Made:
+def bnb_4bit(shape: tuple[int, ...] = (24, 128), kind: str = "nf4", nested: bool = False) -> Case:
     """A weight of bitsandbytes' 4 bits in blocks of 64 values, with nested blocks of 16 factors."""
     random = np.random.default_rng(1)
     count, block, inner = int(np.prod(shape)), 64, 16
@@ -184,22 +93,24 @@ def bnb_4bit(shape: tuple[int, ...] = (24, 128), kind: str = "nf4", nested: bool
     tensors["m.weight"] = torch.from_numpy((even[0::2] << 4 | even[1::2]).astype(np.uint8)[:, None])
     tensors["m.weight.absmax"] = torch.from_numpy(absmax)
     tensors[f"m.weight.quant_state.bitsandbytes__{kind}"] = text(json.dumps(state))
-    return Made(tensors, {"m.weight": right.reshape(shape)})
+    return Case(tensors, {"m.weight": right.reshape(shape)}, f"bnb:{kind}@64")
 
 
-def bnb_8bit() -> Made:
+def bnb_8bit() -> Case:
     """A weight [24, 40] of bitsandbytes' 8 bits."""
     random = np.random.default_rng(2)
     codes, scale = random.integers(-127, 128, (24, 40)), random.uniform(1, 2, 24).astype(np.float32)
-    right = np.array([[np.float32(codes[i, j]) * scale[i] / np.float32(127) for j in range(40)] for i in range(24)])
+    right = codes.astype(np.float32) * scale[:, None] / np.float32(127)
     tensors = {"m.weight": torch.from_numpy(codes.astype(np.int8)), "m.SCB": torch.from_numpy(scale)}
-    return Made(tensors | {"m.weight_format": torch.tensor(0, dtype=torch.uint8)}, {"m.weight": right})
+    return Case(
+        tensors | {"m.weight_format": torch.tensor(0, dtype=torch.uint8)}, {"m.weight": right}, "bnb:int8@channel"
+    )
 
 
 _HQQ = {8: ("8bit_u8", 1), 4: ("4bit_u8", 2), 3: ("3bit_32", 10), 2: ("2bit_u8", 4), 1: ("1bit_u8", 8)}
 
 
-def hqq(bits: int = 4, axis: int = 1, size: int = 16) -> Made:
+def hqq(bits: int = 4, axis: int = 1, size: int = 16) -> Case:
     """A weight [32, 48] in HQQ's layout."""
     random = np.random.default_rng(bits)
     rows, columns = 32, 48
@@ -223,43 +134,40 @@ def hqq(bits: int = 4, axis: int = 1, size: int = 16) -> Made:
     }
     tensors |= {key: torch.tensor(number, dtype=torch.int32) for key, number in small.items()}
     tensors |= {key: torch.tensor(0, dtype=torch.uint8) for key in ("quant_scale", "quant_zero", "view_as_float")}
-    return Made({f"m.{key}": tensor for key, tensor in tensors.items()}, {"m.weight": right})
+    return Case({f"m.{key}": tensor for key, tensor in tensors.items()}, {"m.weight": right}, f"hqq:int{bits}@g{size}")
 
 
-def mlx_affine(bits: int = 4, size: int = 32, name: str = "m", shape: tuple[int, ...] = (40, 64)) -> Made:
+def mlx_affine(bits: int = 4, size: int = 32, name: str = "m", shape: tuple[int, ...] = (40, 64)) -> Case:
     """A weight in MLX's affine mode, [out, in] or [experts, out, in]."""
     random = np.random.default_rng(bits)
     codes = random.integers(0, 1 << bits, shape)
     grid = (*shape[:-1], shape[-1] // size)
     scale, bias = numbers(random, torch.bfloat16, *grid), numbers(random, torch.bfloat16, *grid)
-    right = np.empty(shape, np.float32)
-    for place in np.ndindex(*shape):
-        group = (*place[:-1], place[-1] // size)
-        right[place] = np.float32(codes[place]) * floats(scale)[group] + floats(bias)[group]
-    held = packed(codes.reshape(-1, shape[-1]), bits).reshape(*shape[:-1], -1)
-    tensors = {f"{name}.weight": torch.from_numpy(held), f"{name}.scales": scale, f"{name}.biases": bias}
-    return Made(tensors, {f"{name}.weight": right}, {"quantization": {"bits": bits, "group_size": size}})
+    of_columns, plus = (floats(each).repeat(size, -1) for each in (scale, bias))
+    right = codes.astype(np.float32) * of_columns + plus
+    held = words(codes.reshape(-1, shape[-1]), bits).view(torch.uint32).view(*shape[:-1], -1)
+    tensors = {f"{name}.weight": held, f"{name}.scales": scale, f"{name}.biases": bias}
+    declared = {"quantization": {"bits": bits, "group_size": size}}
+    return Case(tensors, {f"{name}.weight": right}, f"mlx:affine{bits}@g{size}", declared)
 
 
-def mlx_float(mode: str = "mxfp4", whole: float | None = None) -> Made:
+def mlx_float(mode: str = "mxfp4", whole: float | None = None) -> Case:
     """A weight [40, 64] in one of MLX's modes with floats as codes. whole: a scale for the tensor."""
     random = np.random.default_rng(3)
     bits, size = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}[mode]
     codes = float8_codes(random, 40, 64) if bits == 8 else random.integers(0, 16, (40, 64))
     scale = float8_codes(random, 40, 64 // size) if mode == "nvfp4" else random.integers(100, 150, (40, 64 // size))
-    value, factor = (e4m3 if bits == 8 else e2m1), (e4m3 if mode == "nvfp4" else lambda code: 2.0 ** (code - 127))
     of_tensor = np.float32(1 if whole is None else np.float32(whole) / np.float32(6 * 448))
-    right = np.empty((40, 64), np.float32)
-    for i, j in np.ndindex(40, 64):
-        right[i, j] = np.float32(value(int(codes[i, j]))) * (np.float32(factor(int(scale[i, j // size]))) * of_tensor)
-    tensors = {"m.weight": torch.from_numpy(packed(codes, bits)), "m.scales": torch.from_numpy(scale.astype(np.uint8))}
+    factors = E4M3[scale] if mode == "nvfp4" else np.ldexp(np.float32(1), scale - 127)
+    right = (E4M3 if bits == 8 else E2M1)[codes] * (factors * of_tensor).repeat(size, 1)
+    tensors = {"m.weight": words(codes, bits).view(torch.uint32), "m.scales": torch.from_numpy(scale.astype(np.uint8))}
     if whole is not None:
         tensors["m.global_scale"] = torch.tensor(whole)
     config = {"quantization": {"bits": bits, "group_size": size, "mode": mode}}
-    return Made(tensors, {"m.weight": right}, config)
+    return Case(tensors, {"m.weight": right}, f"mlx:{mode}", config)
 
 
-def torchao_blocks(codes: str = "int4", block: tuple[int, int] = (1, 32), zero: bool = True) -> Made:
+def torchao_blocks(codes: str = "int4", block: tuple[int, int] = (1, 32), zero: bool = True) -> Case:
     """A weight [40, 64] of torchao with a scale for each block. codes: "int4", "int8" or "e4m3"."""
     random = np.random.default_rng(4)
     rows, columns = 40, 64
@@ -268,14 +176,12 @@ def torchao_blocks(codes: str = "int4", block: tuple[int, int] = (1, 32), zero: 
     zeros = random.integers(-8, 8, grid) if zero else np.zeros(grid, np.int64)
     if codes == "e4m3":
         held = float8_codes(random, rows, columns)
-        values, qdata = np.vectorize(e4m3)(held), torch.from_numpy(held).view(torch.float8_e4m3fn)
+        values, qdata = E4M3[held], torch.from_numpy(held).view(torch.float8_e4m3fn)
     else:
         values = random.integers(-8, 8, (rows, columns))
         qdata = torch.from_numpy(values.astype(np.int8))
-    right = np.empty((rows, columns), np.float32)
-    for i, j in np.ndindex(rows, columns):
-        at = i // block[0], j // block[1]
-        right[i, j] = np.float32(values[i, j] - zeros[at]) * floats(scale)[at]
+    right = (values - spread(zeros, block, values.shape)).astype(np.float32)
+    right *= spread(floats(scale), block, values.shape)
     kind = {"e4m3": "Float8Tensor", "int8": "Int8Tensor", "int4": "IntxUnpackedToInt8Tensor"}[codes]
     data: dict[str, Any] = {"block_size": list(block)}
     if codes == "int4":
@@ -283,37 +189,40 @@ def torchao_blocks(codes: str = "int4", block: tuple[int, int] = (1, 32), zero: 
     tensors = {"m._weight_qdata": qdata, "m._weight_scale": scale}
     if zero:
         tensors["m._weight_zero_point"] = torch.from_numpy(zeros.astype(np.int8))
-    return Made(tensors, {"m.weight": right}, metadata={"m.weight": json.dumps({"_type": kind, "_data": data})})
+    size = f"{block[0]}x{block[1]}" if block[0] > 1 else f"g{block[1]}"
+    size = {(1, columns): "channel", (rows, columns): "tensor"}.get(block, size)
+    metadata = {"m.weight": json.dumps({"_type": kind, "_data": data})}
+    return Case(tensors, {"m.weight": right}, f"torchao:{codes}@{size}", metadata=metadata)
 
 
-def torchao_swizzled(kind: str = "mxfp8", tiles: bool = True) -> Made:
+def torchao_swizzled(kind: str = "mxfp8", tiles: bool = True) -> Case:
     """A weight [200, 192] of torchao in MXFP8, MXFP4 or NVFP4, whose scales are in the order of tensor cores, or of rows."""
     random = np.random.default_rng(5)
     rows, columns, size = 200, 192, 16 if kind == "nvfp4" else 32
     if kind == "mxfp8":
         codes = float8_codes(random, rows, columns)
-        values, qdata = np.vectorize(e4m3)(codes), torch.from_numpy(codes).view(torch.float8_e4m3fn)
+        values, qdata = E4M3[codes], torch.from_numpy(codes).view(torch.float8_e4m3fn)
     else:
         codes = random.integers(0, 16, (rows, columns))
-        values, qdata = np.vectorize(e2m1)(codes), torch.from_numpy(packed(codes, 4, 8))
+        values, qdata = E2M1[codes], nibbles(codes)
     grid = (rows, columns // size)
     data = {"block_size": size, "is_swizzled_scales": tiles}
     tensors = {"m._weight_qdata": qdata}
     if kind == "nvfp4":
         scale, whole = float8_codes(random, *grid), np.float32(0.037)
-        factors = (np.vectorize(e4m3)(scale).astype(np.float32) * whole).astype(np.float32)
+        factors = E4M3[scale] * whole
         tensors["m._weight_per_tensor_scale"] = torch.tensor(whole)
     else:
         scale = random.integers(100, 150, grid).astype(np.uint8)
-        factors = 2.0 ** (scale.astype(np.float32) - 127)
-    right = np.array([[np.float32(values[i, j]) * factors[i, j // size] for j in range(columns)] for i in range(rows)])
+        factors = np.ldexp(np.float32(1), scale.astype(np.int32) - 127)
+    right = values * factors.repeat(size, 1)
     dtype = torch.float8_e4m3fn if kind == "nvfp4" else torch.float8_e8m0fnu
     tensors["m._weight_scale"] = torch.from_numpy(swizzled(scale) if tiles else scale).view(dtype)
     described = {"_type": "NVFP4Tensor" if kind == "nvfp4" else "MXTensor", "_data": data}
-    return Made(tensors, {"m.weight": right.astype(np.float32)}, metadata={"m.weight": json.dumps(described)})
+    return Case(tensors, {"m.weight": right}, f"torchao:{kind}", metadata={"m.weight": json.dumps(described)})
 
 
-def quanto(codes: str = "int8", shape: tuple[int, ...] = (24, 40)) -> Made:
+def quanto(codes: str = "int8", shape: tuple[int, ...] = (24, 40)) -> Case:
     """A weight of optimum-quanto's 8 bits. codes: "int8" or "e4m3"."""
     random = np.random.default_rng(6)
     if codes == "int8":
@@ -321,8 +230,37 @@ def quanto(codes: str = "int8", shape: tuple[int, ...] = (24, 40)) -> Made:
         data = torch.from_numpy(values.astype(np.int8))
     else:
         held = float8_codes(random, *shape)
-        values, data = np.vectorize(e4m3)(held), torch.from_numpy(held).view(torch.float8_e4m3fn)
+        values, data = E4M3[held], torch.from_numpy(held).view(torch.float8_e4m3fn)
     scale = numbers(random, torch.bfloat16, shape[0], *(1 for _ in shape[1:]))
     right = values.astype(np.float32) * floats(scale)
     tensors = {"m.weight._data": data, "m.weight._scale": scale, "m.input_scale": torch.tensor(1.0)}
-    return Made(tensors, {"m.weight": right})
+    return Case(tensors, {"m.weight": right}, f"quanto:{codes}@channel")
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "gptq": gptq,
+    "gptq 3 bits, version 2": lambda: gptq(3, "gptq_v2"),
+    "gptq 8 bits, ordered columns": lambda: gptq(8, order="shuffled"),
+    "awq": awq,
+    "awq gemv": lambda: awq("gemv"),
+    "bnb nf4": bnb_4bit,
+    "bnb nf4 nested": lambda: bnb_4bit(nested=True),
+    "bnb fp4": lambda: bnb_4bit(kind="fp4"),
+    "bnb int8": bnb_8bit,
+    "hqq": hqq,
+    "hqq 3 bits along columns": lambda: hqq(3, axis=0),
+    "mlx affine": mlx_affine,
+    "mlx affine, 3 bits": lambda: mlx_affine(3),
+    "mlx mxfp4": mlx_float,
+    "mlx mxfp8": lambda: mlx_float("mxfp8"),
+    "mlx nvfp4": lambda: mlx_float("nvfp4", whole=1.5),
+    "torchao int4": torchao_blocks,
+    "torchao int8": lambda: torchao_blocks("int8", (1, 64)),
+    "torchao fp8": lambda: torchao_blocks("e4m3", (32, 32), False),
+    "torchao mxfp8": torchao_swizzled,
+    "torchao mxfp4": lambda: torchao_swizzled("mxfp4"),
+    "torchao nvfp4": lambda: torchao_swizzled("nvfp4", tiles=False),
+    "quanto int8": quanto,
+    "quanto fp8": lambda: quanto("e4m3"),
+}
+"""A small checkpoint of each way to store a weight, which is called `m.weight`."""
