@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import json
 import re
@@ -19,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import dtype_engine as de
+from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 
@@ -86,6 +88,10 @@ class Job:
         """With the inputs to run on, where they are in a file."""
         given = ("--inputs", str(self.made.inputs_file)) if self.made.inputs_file is not None else ()
         return (*self.model, *given)
+
+    def open(self) -> de.Session:
+        """The model as the command line would open it."""
+        return de.open(self.made.model, options=de.Options(tensors=self.made.inputs_file))
 
     def session(self) -> de.Session:
         assert self.made.module is not None
@@ -194,6 +200,8 @@ def check(job: Job) -> str:
 
 def known_findings(made: Made) -> list[tuple[str, str]]:
     """The MLPs of which one projection is quantised and its sibling is not."""
+    if made.mixes:
+        return []
     plain = made.castable.keys() - made.stored.keys()
     siblings = sorted(name for name in plain if name.endswith("gate_proj.weight"))
     mixed = (name for name in siblings if name.replace("gate_proj", "up_proj") not in plain)
@@ -454,6 +462,30 @@ def recipe_lint(job: Job) -> str:
     return made.loader
 
 
+def tree(job: Job) -> str:
+    """The trees of the files and of the loaded model have the model's weights, and nothing else."""
+    made = job.made
+    trees = (open_checkpoint(Path(made.model)).tree(), made.tensors), (job.open().model.tree, made.loaded)
+    for found, tensors in trees:
+        shapes = {info.name: info.shape for info in found.tensors.values() if info.persistent}
+        assert shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        assert found.totals()[""].parameters == made.parameters
+        assert found.totals()[""].total_bytes == made.stored_bytes()
+    return made.loader
+
+
+def generate(job: Job) -> str:
+    """The model, and its copy in bfloat16, continue the first input as transformers does."""
+    made, session = job.made, job.open()
+    session.cast("*", "bfloat16")
+    first = session.generate(4)[0]
+    assert made.module is not None
+    twin = dataclasses.replace(made, module=outside.in_dtype(made.module, BF16))
+    for written, model in ((first.reference, made), (first.candidate, twin)):
+        assert list(written.ids) == outside.generated(model, 4)[-len(written.ids) :]
+    return "transformers"
+
+
 COMMANDS: dict[str, Way] = {
     "inspect": inspect,
     "weights": weights,
@@ -471,6 +503,23 @@ COMMANDS: dict[str, Way] = {
     "recipe lint": recipe_lint,
     "recipe convert": recipe_convert,
 }
+SCHEME_WAYS: dict[str, Way] = {
+    "inspect": inspect,
+    "tree": tree,
+    "weights": weights,
+    "weights --against": weights_against,
+    "check": check,
+    "drift": drift,
+    "flow": flow,
+    "scan": scan,
+    "export": export,
+    "verify": verify,
+    "verify theirs": verify_theirs,
+    "load back": load_back,
+    "drift --against": drift_against,
+    "generate": generate,
+}
+"""The ways to use each scheme of quantised weights."""
 
 
 # -- the same for a module that is in memory -----------------------------------------------------------------------------
@@ -550,7 +599,7 @@ NO_NAME = "a module in memory has no name on a command line"
 def go(way: str, made: Made, work: Path) -> Cell:
     """One cell: what it was checked against, or what was said. Whatever else goes wrong is raised."""
     work.mkdir(parents=True, exist_ok=True)
-    ways = LIVE if made.live else COMMANDS
+    ways = LIVE if made.live else COMMANDS | SCHEME_WAYS
     if way not in ways:
         return Cell(refusal=NO_NAME)
     with entered(made.folder):

@@ -16,8 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.quantized import CASES
+from tests.helpers.quantized.block_scaled import FP4_EXPERT
+from tests.helpers.quantized.case import Case
 from torch import nn
 
 from . import net
@@ -54,6 +58,8 @@ class Made:
     """Folder that has to be the current one."""
     live: bool = False
     """It has no name on a command line."""
+    mixes: bool = False
+    """Whether its scheme's runtimes fuse no siblings, so that these may differ in format."""
     linears: frozenset[str] | None = frozenset()
     """The castable tensors that linear layers hold, under every name; None where nothing says which classes there are."""
 
@@ -390,106 +396,98 @@ def _adapter(folder: Path) -> Made:
 
 # -- quantised already -------------------------------------------------------------------------------------------------
 
-_OUT = _IN = 128
-_WORDS = "model.layers.0.mlp.up_proj"
+_UP = "model.layers.0.mlp.up_proj"
+_PLACES = {
+    "a.0.x": _UP,
+    "a.1.x": "model.layers.0.mlp.gate_proj",
+    "a.1*": "model.layers.0.mlp.gate*",
+    "x": _UP,
+    "m": _UP,
+}
+"""The modules, and patterns of them, that the cases of `helpers/quantized` name, and the modules that have their weights here."""
 
 
-Scheme = Callable[[], tuple[Tensors, dict[str, Any], torch.Tensor]]
-"""Makes a weight as another program stores it. Returns its tensors, the settings in config.json, and its values [out, in]."""
+def _placed(name: str) -> str:
+    """The name of a tensor, or a pattern of modules, in the model."""
+    stem = next((stem for stem in _PLACES if name == stem or name.startswith(f"{stem}.")), None)
+    return name if stem is None else _PLACES[stem] + name[len(stem) :]
 
 
-def _nibbles(words: torch.Tensor) -> torch.Tensor:
-    """The eight codes of each word, the lowest bits first, in a dimension of their own at the end."""
-    return (words[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
+def _renamed(value: Any) -> Any:
+    """Settings with the model's names as keys, also in the texts of JSON among them."""
+    if isinstance(value, dict):
+        return {_placed(key): _renamed(each) for key, each in value.items()}
+    if isinstance(value, str) and value.startswith("{"):
+        return json.dumps(_renamed(json.loads(value)))
+    return value
 
 
-def _gptq() -> tuple[Tensors, dict[str, Any], torch.Tensor]:
-    """Codes lie along the inputs, and the file has a zero point less one."""
-    words, scales = torch.randint(-(2**31), 2**31 - 1, (_IN // 8, _OUT), dtype=torch.int32), torch.rand(1, _OUT).half()
-    parts = {
-        "qweight": words,
-        "qzeros": torch.full((1, _OUT // 8), 0x77777777, dtype=torch.int32),
-        "scales": scales,
-        "g_idx": torch.zeros(_IN, dtype=torch.int32),
-    }
-    codes = _nibbles(words).transpose(1, 2).reshape(_IN, _OUT)
-    settings = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
-    return parts, settings, ((codes - 8).float() * scales.float()).t().contiguous()
+def _holder(case: Case) -> Any:
+    """A model of one layer that has a place for the weights of a case, whatever their shapes."""
+    import transformers
 
-
-def _awq() -> tuple[Tensors, dict[str, Any], torch.Tensor]:
-    """Codes lie along the outputs, those of even outputs in the lower half of a word."""
-    words, scales = torch.randint(-(2**31), 2**31 - 1, (_IN, _OUT // 8), dtype=torch.int32), torch.rand(1, _OUT).half()
-    parts = {"qweight": words, "qzeros": torch.full((1, _OUT // 8), 0x77777777, dtype=torch.int32), "scales": scales}
-    codes = torch.empty(_IN, _OUT // 8, 8, dtype=torch.int32)
-    codes[..., [0, 2, 4, 6, 1, 3, 5, 7]] = _nibbles(words)
-    settings = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
-    return parts, settings, ((codes.reshape(_IN, _OUT) - 7).float() * scales.float()).t().contiguous()
-
-
-def _bnb() -> tuple[Tensors, dict[str, Any], torch.Tensor]:
-    """The first of two codes in a byte is in the upper half."""
-    state = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [_OUT, _IN]}).encode()
-    packed = torch.randint(0, 256, (_OUT * _IN // 2, 1), dtype=torch.uint8)
-    largest, levels = torch.rand(_OUT * _IN // 64), torch.linspace(-1, 1, 16)
-    parts = {
-        "weight": packed,
-        "weight.absmax": largest,
-        "weight.quant_map": levels,
-        "weight.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(state), dtype=torch.uint8),
-    }
-    codes = torch.cat((packed >> 4, packed & 15), 1).reshape(-1, 64).long()
-    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    return parts, settings, (levels[codes] * largest[:, None]).reshape(_OUT, _IN)
-
-
-def _fp8_blocks() -> tuple[Tensors, dict[str, Any], torch.Tensor]:
-    parts = {
-        "weight": torch.randn(_OUT, _IN).to(torch.float8_e4m3fn),
-        "weight_scale_inv": torch.rand(1, 1),
-    }
-    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    return parts, settings, parts["weight"].float() * parts["weight_scale_inv"]
-
-
-def _compressed() -> tuple[Tensors, dict[str, Any], torch.Tensor]:
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
-    codes = torch.randint(-8, 8, (_OUT, _IN), dtype=torch.int8)
-    parts = {
-        "weight_packed": pack_to_int32(codes, 4),
-        "weight_scale": torch.rand(_OUT, 1) / 8,
-        "weight_shape": torch.tensor([_OUT, _IN]),
-    }
-    scheme = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}}
-    groups = {"group_0": {**scheme, "targets": [f"re:.*{_WORDS.rpartition('.')[2]}"]}}
-    settings = {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "config_groups": groups,
+    small = {
+        "vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "tie_word_embeddings": False, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
-    return parts, settings, codes.float() * parts["weight_scale"]
+    transformers.set_seed(6)
+    (first, *_), (shape, *_) = case.right, (each.shape for each in case.right.values())
+    if ".ffn." in " ".join(case.right):
+        settings = {
+            **small, "head_dim": 32, "hidden_size": shape[1], "q_lora_rank": shape[0], "n_routed_experts": 2,
+            "moe_intermediate_size": case.right[FP4_EXPERT].shape[0], "num_experts_per_tok": 2, "o_groups": 2,
+            "o_lora_rank": 16, "hc_mult": 2, "layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"],
+            "num_nextn_predict_layers": 0, "partial_rotary_factor": 0.5,
+        }  # fmt: skip
+        return transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**settings))
+    if first.endswith(".gate_up_proj"):
+        settings = {**small, "num_local_experts": shape[0], "num_experts_per_tok": 2, "hidden_size": shape[1]}
+        return transformers.GptOssForCausalLM(transformers.GptOssConfig(**settings, intermediate_size=shape[2] // 2))
+    if ".experts." in first:
+        settings = {**small, "num_experts": len(case.right), "num_experts_per_tok": 2, "hidden_size": shape[1]}
+        return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**settings, moe_intermediate_size=shape[0]))
+    settings = {**small, "num_attention_heads": 1, "hidden_size": shape[1], "intermediate_size": shape[0]}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
 
 
-def _quantized(folder: Path, scheme: Scheme) -> Made:
-    """One layer whose up projection is quantised, and whose other weights are not."""
-    torch.manual_seed(6)
-    model = _llama(hidden_size=_IN, intermediate_size=_OUT, num_hidden_layers=1)
-    target = folder / "quantized"
+def _quantized(folder: Path, make: Callable[[], Case]) -> Made:
+    """A model in which some weights are those of a case, as its scheme stores them, and the others are plain."""
+    case, target = make(), folder / "quantized"
+    model = _holder(case)
     model.save_pretrained(target)
-    parts, method, values = scheme()
-    file, name = target / "model.safetensors", f"{_WORDS}.weight"
-    plain = {other: tensor for other, tensor in load_file(file).items() if other != name}
-    save_file({**plain, **{f"{_WORDS}.{part}": tensor for part, tensor in parts.items()}}, file, {"format": "pt"})
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
-    tensors = {**plain, name: values}
-    model.load_state_dict(tensors)
+    file = target / "model.safetensors"
+    strip = "model." if any(name.startswith("layers.") for name in case.right) else ""  # as DeepSeek-V4 is released
+    plain = {name.removeprefix(strip): tensor for name, tensor in load_file(file).items()}
+    values = {_placed(name): torch.from_numpy(np.ascontiguousarray(each)) for name, each in case.right.items()}
+    assert values.keys() <= plain.keys()
+    save_file(plain | values, file, {"format": "pt"})
+    module = type(model).from_pretrained(target).eval()
+    parts = {_placed(name): tensor for name, tensor in case.tensors.items()}
+    stored, left = dict[str, int](), dict(parts)
+    for name in values:  # a stack belongs to its first expert
+        own = [part for part in left if part.startswith(name.removesuffix("weight"))] or list(left)
+        stored[name] = sum(left.pop(part).nbytes for part in own)
+    held = {name: tensor for name, tensor in plain.items() if name not in values} | parts
+    config = json.loads((target / "config.json").read_text()) | _renamed(case.config)
+    Case(held, {}, "", config, _renamed(case.metadata), _renamed(case.hf_quant_config)).save(target)
     made = Made(
-        str(target), tensors, "codes and scales by hand", parameter_count(model),
-        module=model, stored={name: sum(tensor.nbytes for tensor in parts.values())},
+        str(target), plain | values, "codes and scales by hand", parameter_count(module), module=module, stored=stored,
+        mixes=case.format.startswith(("mlx", "comfy")),
     )  # fmt: skip
+    if plain.keys() != module.state_dict().keys():
+        made.packed = dict(module.state_dict())
     made.inputs, made.inputs_file = _ids(target)
     return made
+
+
+def _without_model(folder: Path, make: Callable[[], Case]) -> Made:
+    """A file of a weight that belongs to no known model."""
+    case = make()
+    path = case.save(folder / "quantized")
+    tensors = {name: torch.from_numpy(each) for name, each in case.right.items()}
+    stored = dict.fromkeys(tensors, sum(tensor.nbytes for tensor in case.tensors.values()))
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    return Made(str(path), tensors, "codes and scales by hand", parameters, stored=stored, linears=None)
 
 
 def _own_export(folder: Path) -> Made:
@@ -585,11 +583,11 @@ FORMS: dict[str, Callable[[Path], Made]] = {
     "GGUF Q4_K": partial(_gguf, kind="q4_k"),
     "diffusers": _diffusers,
     "adapter": _adapter,
-    "GPTQ": partial(_quantized, scheme=_gptq),
-    "AWQ": partial(_quantized, scheme=_awq),
-    "bitsandbytes": partial(_quantized, scheme=_bnb),
-    "fp8 blocks": partial(_quantized, scheme=_fp8_blocks),
-    "compressed-tensors": partial(_quantized, scheme=_compressed),
+    "GPTQ": partial(_quantized, make=CASES["gptq"]),
+    "AWQ": partial(_quantized, make=CASES["awq"]),
+    "bitsandbytes": partial(_quantized, make=CASES["bnb nf4"]),
+    "fp8 blocks": partial(_quantized, make=CASES["fp8 in blocks"]),
+    "compressed-tensors": partial(_quantized, make=CASES["ct int4 in groups"]),
     "own fp8 export": _own_export,
     "file.py:Class": partial(_python, name="Net"),
     "file.py:function": partial(_python, name="make"),
@@ -601,11 +599,18 @@ FORMS: dict[str, Callable[[Path], Made]] = {
 }
 
 
+_ALONE = "ct int4 stacked"  # no model of transformers has a weight of this shape
+SCHEMES: dict[str, Callable[[Path], Made]] = {
+    name: partial(_without_model if name == _ALONE else _quantized, make=make) for name, make in CASES.items()
+}
+"""Every way to store a quantised weight, in a small model."""
+
+
 def made(name: str, folder: Path) -> Made:
-    """The model of a form, in a new folder."""
+    """The model of a form or of a scheme, in a new folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    return FORMS[name](folder)
+    return {**FORMS, **SCHEMES}[name](folder)
 
 
 def names() -> Iterable[str]:

@@ -150,6 +150,17 @@ def _ct_floats(bits: int, group: int) -> Case:
     return Case(tensors, {"x.weight": right}, f"ct:{kind}", ct(_group(arguments, "by-group")))
 
 
+def _fp8_blocks() -> Case:
+    """Return float8 as DeepSeek-V3 has it, with a last block that is smaller."""
+    shape = (130, 200)
+    codes = _fp8_codes(shape)
+    stored, scale = _scales((2, 2))
+    declared = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    tensors = {"x.weight": _as_fp8(codes), "x.weight_scale_inv": stored}
+    right = E4M3[codes] * spread(scale, (128, 128), shape)
+    return Case(tensors, {"x.weight": right}, "fp8:e4m3@128x128", {"quantization_config": declared})
+
+
 def _hf_fp8(method: str) -> Case:
     """Return float8 as transformers declares it without blocks: one scale, or one for each row by FBGEMM."""
     codes = _fp8_codes((20, 48))
@@ -165,12 +176,12 @@ def modelopt(algorithm: str, **more: object) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm, **more}}
 
 
-def _modelopt_fp8(algorithm: str) -> Case:
-    shape = (130, 200)
+def _modelopt_fp8(algorithm: str, columns: int = 200) -> Case:
+    shape = (130, columns)
     codes = _fp8_codes(shape)
     block, scale_shape, kind = {
         "FP8": (shape, (), "tensor"),
-        "FP8_PER_CHANNEL_PER_TOKEN": ((1, 200), (130,), "channel"),
+        "FP8_PER_CHANNEL_PER_TOKEN": ((1, columns), (130,), "channel"),
         "fp8_pb_wo": ((128, 128), (2, 1, 2, 1), "128x128"),
     }[algorithm]
     stored, scale = _scales(scale_shape)
@@ -179,8 +190,8 @@ def _modelopt_fp8(algorithm: str) -> Case:
     return Case(tensors, {"x.weight": right}, f"modelopt:e4m3@{kind}", modelopt(algorithm))
 
 
-def _modelopt_fp4(algorithm: str) -> Case:
-    rows, columns = 5, 64
+def _modelopt_fp4(algorithm: str, rows: int = 5) -> Case:
+    columns = 64
     codes = _random(6).integers(0, 16, (rows, columns))
     if algorithm.startswith("MX"):
         stored, scale = _exponents((rows, 2))
@@ -213,7 +224,7 @@ def _modelopt_awq() -> Case:
 
 
 def _modelopt_mixed() -> Case:
-    one, two = _modelopt_fp8("FP8"), _modelopt_fp4("NVFP4")
+    one, two = _modelopt_fp8("FP8", 64), _modelopt_fp4("NVFP4", 130)
     tensors = {name.replace("x.", "a.0.x."): tensor for name, tensor in one.tensors.items()}
     tensors |= {name.replace("x.", "a.1.x."): tensor for name, tensor in two.tensors.items()}
     layers = {"a.0.x": {"quant_algo": "FP8"}, "a.1*": {"quant_algo": "NVFP4", "group_size": 16}}
@@ -222,29 +233,33 @@ def _modelopt_mixed() -> Case:
     return Case(tensors, right, "modelopt:e4m3@tensor", {}, hf_quant_config=more)
 
 
+FP4_EXPERT = "layers.0.ffn.experts.0.w1.weight"
+"""The expert in FP4 of the case "deepseek"."""
+
+
 def _deepseek_v4() -> Case:
-    codes, experts = _fp8_codes((130, 96)), _random(8).integers(0, 16, (6, 64))
+    codes, experts = _fp8_codes((130, 96)), _random(8).integers(0, 16, (16, 96))
     stored, scale = _exponents((2, 1))
-    of_experts, fine = _exponents((6, 2))
+    of_experts, fine = _exponents((16, 3))
     tensors = {
         "layers.0.attn.wq_a.weight": _as_fp8(codes),
         "layers.0.attn.wq_a.scale": stored.view(torch.float8_e8m0fnu),
-        "layers.0.ffn.experts.0.w1.weight": nibbles(experts).view(torch.int8),
-        "layers.0.ffn.experts.0.w1.scale": of_experts.view(torch.float8_e8m0fnu),
+        FP4_EXPERT: nibbles(experts).view(torch.int8),
+        FP4_EXPERT.replace("weight", "scale"): of_experts.view(torch.float8_e8m0fnu),
     }
     right = {
         "layers.0.attn.wq_a.weight": E4M3[codes] * spread(scale, (128, 128), (130, 96)),
-        "layers.0.ffn.experts.0.w1.weight": E2M1[experts] * spread(fine, (1, 32), (6, 64)),
+        FP4_EXPERT: E2M1[experts] * spread(fine, (1, 32), (16, 96)),
     }
     declared = {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}
     return Case(tensors, right, "deepseek:e4m3@128x128", {"quantization_config": declared})
 
 
 def _gpt_oss() -> Case:
-    codes = _random(9).integers(0, 16, (3, 10, 64))
-    stored, scale = _exponents((3, 10, 2))
+    codes = _random(9).integers(0, 16, (3, 16, 64))
+    stored, scale = _exponents((3, 16, 2))
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    tensors = {f"{name}_blocks": nibbles(codes).view(3, 10, 2, 16), f"{name}_scales": stored}
+    tensors = {f"{name}_blocks": nibbles(codes).view(3, 16, 2, 16), f"{name}_scales": stored}
     right = (E2M1[codes] * np.repeat(scale, 32, 2)).transpose(0, 2, 1)
     return Case(tensors, {name: right}, "gpt-oss:mxfp4", {"quantization_config": {"quant_method": "mxfp4"}})
 
@@ -358,6 +373,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "ct mxfp4": lambda: _ct_floats(4, 32),
     "ct mxfp6": lambda: _ct_floats(6, 32),
     "ct mxfp8": lambda: _ct_floats(8, 32),
+    "fp8 in blocks": _fp8_blocks,
     "fp8 with one scale": lambda: _hf_fp8("fp8"),
     "fp8 by rows": lambda: _hf_fp8("fbgemm_fp8"),
     "modelopt fp8": lambda: _modelopt_fp8("FP8"),

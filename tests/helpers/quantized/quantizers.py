@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -151,6 +152,16 @@ def mlx_affine(bits: int = 4, size: int = 32, name: str = "m", shape: tuple[int,
     return Case(tensors, {f"{name}.weight": right}, f"mlx:affine{bits}@g{size}", declared)
 
 
+def mlx_experts(
+    name: str = "model.layers.0.mlp.switch_mlp.up_proj", own: str = "mlp.experts.{}.up_proj.weight"
+) -> Case:
+    """Three experts [24, 64] in a stack, each of which is a weight. own: the end of an expert's name."""
+    case = mlx_affine(name=name, shape=(3, 24, 64))
+    (stack,) = case.right.values()
+    layer = name.partition("0.")[0] + "0."
+    return dataclasses.replace(case, right={layer + own.format(index): each for index, each in enumerate(stack)})
+
+
 def mlx_float(mode: str = "mxfp4", whole: float | None = None) -> Case:
     """A weight [40, 64] in one of MLX's modes with floats as codes. whole: a scale for the tensor."""
     random = np.random.default_rng(3)
@@ -209,7 +220,7 @@ def torchao_swizzled(kind: str = "mxfp8", tiles: bool = True) -> Case:
     data = {"block_size": size, "is_swizzled_scales": tiles}
     tensors = {"m._weight_qdata": qdata}
     if kind == "nvfp4":
-        scale, whole = float8_codes(random, *grid), np.float32(0.037)
+        scale, whole = float8_codes(random, *grid) & 127, np.float32(0.037)
         factors = E4M3[scale] * whole
         tensors["m._weight_per_tensor_scale"] = torch.tensor(whole)
     else:
@@ -251,6 +262,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "hqq 3 bits along columns": lambda: hqq(3, axis=0),
     "mlx affine": mlx_affine,
     "mlx affine, 3 bits": lambda: mlx_affine(3),
+    "mlx experts": mlx_experts,
     "mlx mxfp4": mlx_float,
     "mlx mxfp8": lambda: mlx_float("mxfp8"),
     "mlx nvfp4": lambda: mlx_float("nvfp4", whole=1.5),
@@ -263,4 +275,4 @@ CASES: dict[str, Callable[[], Case]] = {
     "quanto int8": quanto,
     "quanto fp8": lambda: quanto("e4m3"),
 }
-"""A small checkpoint of each way to store a weight, which is called `m.weight`."""
+"""A small checkpoint of each way to store a weight, which is called `m.weight` unless it is an expert."""

@@ -26,9 +26,7 @@ MADE: dict[str, Callable[[], Case]] = {
     "bitsandbytes": lambda: quantizers.bnb_4bit(nested=True),
     "HQQ": quantizers.hqq,
     "MLX": quantizers.mlx_affine,
-    "MLX, stacked experts": lambda: quantizers.mlx_affine(
-        name="model.layers.0.mlp.switch_mlp.up_proj", shape=(3, 40, 64)
-    ),
+    "MLX, stacked experts": quantizers.mlx_experts,
     "torchao": quantizers.torchao_swizzled,
     "quanto": quantizers.quanto,
 }
@@ -60,12 +58,8 @@ def test_a_cast_has_the_values_of_the_codes(form: str, tmp_path: Path) -> None:
     source = made.open(tmp_path / "source")
     export_checkpoint(source, "source", Recipe((Rule.parse("*=f32"),)), out := tmp_path / "out")
     after = load_file(out / "model.safetensors")
-    right = made.right
-    if "experts" in form:
-        (stacked,) = right.values()
-        right = {f"model.layers.0.mlp.experts.{index}.up_proj.weight": each for index, each in enumerate(stacked)}
-    assert source.encoded.keys() == right.keys()
-    for name, value in right.items():
+    assert source.encoded.keys() == made.right.keys()
+    for name, value in made.right.items():
         np.testing.assert_allclose(after[name].numpy(), value, rtol=1e-6, atol=1e-7)
     assert not {"quantization_config", "quantization"} & json.loads((out / "config.json").read_text()).keys()
     assert verify(out, locate(str(source.path))).same

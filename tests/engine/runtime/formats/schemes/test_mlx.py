@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.helpers.quantized.quantizers import mlx_affine, mlx_float
+from tests.helpers.quantized.quantizers import mlx_affine, mlx_experts, mlx_float
 
 from dtype_engine.runtime.model.mmap_reader import read_encoded
 
@@ -36,15 +36,12 @@ def test_a_module_may_have_settings_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("layers.0.mlp.switch_mlp.up_proj", "layers.0.mlp.experts.{}.up_proj.weight"),
-        ("layers.0.block_sparse_moe.switch_mlp.up_proj", "layers.0.block_sparse_moe.experts.{}.w3.weight"),
+        ("layers.0.mlp.switch_mlp.up_proj", "mlp.experts.{}.up_proj.weight"),
+        ("layers.0.block_sparse_moe.switch_mlp.up_proj", "block_sparse_moe.experts.{}.w3.weight"),
     ],
 )
 def test_each_expert_of_a_stack_is_a_weight(tmp_path: Path, module: str, name: str) -> None:
-    made = mlx_affine(name=module, shape=(3, 24, 64))
-    stack = made.right.pop(f"{module}.weight")
-    made.right = {name.format(expert): values for expert, values in enumerate(stack)}
-    made.check(tmp_path, "mlx:affine4@g32")
+    mlx_experts(module, name).check(tmp_path, "mlx:affine4@g32")
 
 
 def test_other_stacks_stay_whole(tmp_path: Path) -> None:
