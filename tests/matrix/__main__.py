@@ -1,4 +1,5 @@
-"""`python -m tests.matrix [FORM]...` fills the matrix and prints it: the oracle of every cell, or why it is refused.
+"""`python -m tests.matrix [ROW]...` fills the matrix and the table of schemes and prints them: the oracle of every cell, or why it
+is refused.
 
 Exit status 1 when a cell is not as the table in `expected.py` has it.
 """
@@ -16,11 +17,11 @@ HERE = Path(__file__).parent
 def main(asked: list[str]) -> int:
     from . import forms, run
     from .commands import Cell
-    from .expected import WAYS
+    from .expected import OF_SCHEMES, WAYS
 
     faults: list[str] = []
     legend: dict[str, str] = {}
-    rows: list[str] = []
+    tables = {"form": (WAYS, forms.FORMS, run.fill), "scheme": (OF_SCHEMES, forms.SCHEMES, run.fill_scheme)}
 
     def mark(cell: Cell | str) -> str:
         if isinstance(cell, str):
@@ -31,15 +32,16 @@ def main(asked: list[str]) -> int:
 
     with tempfile.TemporaryDirectory(prefix="dtype-matrix-") as folder:
         os.environ["XDG_STATE_HOME"] = f"{folder}/state"
-        for number, form in enumerate(asked or forms.names()):
-            cells = run.fill(form, Path(folder) / str(number))
-            faults += run.wrong(form, cells)
-            rows.append(f"| {form} | " + " | ".join(mark(cells[way]) for way in WAYS) + " |")
-            print(f"{form}: {len(cells)} cells", file=sys.stderr)
-    print("| form | " + " | ".join(WAYS) + " |")
-    print("|---|" + "---|" * len(WAYS))
-    print("\n".join(rows))
-    print("\nChecked against: " + "; ".join(f"**{letter}** {oracle}" for oracle, letter in legend.items()) + ".")
+        for kind, (ways, rows, fill) in tables.items():
+            print(f"| {kind} | " + " | ".join(ways) + " |")
+            print("|---|" + "---|" * len(ways))
+            for number, name in enumerate(row for row in rows if not asked or row in asked):
+                cells = fill(name, Path(folder) / f"{kind}{number}")
+                faults += run.wrong(name, cells)
+                print(f"| {name} | " + " | ".join(mark(cells[way]) for way in ways) + " |", flush=True)
+                print(f"{name}: {len(cells)} cells", file=sys.stderr)
+            print()
+    print("Checked against: " + "; ".join(f"**{letter}** {oracle}" for oracle, letter in legend.items()) + ".")
     print("– refused in a sentence that names the reason.")
     for fault in faults:
         print(fault, file=sys.stderr)

@@ -4,10 +4,13 @@ checked. A form without a row, or a row for no form, fails.
 
 from __future__ import annotations
 
-from .commands import COMMANDS, LIVE, NO_NAME
+from .commands import COMMANDS, LIVE, NO_NAME, SCHEME_WAYS
 from .screens import SCREENS
 
 WAYS = (*COMMANDS, *SCREENS)
+"""The ways to use a form."""
+OF_SCHEMES = tuple(SCHEME_WAYS)
+"""The ways to use a scheme of quantised weights."""
 _RUNNING = ("drift", "drift --against", "flow", "scan", "app: Drift", "app: depth", "app: d", "app: g")
 
 
@@ -20,6 +23,13 @@ _NO_CONFIG = _no_pass("no config.json")
 _GGUF = _no_pass("GGUF")
 _NO_TEXT = {"app: g": "does not generate text"}
 _CODE = dict.fromkeys(("check", "weights --against", "app: :check"), "is code") | _NO_TEXT
+
+REFUSED_SCHEMES: dict[str, dict[str, str]] = {
+    "ct int4 stacked": dict.fromkeys(
+        ("drift", "drift --against", "flow", "scan", "generate"), "does not know the architecture"
+    ),
+}
+"""The same for the schemes of quantised weights. A scheme without a row is refused nowhere."""
 
 REFUSED: dict[str, dict[str, str]] = {
     "safetensors file": _NO_CONFIG,

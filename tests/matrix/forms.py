@@ -454,6 +454,9 @@ def _quantized(folder: Path, make: Callable[[], Case]) -> Made:
     """A model in which some weights are those of a case, as its scheme stores them, and the others are plain."""
     case, target = make(), folder / "quantized"
     model = _holder(case)
+    for parameter in model.parameters():
+        if parameter.ndim > 1 and not parameter.any():
+            torch.nn.init.normal_(parameter)
     model.save_pretrained(target)
     file = target / "model.safetensors"
     strip = "model." if any(name.startswith("layers.") for name in case.right) else ""  # as DeepSeek-V4 is released
@@ -463,10 +466,10 @@ def _quantized(folder: Path, make: Callable[[], Case]) -> Made:
     save_file(plain | values, file, {"format": "pt"})
     module = type(model).from_pretrained(target).eval()
     parts = {_placed(name): tensor for name, tensor in case.tensors.items()}
-    stored, left = dict[str, int](), dict(parts)
-    for name in values:  # a stack belongs to its first expert
-        own = [part for part in left if part.startswith(name.removesuffix("weight"))] or list(left)
-        stored[name] = sum(left.pop(part).nbytes for part in own)
+    stored = {name: _bytes_of(name.removesuffix("weight"), parts) for name in values}
+    stored[next(iter(values))] += _bytes_of("", parts) - sum(
+        stored.values()
+    )  # what is none's alone, as a stack of experts
     held = {name: tensor for name, tensor in plain.items() if name not in values} | parts
     config = json.loads((target / "config.json").read_text()) | _renamed(case.config)
     Case(held, {}, "", config, _renamed(case.metadata), _renamed(case.hf_quant_config)).save(target)
@@ -476,16 +479,27 @@ def _quantized(folder: Path, make: Callable[[], Case]) -> Made:
     )  # fmt: skip
     if plain.keys() != module.state_dict().keys():
         made.packed = dict(module.state_dict())
+        layers = [tensor for name, tensor in module.named_parameters() if name in linear_tensors(module)]
+        made.linears = frozenset(
+            name for name, tensor in made.tensors.items() if any(torch.equal(tensor, layer) for layer in layers)
+        )
     made.inputs, made.inputs_file = _ids(target)
     return made
+
+
+def _bytes_of(module: str, parts: Tensors) -> int:
+    """The bytes of all tensors whose names begin with that of a module."""
+    return sum(tensor.nbytes for name, tensor in parts.items() if name.startswith(module))
 
 
 def _without_model(folder: Path, make: Callable[[], Case]) -> Made:
     """A file of a weight that belongs to no known model."""
     case = make()
+    stored = dict.fromkeys(case.right, _bytes_of("", case.tensors))
+    case.tensors["x.norm"] = torch.linspace(0.5, 2, 64)
     path = case.save(folder / "quantized")
     tensors = {name: torch.from_numpy(each) for name, each in case.right.items()}
-    stored = dict.fromkeys(tensors, sum(tensor.nbytes for tensor in case.tensors.values()))
+    tensors["x.norm"] = case.tensors["x.norm"]
     parameters = sum(tensor.numel() for tensor in tensors.values())
     return Made(str(path), tensors, "codes and scales by hand", parameters, stored=stored, linears=None)
 

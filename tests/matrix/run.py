@@ -7,20 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .commands import NO_NAME, Cell, go, where
-from .expected import REFUSED, WAYS
+from .expected import OF_SCHEMES, REFUSED, REFUSED_SCHEMES, WAYS
 from .forms import Made, made
 from .screens import SCREENS, walk
 
 
-def commands(model: Made, work: Path) -> dict[str, Cell | str]:
+def commands(ways: Sequence[str], model: Made, work: Path) -> dict[str, Cell | str]:
     """The cells without a screen: what each came to, or in a line what went wrong."""
     cells: dict[str, Cell | str] = {}
-    for way in WAYS:
-        if way not in SCREENS:
-            try:
-                cells[way] = go(way, model, work)
-            except Exception as error:
-                cells[way] = where(error)
+    for way in ways:
+        try:
+            cells[way] = go(way, model, work)
+        except Exception as error:
+            cells[way] = where(error)
     return cells
 
 
@@ -40,7 +39,7 @@ def wrong(form: str, cells: dict[str, Cell | str]) -> list[str]:
     """What is not as the table has it, a line for each cell."""
     found = []
     for way, cell in cells.items():
-        words = REFUSED[form].get(way)
+        words = REFUSED.get(form, REFUSED_SCHEMES.get(form, {})).get(way)
         if isinstance(cell, str):
             found.append(f"{form} x {way}: {cell}")
         elif words is None and cell.refusal:
@@ -55,4 +54,10 @@ def wrong(form: str, cells: dict[str, Cell | str]) -> list[str]:
 def fill(form: str, folder: Path, in_the_app: Sequence[str] = SCREENS) -> dict[str, Cell | str]:
     """The row of a form; of the app's cells only those named."""
     model = made(form, folder / "made")
-    return {**commands(model, folder / "work"), **screens(in_the_app, model, folder / "app")}
+    ways = [way for way in WAYS if way not in SCREENS]
+    return {**commands(ways, model, folder / "work"), **screens(in_the_app, model, folder / "app")}
+
+
+def fill_scheme(scheme: str, folder: Path) -> dict[str, Cell | str]:
+    """The row of a scheme of quantised weights."""
+    return commands(OF_SCHEMES, made(scheme, folder / "made"), folder / "work")

@@ -124,8 +124,11 @@ def short(nbytes: int) -> str:
 
 
 def counted(number: int) -> str:
-    """A count as the tree writes it, in thousands or millions with one decimal."""
-    return f"{number / 1e6:.1f} M" if number >= 1e6 else f"{number / 1e3:.1f} k" if number >= 1e3 else f"{number:,}"
+    """A count as the tree writes it, in thousands or millions with one decimal, unless that is 0."""
+    if number < 1e3:
+        return f"{number:,}"
+    divided, unit = (number / 1e6, "M") if number >= 1e6 else (number / 1e3, "k")
+    return f"{divided:.1f}".removesuffix(".0") + f" {unit}"
 
 
 async def _memory(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:

@@ -21,6 +21,12 @@ _ONCE = (
     "folder, mixed dtypes", "folder, tied", "folder, .bin shards", ".pth deflated", "adapter", "GPTQ",
     "fp8 blocks", "compressed-tensors", "own fp8 export", "file.py, no inputs",
 )  # fmt: skip
+_SCHEMES = (
+    "gptq 3 bits, version 2", "gptq 8 bits, ordered columns", "awq gemv", "bnb nf4 nested", "bnb int8", "hqq", "mlx affine",
+    "mlx experts", "torchao int8", "torchao nvfp4", "quanto int8", "ct int4 with zero points", "ct int4 stacked", "ct nvfp4",
+    "modelopt nvfp4 with factors", "modelopt mixed", "deepseek", "gpt-oss", "comfy scaled_fp8", "comfy nvfp4", "quark int4",
+)  # fmt: skip
+"""The schemes of the test run: at least one of each program's, and of each way to find its tensors. `make matrix` has all."""
 IN_THE_APP = dict.fromkeys(_TAKEN_UP, SCREENS) | dict.fromkeys(_ONCE, AT_FIRST)
 """The ways in the app that the test run goes with a form. Forms that the app opens in the same way have one of them here."""
 
@@ -40,3 +46,10 @@ def test_every_way_of(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     cells = run.fill(form, tmp_path, in_the_app)
     assert set(cells) == (set(WAYS) - set(SCREENS)) | set(in_the_app)
     assert not (found := run.wrong(form, cells)), "\n".join(found)
+
+
+@pytest.mark.parametrize("scheme", _SCHEMES)
+def test_every_way_of_the_scheme(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    cells = run.fill_scheme(scheme, tmp_path)
+    assert not (found := run.wrong(scheme, cells)), "\n".join(found)

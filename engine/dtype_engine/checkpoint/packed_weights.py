@@ -108,7 +108,7 @@ QUANTO = Layout(
     ("weight._data",),
 )  # fmt: skip
 COMFY_MARK = "scaled_fp8"
-"""The name of an empty tensor, which tells ComfyUI that the file has fp8 weights with scales."""
+"""The name of a tensor without values of its own, which tells ComfyUI that the file has fp8 weights with scales."""
 COMFY = Layout(
     "fp8 with scales (ComfyUI)", "weight", "scale_weight", _FP8, ("scale_input",), alone=(".scale_weight", COMFY_MARK)
 )

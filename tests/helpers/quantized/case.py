@@ -33,8 +33,6 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     hf_quant_config: dict[str, Any] | None = None
-    tolerance: float = 0.0
-    """How much values may differ, relative to the largest one: more than 0 if sums of values depend on the order."""
     alone: bool = False
     """Whether it is a file without a configuration."""
 

@@ -196,12 +196,12 @@ def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broke
     weights: the weights that other programs quantised. broken: names of modules that already have a finding; groups with such a
     module are skipped, because its finding explains the difference.
     """
+    if any(weight.scheme in ("mlx", "comfy") for weight in checkpoint.encoded.values()):
+        return  # MLX and ComfyUI fuse nothing, and mix formats on purpose
     tensors = checkpoint.tensors
     formats = {name: tensor.dtype for name, tensor in tensors.items() if name.endswith(".weight")}
     by_name: dict[str, PackedWeight] = {}
     for weight in weights:
-        if weight.layout is MLX or f"{weight.stem.rpartition('.')[0]}.comfy_quant" in tensors:
-            return  # MLX and ComfyUI fuse nothing, and mix formats on purpose
         name = (
             weight.stem.removesuffix(".")
             if weight.stem.endswith(".weight")

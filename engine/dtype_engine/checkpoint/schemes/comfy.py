@@ -4,8 +4,8 @@ Current files describe how a layer `x` is quantised, either in JSON in a tensor 
 `_quantization_metadata`. The block scales of NVFP4 and MXFP8 are in the order in which cuBLAS reads them (see
 `runtime/formats/schemes/block_scaled.py`). NVFP4 has two codes per byte, the first in the high bits.
 
-Older files have no descriptions. They have an empty tensor `scaled_fp8`, and their scales are in `x.scale_weight`. Some files
-have neither. Their weights are float8 and have one scale each, or one for each row.
+Older files have no descriptions. They have a tensor `scaled_fp8`, which is kept beside the first weight, and their scales are in
+`x.scale_weight`. Some files have neither. Their weights are float8 and have one scale each, or one for each row.
 
 int8 weights may be rotated (`convrot`): each group of columns was multiplied by a Hadamard matrix. This matrix is its own
 inverse, so the decoder multiplies by it again.
@@ -15,10 +15,12 @@ The formats `convrot_w4a4`, `asym_w4a8_int8` and `awq_w4a16` are not read.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from dtype_engine.checkpoint.packed_weights import COMFY_MARK
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
@@ -47,6 +49,10 @@ def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str
         weight = _read_weight(name, codes, _about(name, tensors, described), tensors)
         if weight is not None:
             found[name] = weight
+    mark = next((tensor for name, tensor in tensors.items() if name.rpartition(".")[2] == COMFY_MARK), None)
+    if mark is not None and found:
+        first = next(iter(found.values()))
+        found[first.name] = dataclasses.replace(first, beside=(*first.beside, mark))
     return found
 
 

@@ -73,7 +73,7 @@ def test_stacked_experts_have_no_order_of_columns(tmp_path: Path) -> None:
         ("ct fp8 by rows", "x.weight_scale", (1, 48)),
         ("fp8 by rows", "x.weight_scale", (1, 48)),
         ("modelopt fp8 by rows", "x.weight_scale", (1, 48)),
-        ("gpt-oss", "model.layers.0.mlp.experts.gate_up_proj_scales", (1, 3, 10, 2)),
+        ("gpt-oss", "model.layers.0.mlp.experts.gate_up_proj_scales", (1, 3, 16, 2)),
         ("ct int4 stacked", "x.weight_scale", (1, 3, 8, 2)),
     ],
 )
