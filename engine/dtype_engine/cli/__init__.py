@@ -16,7 +16,8 @@ from dtype_engine.cli.program import BAD_INPUT, run
 from dtype_engine.cli.versions import print_version
 
 _MODULES = {
-    "inspect": "inspect", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "inspect", "scan": "scan",
+    "inspect": "inspect", "memory": "memory", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "inspect",
+    "scan": "scan",
     "search": "scan", "sweep": "sweep",
     "check": "check", "export": "export", "verify": "export", "recipe": "recipe", "report": "report", "stdio": "stdio",
     "worker": "worker",

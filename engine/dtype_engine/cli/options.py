@@ -253,7 +253,7 @@ _METRICS = (
 )
 
 
-class _Bytes(click.ParamType[int]):
+class Bytes(click.ParamType[int]):
     """A click parameter type for a size such as `2GiB`."""
 
     name = "bytes"
@@ -310,7 +310,7 @@ _MEASURING = (
     ),
     click.Option(
         ["--keep", "reference_bytes"],
-        type=_Bytes(),
+        type=Bytes(),
         metavar="BYTES",
         help="Maximum size of the reference outputs to keep for later measurements, such as 2GiB. By default, a quarter of the "
         "free memory, at most 2 GiB.",

@@ -77,8 +77,11 @@ class KVCacheTensor:
         return math.prod(self.shape(context, batch, encoder_tokens))
 
     def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
-        """Return the bytes of the elements in `dtype`, without scales."""
-        return self.elements(context, batch, encoder_tokens) * dtypes.BY_NAME[dtype].bits // 8
+        """Return the bytes of the elements in `dtype`, without scales. The state of a recurrence is always in float32, as in
+        transformers.
+        """
+        bits = 32 if self.part == "ssm_state" else dtypes.BY_NAME[dtype].bits
+        return self.elements(context, batch, encoder_tokens) * bits // 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DisableTorchFunction
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -18,6 +19,7 @@ from dtype_engine.core.tree import Kind
 
 __all__ = [
     "TO_COPY",
+    "FakeTensorMode",
     "TorchDispatchMode",
     "WeakIdKeyDictionary",
     "WithoutModes",
@@ -30,6 +32,7 @@ __all__ = [
     "own_tensors",
     "scripted_calls",
     "slots_of",
+    "storage_id",
     "tensor_slots",
     "unwrapped",
     "version_of",
@@ -66,6 +69,11 @@ def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tenso
         return inner
 
     return tensor, wrap if only_batched else None
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return a number that is the same for all tensors that share their memory. A number may return once the memory is freed."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def version_of(tensor: torch.Tensor) -> int:

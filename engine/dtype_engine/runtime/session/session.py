@@ -27,12 +27,13 @@ from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDri
 from dtype_engine.results.export import ExportReport
 from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.results.memory import MemoryStats
+from dtype_engine.results.memory import ActivationMemory, MemoryStats
 from dtype_engine.results.runs import Generation, SpeedReport
 from dtype_engine.results.scan import Prediction, ScanReport, SearchReport
 from dtype_engine.runtime.inputs import Inputs, make_inputs, one_of_each_shape, summarize
 from dtype_engine.runtime.inputs.text import with_next_tokens
 from dtype_engine.runtime.inputs.validate import with_labels
+from dtype_engine.runtime.measure.activation_memory import measured
 from dtype_engine.runtime.measure.attribution import Attribution, OnCauses, Part, PartDrift
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
 from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
@@ -48,6 +49,7 @@ from dtype_engine.runtime.measure.weight_errors import reference_differences
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner
+from dtype_engine.runtime.passes.state_restore import stored_values
 from dtype_engine.runtime.scan.last_scan import LastScan, ScanTask
 from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, OnStep
 from dtype_engine.runtime.session.casting import Casting
@@ -658,6 +660,24 @@ class Session:
                     self.model, dataclasses.replace(self.options, prompts=(prompt,), texts=(), tensors=None)
                 )
             return generate(runner, inputs, tokens, on_tokens, on_text)
+
+    @reading_weights
+    def activation_memory(self, context: int, batch: int = 1) -> ActivationMemory:
+        """Measure the memory that a pass over a prompt needs beside the weights and the KV cache, in the stored dtypes.
+
+        Args:
+            context: Tokens of each sequence. They are random.
+            batch: The number of sequences.
+
+        Returns:
+            The bytes at the peak, and the module that runs there. Raises NoForward if the model can't run on such inputs.
+
+        Example:
+            >>> session.activation_memory(64).module
+            'lm_head'
+        """
+        with stored_values(self.model):
+            return measured(self.model.module, context, batch)
 
     @reading_weights
     def speed(

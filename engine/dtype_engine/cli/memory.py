@@ -1,0 +1,115 @@
+"""`dtype-engine memory`: the memory that serving a model takes, from headers and an estimate of its activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import click
+
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.source import Source
+from dtype_engine.cli.options import Bytes, ModelCommand, json_option
+from dtype_engine.cli.program import answer, print_json, say
+from dtype_engine.cli.request import RunRequest
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.recipe.serving_memory import (
+    DEFAULT_CONTEXT,
+    MOST_TOKENS,
+    longest_context,
+    serving_dtype,
+    serving_memory,
+)
+from dtype_engine.results.as_json import as_json
+from dtype_engine.results.memory import ActivationMemory
+
+DOES_NOT_FIT = 1
+"""The exit status if the model does not fit in the budget."""
+
+
+@click.command(cls=ModelCommand, runs=False)
+@click.option(
+    "--context",
+    type=click.IntRange(1, MOST_TOKENS),
+    metavar="N",
+    help=f"Tokens of each sequence. By default {DEFAULT_CONTEXT:,}, or as many as the model was made for if they are fewer.",
+)
+@click.option(
+    "--batch", type=click.IntRange(1, 1 << 20), default=1, show_default=True, metavar="N", help="Number of sequences."
+)
+@click.option(
+    "--budget",
+    type=Bytes(),
+    metavar="BYTES",
+    help="Also say up to which context all fits in BYTES, such as 24GiB. The exit status is 1 if it does not fit at --context.",
+)
+@click.option(
+    "--kv", metavar="DTYPE", help="The dtype of keys and values. By default, the dtype in which the model computes."
+)
+@click.option(
+    "--activations",
+    type=click.Choice(["estimate", "measure", "none"]),
+    default="estimate",
+    show_default=True,
+    help="estimate: follow a pass over the whole context without computing it; only headers are read. measure: load the model and "
+    "run that pass. none: leave activations out, which takes a fraction of a second for a model of any size.",
+)
+@json_option
+def memory(
+    request: RunRequest,
+    context: int | None,
+    batch: int,
+    budget: int | None,
+    kv: str | None,
+    activations: str,
+    as_object: bool,
+) -> int:
+    """Compute the memory that serving MODEL takes: weights, KV cache and the peak of activations."""
+    source = request.locate()
+    planned = request.plan(source)
+    tree, plan, checkpoint = planned.tree, planned.plan, planned.checkpoint
+    config = checkpoint.config if checkpoint is not None else None
+    compute = serving_dtype(plan, tree, config)
+    kv_dtype = dtypes.parse_target(kv) if kv is not None else compute
+    if kv_dtype == dtypes.STORED or kv_dtype in dtypes.BLOCK_FORMATS:
+        raise UserError(f"--kv {kv}: give a dtype of single values, such as bf16 or fp8")
+    longest = longest_context(config)
+    context = context or min(DEFAULT_CONTEXT, longest or DEFAULT_CONTEXT)
+    compute_memory = partial(serving_memory, source.title, tree, plan, context, batch, kv_dtype, longest, budget)
+    notes: tuple[str, ...] = ()
+    try:
+        say("following a pass" if activations == "estimate" else "")
+        result = compute_memory(_activations(request, source, checkpoint, compute, batch, activations))
+    except NoForward as error:
+        result = compute_memory()
+        notes = (f"without activations: {error}",)
+    say("")
+    result = replace(result, notes=(*result.notes, *notes))
+    if as_object:
+        print_json(as_json(result) | {"total_bytes": result.total_bytes, "fits": result.fits})
+    else:
+        from dtype_engine.reports.text_memory import memory_text
+
+        answer(memory_text(result))
+    return DOES_NOT_FIT if result.fits is False else 0
+
+
+def _activations(
+    request: RunRequest, source: Source, checkpoint: Checkpoint | None, dtype: str, batch: int, how: str
+) -> Callable[[int], ActivationMemory] | None:
+    """Return a function that returns the memory of a pass over a context, or None if activations are left out. dtype: that in which
+    the model computes. how: the value of --activations. Raises NoForward.
+    """
+    if how == "none":
+        return None
+    if how == "measure":
+        session = request.open_session(source)
+        return lambda context: session.activation_memory(context, batch)
+    if checkpoint is None:
+        raise NoForward(f"{source.title} is code, and only files can be estimated; --activations measure runs it")
+    from dtype_engine.runtime.measure.activation_memory import estimator_of
+
+    estimator = estimator_of(checkpoint, request.options, dtype)
+    return lambda context: estimator.estimate(context, batch)

@@ -1,0 +1,140 @@
+"""Computes the memory that serving a model takes: its weights, its KV cache and its activations. Does not import torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe.plan import Plan
+from dtype_engine.results.memory import ActivationMemory, ServingMemory
+
+DEFAULT_CONTEXT = 8192
+MOST_TOKENS = 1 << 24
+"""The longest context that is considered for a model that names no limit."""
+
+
+def longest_context(config: Mapping[str, Any] | None) -> int | None:
+    """Return the number of tokens for which a model was made, as its `config.json` says, or None if it does not say."""
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "seq_length"):
+        for part in (config, *(value for value in (config or {}).values() if isinstance(value, Mapping))):
+            value = (part or {}).get(name)
+            if isinstance(value, int) and 0 < value <= MOST_TOKENS:
+                return value
+    return None
+
+
+def serving_dtype(plan: Plan, tree: Tree, config: Mapping[str, Any] | None) -> str:
+    """Return the dtype in which the model computes when it is served: that of most weights if torch computes in it, otherwise the
+    one that `config.json` names, otherwise bfloat16.
+    """
+    most = next(iter(tree.totals(plan.dtypes)[""].mix()), ("", 0.0))[0]
+    if most in dtypes.COMPUTE_DTYPES:
+        return most
+    named = str((config or {}).get("dtype") or (config or {}).get("torch_dtype")).removeprefix("torch.")
+    return named if named in dtypes.COMPUTE_DTYPES else "bfloat16"
+
+
+def cache_bytes(tree: Tree, dtype: str, context: int, batch: int) -> int:
+    """Return the bytes of the KV cache for `batch` sequences of `context` tokens, if keys and values are in `dtype`."""
+    return tree.kv_cache.nbytes(dtype, context, batch)
+
+
+def largest_context(
+    fixed: Callable[[int], int], activations: Callable[[int], int] | None, budget: int, longest: int
+) -> int:
+    """Return the largest context of at most `longest` tokens that fits in a budget, or 0 if none does.
+
+    fixed: the bytes of weights and KV cache at a context. activations: those of activations, or None to leave them out. It takes
+    seconds, so it is called for at most eight contexts. The result was one of them, and contexts that are a few percent larger may
+    fit as well.
+    """
+    high = _largest(fixed, budget, longest)
+    if activations is None or high == 0:
+        return high
+    known = {1: activations(1), high: activations(high)}
+    if fixed(high) + known[high] <= budget:
+        return high
+    if fixed(1) + known[1] > budget:
+        return 0
+    low = 1
+    known[high // 2 or 1] = activations(high // 2 or 1)
+    for _ in range(5):
+        found = _largest(lambda context: fixed(context) + _interpolated(known, context), budget, high - 1)
+        if found <= low:
+            break
+        known[found] = activations(found)
+        low, high = (found, high) if fixed(found) + known[found] <= budget else (low, found)
+    return low
+
+
+def _largest(total: Callable[[int], float], budget: int, high: int) -> int:
+    """Return the largest context up to `high` whose total fits in the budget, or 0. total: does not fall."""
+    low = 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if total(middle) <= budget else (low, middle - 1)
+    return low
+
+
+def _interpolated(known: Mapping[int, int], context: int) -> float:
+    """Return the value at a context of the parabola through the three nearest known points, or of the line through two.
+
+    Activations grow with the context or, where attention needs its whole matrix, with its square.
+    """
+    near = sorted(known, key=lambda point: abs(point - context))[:3]
+    return sum(
+        known[point] * math.prod((context - other) / (point - other) for other in near if other != point)
+        for point in near
+    )
+
+
+def serving_memory(
+    model: str,
+    tree: Tree,
+    plan: Plan,
+    context: int,
+    batch: int,
+    dtype: str,
+    longest: int | None,
+    budget: int | None = None,
+    activations: Callable[[int], ActivationMemory] | None = None,
+) -> ServingMemory:
+    """Return the memory that serving a model takes.
+
+    model: its name. context: tokens of each sequence. batch: the number of sequences. dtype: that of keys and values. longest: the
+    tokens for which the model was made, or None if this is unknown. activations: returns the memory of a pass over a context, or
+    None to leave it out. Raises what `activations` raises.
+    """
+    cache = tree.kv_cache
+
+    def fixed(tokens: int) -> int:
+        return plan.planned_bytes + cache_bytes(tree, dtype, tokens, batch)
+
+    def of_pass(tokens: int) -> int:
+        assert activations is not None
+        return activations(tokens).nbytes
+
+    found = activations(context) if activations is not None else None
+    most: int | None = None
+    if budget is not None:
+        most = largest_context(fixed, of_pass if activations is not None else None, budget, longest or MOST_TOKENS)
+    notes = cache.notes if cache.none_because is None else (f"without a KV cache: {cache.none_because}",)
+    if longest is not None and context > longest:
+        notes += (f"the model was made for at most {longest:,} tokens",)
+    return ServingMemory(
+        model=model,
+        context=context,
+        batch=batch,
+        weights_bytes=plan.planned_bytes,
+        kv_bytes=cache_bytes(tree, dtype, context, batch),
+        kv_bytes_per_token=cache_bytes(tree, dtype, context + 1, 1) - cache_bytes(tree, dtype, context, 1),
+        kv_dtype=dtype if cache.tensors else None,
+        activations=found,
+        notes=notes,
+        budget=budget,
+        largest_context=most,
+        longest=longest,
+    )

@@ -1,0 +1,49 @@
+"""Formats the memory that serving a model takes as text for a terminal."""
+
+from __future__ import annotations
+
+from dtype_engine.core.dtypes import short_name
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import human_bytes, plural
+from dtype_engine.reports.text_table import table_lines
+from dtype_engine.results.memory import ServingMemory
+
+
+def memory_text(memory: ServingMemory) -> str:
+    """Return weights, KV cache, activations and their sum, what fits in the budget, and what is not known."""
+    size = f"{plural(memory.batch, 'sequence')} of {memory.context:,} tokens"
+    rows = [
+        ("weights", human_bytes(memory.weights_bytes), ""),
+        ("KV cache", human_bytes(memory.kv_bytes), _cache_words(memory)),
+    ]
+    if (peak := memory.activations) is not None:
+        how = "at most" if peak.estimated else "measured"
+        where = f"the peak is in {printable(peak.module)}" if peak.module else ""
+        rows.append(("activations", human_bytes(peak.nbytes), f"{how}, {where}".removesuffix(", ")))
+    rows.append(("together", human_bytes(memory.total_bytes), size))
+    return "\n".join([*table_lines(rows, (1,)), *budget_words(memory), *memory.notes])
+
+
+def _cache_words(memory: ServingMemory) -> str:
+    if memory.kv_dtype is None:
+        return "none"
+    more = (
+        f"{human_bytes(memory.kv_bytes_per_token)} for each further token"
+        if memory.kv_bytes_per_token
+        else "no more for further tokens"
+    )
+    return f"{short_name(memory.kv_dtype)}, {more}"
+
+
+def budget_words(memory: ServingMemory) -> list[str]:
+    """Return a sentence that says up to which context the model fits in the budget. Empty if there is no budget."""
+    if memory.budget is None or memory.largest_context is None:
+        return []
+    budget, batch = human_bytes(memory.budget), f" (batch {memory.batch})" if memory.batch > 1 else ""
+    if memory.largest_context == 0:
+        return [f"does not fit {budget} at any context{batch}"]
+    if memory.largest_context == memory.longest:
+        return [f"fits {budget} at every context up to the model's {memory.longest:,} tokens{batch}"]
+    if memory.kv_bytes_per_token == 0 and memory.activations is None and memory.fits:
+        return [f"fits {budget} at any context{batch}"]
+    return [f"fits {budget} up to {memory.largest_context:,} tokens{batch}"]

@@ -1,0 +1,205 @@
+"""The memory that a forward pass needs beside the weights: measured in a real pass, or estimated without computing anything.
+
+Both count the live bytes of all storages that operations make, as torch's allocators do. Memory that a kernel uses inside one
+operation is not seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.core.errors import NoForward
+from dtype_engine.core.foreign_code import failures_as
+from dtype_engine.core.options import Options
+from dtype_engine.results.memory import ActivationMemory
+from dtype_engine.runtime.model.load import build_on_meta
+from dtype_engine.runtime.model.torch_private import FakeTensorMode, TorchDispatchMode, storage_id
+from dtype_engine.runtime.numerics.quantize import torch_dtype
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the live bytes of the storages that operations make under this mode, and remembers their peak."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        """known: tensors that exist already, such as weights and inputs. They are not counted."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counted = {storage_id(tensor): 0 for tensor in known}
+        self._now = self.peak = 0
+        self.running = self.module = ""
+        """The module that is running, and the one that ran at the peak."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, torch.Tensor) and (key := storage_id(tensor)) not in self._counted:
+                storage = tensor.untyped_storage()
+                self._counted[key] = storage.nbytes()
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._forget, key)
+        if self._now > self.peak:
+            self.peak, self.module = self._now, self.running
+        return result
+
+    def _forget(self, key: int) -> None:
+        self._now -= self._counted.pop(key, 0)
+
+    def made_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of those of the given tensors that were made under this mode."""
+        return sum(tensor.nbytes for tensor in tensors if self._counted.get(storage_id(tensor)))
+
+    @contextmanager
+    def naming_modules(self, module: nn.Module) -> Iterator[None]:
+        """While the block runs, record which module of a model is running."""
+
+        def enter(name: str) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                self.running = name
+
+            return hook
+
+        handles = [child.register_forward_pre_hook(enter(name)) for name, child in module.named_modules()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def measured(module: nn.Module, context: int, batch: int) -> ActivationMemory:
+    """Run one pass over `batch` sequences of `context` random tokens, as the model is now, and return its peak of memory.
+
+    Raises NoForward if nothing says which inputs have this size, or if the pass fails.
+    """
+    return _pass(module, _inputs(module, context, batch), context, batch, estimated=False)
+
+
+class ActivationEstimator:
+    """Estimates the peak of memory of passes of any size. Nothing is computed, and no memory is taken.
+
+    An estimate is an upper one: it is too high where a real pass leaves out work that depends on values, such as a mask that masks
+    nothing.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """module: a model without data, on the meta device. It belongs to the estimator from now on. dtype: that of the pass."""
+        self._module = module.eval()
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._width = 1
+        """By how much the dtype of the pass is wider than that of the fake tensors."""
+        self._make_tensors(dtype)
+        self._dtype = dtype
+
+    def _make_tensors(self, dtype: torch.dtype) -> None:
+        """Give the module fake tensors on the CPU."""
+        with self._mode:
+            for child in self._module.modules():
+                for name, tensor in [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]:
+                    kept = dtype if tensor.is_floating_point() else tensor.dtype
+                    fake = torch.empty(tensor.shape, dtype=kept, device="cpu")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    setattr(child, name, nn.Parameter(fake, requires_grad=False) if is_parameter else fake)
+
+    def estimate(self, context: int, batch: int) -> ActivationMemory:
+        """Return an upper estimate for a pass over `batch` sequences of `context` tokens. Raises NoForward if the operations of a
+        pass depend on values, so that they are unknown without running it, or if nothing says which inputs have this size.
+        """
+        try:
+            found = self._estimate(context, batch)
+        except NoForward:
+            if self._dtype != torch.float32 or self._width > 1:
+                raise
+            # Torch can't describe some operations of float32, such as products of grouped experts.
+            self._make_tensors(torch.bfloat16)
+            self._width = 2
+            found = self._estimate(context, batch)
+        return dataclasses.replace(found, nbytes=self._width * found.nbytes)
+
+    def _estimate(self, context: int, batch: int) -> ActivationMemory:
+        logger = logging.getLogger("torch._subclasses.fake_tensor")
+        level = logger.level
+        logger.setLevel(logging.CRITICAL + 1)  # the exception tells of a failure
+        try:
+            with self._mode:
+                return _pass(self._module, _inputs(self._module, context, batch), context, batch, estimated=True)
+        finally:
+            logger.setLevel(level)
+
+
+def estimator_of(checkpoint: Checkpoint, options: Options, dtype: str) -> ActivationEstimator:
+    """Return an estimator for passes of a checkpoint's model in `dtype`. Only headers are read. Raises NoForward if the
+    architecture is unknown.
+    """
+    made = build_on_meta(checkpoint, options)
+    if made is None:
+        raise NoForward("the architecture is unknown, so that its passes can't be followed")
+    return ActivationEstimator(made[0], torch_dtype(dtype))
+
+
+def _pass(module: nn.Module, inputs: Mapping[str, Any], context: int, batch: int, estimated: bool) -> ActivationMemory:
+    known = [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, inputs.values())]
+    live = LiveBytes(known)
+    what = f"the memory of a pass over {context:,} tokens can't be {'estimated' if estimated else 'measured'}"
+    with failures_as(NoForward, what), torch.no_grad(), live.naming_modules(module), live:
+        output = module(**inputs)
+    # A view, such as the last tokens of a window, keeps its whole storage: the rest counts as activations.
+    return ActivationMemory(live.peak - live.made_of(_cache_tensors(output)), live.module, context, batch, estimated)
+
+
+def _cache_tensors(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of the KV cache that a model returned."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+
+    def collect(value: Any) -> None:
+        if id(value) in seen:
+            return
+        if isinstance(value, torch.Tensor):
+            found[id(value)] = value
+            return
+        seen.add(id(value))
+        if type(value).__module__.startswith("transformers") and hasattr(value, "__dict__"):
+            value = vars(value)
+        for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+            collect(item)
+
+    for name in ("past_key_values", "cache_params"):
+        collect(getattr(output, name, None))
+    return list(found.values())
+
+
+def _inputs(module: nn.Module, context: int, batch: int) -> dict[str, Any]:
+    """Return inputs of the given size for a model of transformers, with random tokens. Raises NoForward for other models."""
+    config: Any = getattr(module, "config", None)
+    like = next((tensor for tensor in module.parameters() if tensor.is_floating_point()), torch.empty(0))
+    names = inspect.signature(module.forward).parameters
+    main = getattr(module, "main_input_name", "input_ids")
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    words = getattr(text, "vocab_size", None)
+    given: dict[str, Any] = {}
+    if words is not None and ("input_ids" in names or "decoder_input_ids" in names):
+        tokens = torch.randint(0, words, (batch, context), device=like.device)
+        given |= {name: tokens for name in ("input_ids", "decoder_input_ids") if name in names}
+        if "decoder_input_ids" in names and not getattr(config, "is_encoder_decoder", False):
+            del given["decoder_input_ids"]
+    if main == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
+        given.pop("input_ids", None)
+        given[main] = like.new_zeros(batch, config.num_mel_bins, 2 * config.max_source_positions)
+    elif main == "pixel_values" and isinstance(size := getattr(config, "image_size", None), int):
+        given[main] = like.new_zeros(batch, getattr(config, "num_channels", 3), size, size)
+    elif not given or main not in given:
+        raise NoForward(f"nothing says how large the inputs {main!r} of {type(module).__name__} are")
+    if "use_cache" in names:
+        given["use_cache"] = True
+    if "logits_to_keep" in names:
+        given["logits_to_keep"] = 1  # as `generate` does: only the last token's logits are needed
+    return given

@@ -1,0 +1,71 @@
+"""`dtype-engine memory`, on the demo and on folders of which only headers can be read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from tests.helpers.paths import TINYNET
+
+from dtype_engine.cli import cli
+from dtype_engine.cli.program import run
+
+# The demo: 6 layers, 2 heads of keys with 24 values each, float32, made for 1,024 tokens.
+CACHE_OF_A_TOKEN = 6 * 2 * 2 * 24 * 4
+
+
+def found(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
+    assert run(cli, "dtype-engine", ["memory", "--json", *arguments]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_weights_and_cache_are_by_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+    memory = found(capsys, "--activations", "none", "--context", "300", "--batch", "3", "--budget", "5MiB")
+    assert memory["kv_bytes_per_token"] == CACHE_OF_A_TOKEN
+    assert memory["kv_bytes"] == 3 * 300 * CACHE_OF_A_TOKEN
+    assert memory["total_bytes"] == memory["weights_bytes"] + memory["kv_bytes"]
+    assert memory["largest_context"] == ((5 << 20) - memory["weights_bytes"]) // (3 * CACHE_OF_A_TOKEN)
+    assert memory["activations"] is None
+    assert memory["fits"]
+    assert memory["largest_context"] >= 300
+
+
+def test_the_cache_has_the_dtype_of_the_weights_or_the_users(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("--activations", "none", "--context", "100")
+    assert found(capsys, *common, "--cast", "*=bf16")["kv_bytes"] == 100 * CACHE_OF_A_TOKEN // 2
+    assert found(capsys, *common, "--kv", "fp8")["kv_bytes"] == 100 * CACHE_OF_A_TOKEN // 4
+
+
+def test_activations_are_estimated_or_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    estimate = found(capsys, "--context", "200")["activations"]
+    measure = found(capsys, "--context", "200", "--activations", "measure")["activations"]
+    assert measure["nbytes"] <= estimate["nbytes"] <= 1.05 * measure["nbytes"]
+    assert (estimate["estimated"], measure["estimated"]) == (True, False)
+
+
+def test_a_budget_that_does_not_do_is_the_answer_no(capsys: pytest.CaptureFixture[str]) -> None:
+    assert found(capsys, "--activations", "none", "--budget", "1MiB", status=1)["largest_context"] == 0
+    assert run(cli, "dtype-engine", ["memory", "--activations", "none", "--budget", "4MiB"]) == 1
+    assert "fits 4.00 MiB up to " in capsys.readouterr().out
+
+
+def test_what_can_not_be_computed_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    net = f"{TINYNET}:TinyNet"
+    memory = found(capsys, net)
+    assert "is code" in memory["notes"][-1]
+    assert memory["kv_bytes"] == 0
+    for wrong in (["--kv", "int4@g32"], ["--kv", "what"], ["--context", "0"], ["--budget", "much"]):
+        assert run(cli, "dtype-engine", ["memory", *wrong]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_headers_alone_need_no_torch() -> None:
+    code = (
+        "import sys; from dtype_engine.cli import cli; from dtype_engine.cli.program import run\n"
+        "assert run(cli, 'x', ['memory', '--activations', 'none', '--budget', '8GiB']) == 0\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,0 +1,131 @@
+"""The memory of activations against what torch's allocators hand out, on the CPU and, where there is one, on a GPU."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from dtype_engine.core.errors import NoForward
+from dtype_engine.runtime.measure.activation_memory import ActivationEstimator, measured
+
+CONTEXT, BATCH = 192, 2
+_SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_GROUPED = {**_SMALL, "num_key_value_heads": 2}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4}),
+    "experts": ("MixtralForCausalLM", "MixtralConfig", {**_GROUPED, "num_local_experts": 4}),
+    "mamba": (
+        "Mamba2ForCausalLM", "Mamba2Config",
+        {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 32, "n_groups": 2,
+         "chunk_size": 64},
+    ),
+    "encoder": ("BertForMaskedLM", "BertConfig", _SMALL),
+    "encoder and decoder": (
+        "T5ForConditionalGeneration", "T5Config",
+        {"vocab_size": 512, "d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16, "decoder_start_token_id": 0},
+    ),
+    "pictures": ("ViTForImageClassification", "ViTConfig", {**_SMALL, "image_size": 224}),
+}  # fmt: skip
+
+
+def make(name: str) -> nn.Module:
+    model, config, settings = MODELS[name]
+    torch.manual_seed(0)
+    return getattr(transformers, model)(getattr(transformers, config)(**settings)).eval()
+
+
+def without_data(module: nn.Module) -> nn.Module:
+    with torch.device("meta"):
+        return type(module)(copy.deepcopy(module.config))
+
+
+def inputs_of(module: nn.Module, device: str) -> dict[str, Any]:
+    if module.main_input_name == "pixel_values":
+        return {"pixel_values": torch.zeros(BATCH, 3, 224, 224, device=device)}
+    tokens = torch.randint(3, 500, (BATCH, CONTEXT), device=device)
+    if module.config.is_encoder_decoder:
+        return {"input_ids": tokens, "decoder_input_ids": tokens, "use_cache": True}
+    last = {} if module.config.model_type == "bert" else {"use_cache": True, "logits_to_keep": 1}
+    return {"input_ids": tokens} | last
+
+
+def allocated_peak(module: nn.Module, device: str) -> int:
+    """Return the peak of what the device's allocator handed out in a pass, beside what was there before, in bytes."""
+    inputs = inputs_of(module, device)
+    with torch.no_grad():
+        module(**inputs)
+        if device == "cuda":
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            module(**inputs)
+            return torch.cuda.max_memory_allocated() - before
+        with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
+            output = module(**inputs)
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    del output
+    return peak
+
+
+def cache_bytes(module: nn.Module, device: str) -> int:
+    """Return the bytes of the KV cache that a pass leaves, by hand for these models."""
+    with torch.no_grad():
+        output = module(**inputs_of(module, device))
+    cache = output.cache_params if "cache_params" in output else output.get("past_key_values")
+    sides = [getattr(cache, side, None) for side in ("self_attention_cache", "cross_attention_cache")]
+    layers = [layer for side in sides if side is not None for layer in side.layers] or getattr(cache, "layers", [])
+    held: list[Any] = []
+    for layer in layers:
+        for name in ("keys", "values", "conv_states", "recurrent_states"):
+            value = getattr(layer, name, None)
+            held += value.values() if isinstance(value, dict) else [value]
+    return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA"))])  # fmt: skip
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peak_is_the_allocators(name: str, device: str) -> None:
+    module = make(name).to(device)
+    found = measured(module, CONTEXT, BATCH)
+    assert found.nbytes + cache_bytes(module, device) == pytest.approx(allocated_peak(module, device), rel=0.05)
+    assert found.module in dict(module.named_modules())
+    assert not found.estimated
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_estimate_is_an_upper_bound_and_near(name: str) -> None:
+    module = make(name)
+    real = measured(module, CONTEXT, BATCH)
+    found = ActivationEstimator(without_data(module), torch.float32).estimate(CONTEXT, BATCH)
+    assert real.nbytes <= found.nbytes <= 1.05 * real.nbytes
+    assert found.module == real.module
+    assert found.estimated
+
+
+def test_an_estimate_of_a_length_that_no_memory_holds_takes_none() -> None:
+    estimator = ActivationEstimator(without_data(make("llama")), torch.bfloat16)
+    small, large = estimator.estimate(1000, 1), estimator.estimate(1_000_000, 8)
+    assert large.nbytes > 7000 * small.nbytes
+    assert large.nbytes > 1 << 32
+
+
+def test_a_module_without_sizes_of_its_inputs_is_refused() -> None:
+    with pytest.raises(NoForward, match="nothing says how large the inputs 'input_ids' of Linear are"):
+        measured(nn.Linear(2, 2), 8, 1)
