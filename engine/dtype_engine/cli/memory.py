@@ -15,6 +15,7 @@ from dtype_engine.cli.program import answer, print_json, say
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.kv_formats import parse_format
 from dtype_engine.recipe.serving_memory import (
     DEFAULT_CONTEXT,
     MOST_TOKENS,
@@ -46,7 +47,9 @@ DOES_NOT_FIT = 1
     help="Also say up to which context all fits in BYTES, such as 24GiB. The exit status is 1 if it does not fit at --context.",
 )
 @click.option(
-    "--kv", metavar="DTYPE", help="The dtype of keys and values. By default, the dtype in which the model computes."
+    "--kv",
+    metavar="FORMAT",
+    help="The format of the KV cache where no rule gives it one, such as fp8. By default, the dtype in which the model computes.",
 )
 @click.option(
     "--activations",
@@ -72,12 +75,12 @@ def memory(
     tree, plan, checkpoint = planned.tree, planned.plan, planned.checkpoint
     config = checkpoint.config if checkpoint is not None else None
     compute = serving_dtype(plan, tree, config)
-    kv_dtype = dtypes.parse_target(kv) if kv is not None else compute
-    if kv_dtype == dtypes.STORED or kv_dtype in dtypes.BLOCK_FORMATS:
-        raise UserError(f"--kv {kv}: give a dtype of single values, such as bf16 or fp8")
+    form = parse_format(kv) if kv is not None else None
+    if form == dtypes.STORED:
+        raise UserError("--kv stored: leave out --kv for the dtype in which the model computes")
     longest = longest_context(config)
     context = context or min(DEFAULT_CONTEXT, longest or DEFAULT_CONTEXT)
-    compute_memory = partial(serving_memory, source.title, tree, plan, context, batch, kv_dtype, longest, budget)
+    compute_memory = partial(serving_memory, source.title, tree, plan, context, batch, compute, longest, form, budget)
     notes: tuple[str, ...] = ()
     try:
         say("following a pass" if activations == "estimate" else "")

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.kv_cache import KVCacheTensor
+from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe.plan import Plan
 from dtype_engine.results.memory import ActivationMemory, ServingMemory
@@ -37,9 +39,23 @@ def serving_dtype(plan: Plan, tree: Tree, config: Mapping[str, Any] | None) -> s
     return named if named in dtypes.COMPUTE_DTYPES else "bfloat16"
 
 
-def cache_bytes(tree: Tree, dtype: str, context: int, batch: int) -> int:
-    """Return the bytes of the KV cache for `batch` sequences of `context` tokens, if keys and values are in `dtype`."""
-    return tree.kv_cache.nbytes(dtype, context, batch)
+def cache_bytes(tree: Tree, formats: Mapping[str, str], dtype: str, context: int, batch: int) -> dict[str, int]:
+    """Return the bytes of the KV cache for `batch` sequences of `context` tokens, by format, that of the most bytes first.
+
+    formats: the formats of the cache's tensors, by name. dtype: that of all others.
+    """
+    found: dict[str, int] = {}
+    for tensor in tree.kv_cache.tensors:
+        form = formats.get(tensor.name, dtype)
+        found[form] = found.get(form, 0) + cache_tensor_bytes(tensor, form, context, batch)
+    return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+
+
+def cache_tensor_bytes(tensor: KVCacheTensor, form: str, context: int, batch: int) -> int:
+    """Return the bytes of one tensor of the KV cache in a format of `KV_FORMATS` or in a dtype, scales included."""
+    if tensor.castable and form in KV_FORMATS:
+        return KV_FORMATS[form].nbytes(tensor.shape(context, batch), keys=tensor.part in ("k", "latent"))
+    return tensor.nbytes(form, context, batch)
 
 
 def largest_context(
@@ -99,19 +115,25 @@ def serving_memory(
     batch: int,
     dtype: str,
     longest: int | None,
+    kv: str | None = None,
     budget: int | None = None,
     activations: Callable[[int], ActivationMemory] | None = None,
 ) -> ServingMemory:
     """Return the memory that serving a model takes.
 
-    model: its name. context: tokens of each sequence. batch: the number of sequences. dtype: that of keys and values. longest: the
-    tokens for which the model was made, or None if this is unknown. activations: returns the memory of a pass over a context, or
+    model: its name. context: tokens of each sequence. batch: the number of sequences. dtype: that in which the model computes.
+    longest: the tokens for which the model was made, or None if this is unknown. kv: the format of the KV cache where no rule gives
+    it one, or None for `dtype`. activations: returns the memory of a pass over a context, or
     None to leave it out. Raises what `activations` raises.
     """
     cache = tree.kv_cache
+    formats = {**({} if kv is None else dict.fromkeys(tree.caches, kv)), **plan.caches}
+
+    def of_cache(tokens: int, sequences: int = batch) -> int:
+        return sum(cache_bytes(tree, formats, dtype, tokens, sequences).values())
 
     def fixed(tokens: int) -> int:
-        return plan.planned_bytes + cache_bytes(tree, dtype, tokens, batch)
+        return plan.planned_bytes + of_cache(tokens)
 
     def of_pass(tokens: int) -> int:
         assert activations is not None
@@ -129,9 +151,9 @@ def serving_memory(
         context=context,
         batch=batch,
         weights_bytes=plan.planned_bytes,
-        kv_bytes=cache_bytes(tree, dtype, context, batch),
-        kv_bytes_per_token=cache_bytes(tree, dtype, context + 1, 1) - cache_bytes(tree, dtype, context, 1),
-        kv_dtype=dtype if cache.tensors else None,
+        kv_bytes=of_cache(context),
+        kv_bytes_per_token=of_cache(context + 1, 1) - of_cache(context, 1),
+        kv_dtypes=tuple(cache_bytes(tree, formats, dtype, context, batch)),
         activations=found,
         notes=notes,
         budget=budget,

@@ -25,14 +25,14 @@ def memory_text(memory: ServingMemory) -> str:
 
 
 def _cache_words(memory: ServingMemory) -> str:
-    if memory.kv_dtype is None:
+    if not memory.kv_dtypes:
         return "none"
     more = (
         f"{human_bytes(memory.kv_bytes_per_token)} for each further token"
         if memory.kv_bytes_per_token
         else "no more for further tokens"
     )
-    return f"{short_name(memory.kv_dtype)}, {more}"
+    return f"{', '.join(map(short_name, memory.kv_dtypes))}; {more}"
 
 
 def budget_words(memory: ServingMemory) -> list[str]:

@@ -65,8 +65,8 @@ class ServingMemory:
     """The KV cache: keys and values of all layers, and the states of recurrent layers."""
     kv_bytes_per_token: int
     """How much the KV cache of one sequence grows by one more token at this context."""
-    kv_dtype: str | None
-    """The dtype of keys and values, or None if the model keeps no cache."""
+    kv_dtypes: tuple[str, ...]
+    """The formats of the KV cache, that of the most bytes first. Empty if the model keeps none."""
     activations: ActivationMemory | None = None
     notes: tuple[str, ...] = ()
     """Sentences about what is not known, and what is therefore missing or an upper bound."""

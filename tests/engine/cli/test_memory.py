@@ -37,6 +37,11 @@ def test_the_cache_has_the_dtype_of_the_weights_or_the_users(capsys: pytest.Capt
     common = ("--activations", "none", "--context", "100")
     assert found(capsys, *common, "--cast", "*=bf16")["kv_bytes"] == 100 * CACHE_OF_A_TOKEN // 2
     assert found(capsys, *common, "--kv", "fp8")["kv_bytes"] == 100 * CACHE_OF_A_TOKEN // 4
+    # Values have 8 bits and a scale of 4 bytes for each token and head; keys have 16 bits but in layer 0.
+    rules = ("--cast", "*.kv_cache.v=int8@token", "--cast", "*.0.*.kv_cache.k=f32")
+    mixed = found(capsys, *common, *rules, "--kv", "bf16")
+    assert mixed["kv_bytes"] == 100 * 2 * (6 * (24 + 4) + 5 * 24 * 2 + 24 * 4)
+    assert mixed["kv_dtypes"] == ["bfloat16", "int8@token", "float32"]
 
 
 def test_activations_are_estimated_or_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +62,7 @@ def test_what_can_not_be_computed_is_a_sentence(capsys: pytest.CaptureFixture[st
     memory = found(capsys, net)
     assert "is code" in memory["notes"][-1]
     assert memory["kv_bytes"] == 0
-    for wrong in (["--kv", "int4@g32"], ["--kv", "what"], ["--context", "0"], ["--budget", "much"]):
+    for wrong in (["--kv", "stored"], ["--kv", "what"], ["--context", "0"], ["--budget", "much"]):
         assert run(cli, "dtype-engine", ["memory", *wrong]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
 
