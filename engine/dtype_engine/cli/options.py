@@ -144,7 +144,7 @@ _RUNNING = (
         ["--device"],
         default="auto",
         show_default=True,
-        help="Where to run the model: cpu, cuda, another accelerator such as mps, or auto (cuda or cpu).",
+        help="Where to run the model: cpu, cuda, another accelerator such as mps, or auto (one with float64, or cpu).",
     ),
     click.Option(
         ["--over-memory"],

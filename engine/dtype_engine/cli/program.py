@@ -17,7 +17,7 @@ import click
 
 from dtype_engine.cli.signals import ended_by, raised_signals
 from dtype_engine.cli.streams import ReaderGone, answers, drop_unwritten, fill_closed, own_output
-from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.core.errors import UserError, lacks_memory, one_line
 from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import is_printable, printable, without_controls
 from dtype_engine.core.units import time_left
@@ -169,7 +169,7 @@ def report_unexpected(program: str, error: BaseException) -> int:
 
 def unexpected(error: BaseException) -> str:
     """Return one line for an error that the program has no message for."""
-    if isinstance(error, MemoryError):
+    if lacks_memory(error):
         return "there is not enough memory for this"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"can't read or write {printable(str(error.filename), 200)}: {error.strerror}"

@@ -16,6 +16,11 @@ def one_line(error: BaseException, most: int = 200, with_type: bool = False) -> 
     return f"{name}: {text}" if text and with_type else text or name
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an exception says that memory ran out, on the CPU or on torch's accelerator."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
 class UserError(Exception):
     """Bad input. The message is shown to the user unchanged; on the command line the exit status is 2.
 

@@ -78,7 +78,7 @@ class Options:
 
     device: str = "auto"
     """The torch device: "cpu"; an accelerator that torch has on this machine, such as "cuda:1", "mps" or "xpu"; or "auto", which is
-    cuda if cuda works, and else cpu.
+    the accelerator if it computes in float64, as CUDA does, and else the CPU.
     """
     prompts: tuple[str, ...] = ()
     """Calibration prompts. Each prompt is one sequence, or several sequences if it is long."""

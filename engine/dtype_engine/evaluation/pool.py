@@ -27,7 +27,8 @@ from dtype_engine.core.memory_share import share_memory
 from dtype_engine.evaluation.evaluate import cancel_by, evaluate
 from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
-VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"
+"""The environment variables that say which GPUs a process sees: those of CUDA and ROCm, and those of Intel (XPU)."""
 _POLL_S = 0.1
 _MOST_BREAKS = 3
 """If all workers end without any result this many times in a row, the pool gives up."""
@@ -50,7 +51,7 @@ class ProcessPool:
     """A context manager that starts worker processes on this machine. Each opens the model by mapping its files into memory, so all
     processes share these memory pages.
 
-    gpus: names of GPUs as in `CUDA_VISIBLE_DEVICES`; each process uses one of them.
+    gpus: names of GPUs as in `VISIBLE_GPUS`; each process uses one of them.
     """
 
     def __init__(self, workers: int, gpus: tuple[str, ...] = ()) -> None:
@@ -173,21 +174,22 @@ def fitting(workers: int, private: int) -> int:
 
 
 def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the names of the first `count` GPUs that this process may use: those in `CUDA_VISIBLE_DEVICES` if it is set, otherwise
-    0, 1, ... environment: the environment variables.
+    """Return the names of the first `count` GPUs that this process may use: those in a variable of `VISIBLE_GPUS` that is set,
+    otherwise 0, 1, ... environment: the environment variables.
     """
-    named = [name.strip() for name in environment.get(VISIBLE_GPUS, "").split(",") if name.strip()]
+    listed = next((environment[name] for name in VISIBLE_GPUS if environment.get(name)), "")
+    named = [name.strip() for name in listed.split(",") if name.strip()]
     return tuple(named[:count]) if named else tuple(map(str, range(count)))
 
 
 def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set CUDA_VISIBLE_DEVICES so that this process, the pool's `index`-th, sees only its own GPU. This must happen before CUDA is
-    initialized.
+    """Set the variables of `VISIBLE_GPUS` so that this process, the pool's `index`-th, sees only its own GPU. This must happen
+    before the process uses a GPU.
 
     gpus: the names of the pool's GPUs; if empty, nothing is set. environment: the environment variables to change.
     """
     if gpus:
-        environment[VISIBLE_GPUS] = gpus[index % len(gpus)]
+        environment.update(dict.fromkeys(VISIBLE_GPUS, gpus[index % len(gpus)]))
 
 
 def _start_worker(stop: Event, workers: int, started: Synchronized[int], gpus: tuple[str, ...]) -> None:

@@ -78,9 +78,9 @@ def opened_as(session: Session, source: Source, threads: int) -> Opened:
     no inputs.
     """
     weights, inputs = describe(session)
-    return Opened(
-        model_text(source), portable(replace(session.options, settings=session.settings), threads), weights, inputs
-    )
+    # Without the number of the device: a worker sees only its own.
+    options = replace(session.options, settings=session.settings, device=session.model.device.type)
+    return Opened(model_text(source), portable(options, threads), weights, inputs)
 
 
 def scan(

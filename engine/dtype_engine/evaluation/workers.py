@@ -95,9 +95,8 @@ class Workers:
         """Start the workers if needed, and return them together with the model and inputs that they must open. Raises UserError.
         private: bytes that each process needs in addition to the mapped checkpoint.
         """
-        from dtype_engine.runtime.session.opening import gpu_count
+        from dtype_engine.runtime.device import device_count
 
-        on_gpu = session.model.device.type == "cuda"
-        self.pool(private, visible_gpus(gpu_count()) if on_gpu else ())
+        self.pool(private, visible_gpus(device_count(session.model.device)))
         threads = self.threads(session.options.threads, private)
         return Over(self.pool(private), opened_as(session, source, threads), self._on_notice)

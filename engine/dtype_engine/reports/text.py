@@ -183,6 +183,7 @@ def drift_text(report: DriftReport) -> str:
     lines.append(
         f"memory     stored {human_bytes(memory.stored_bytes or 0)} → planned {human_bytes(memory.planned_bytes or 0)}; "
         f"resident {human_bytes(memory.resident_bytes or 0)}; process peak {human_bytes(memory.peak_rss_bytes or 0)}"
+        + ("" if memory.device_peak_bytes is None else f"; device peak {human_bytes(memory.device_peak_bytes)}")
     )
     if report.seconds.reference is not None and report.seconds.candidate is not None:
         partly = " (only what changed was run)" if report.seconds.reused else ""

@@ -13,28 +13,42 @@ from dtype_engine.core.errors import UserError
 
 
 def pick_device(wanted: str) -> torch.device:
-    """Return the device for "cpu", "auto" (CUDA if it works, else the CPU), or the name of an accelerator, such as "cuda:1" or
-    "mps".
+    """Return the device for "cpu", the name of an accelerator, such as "cuda:1" or "mps", or "auto": this machine's accelerator
+    if it computes in float64, as CUDA does, and else the CPU.
 
     Raises UserError if this machine lacks the device.
     """
+    here = torch.accelerator.current_accelerator(check_available=True)
     if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return here if here is not None and has_float64(here) else torch.device("cpu")
     try:
         device = torch.device(wanted)
     except RuntimeError:
         device = torch.device("meta")
-    here = torch.accelerator.current_accelerator(check_available=True)
     kinds = ["cpu", *([here.type] if here is not None else [])]
     if device.type not in kinds:
         raise UserError(
             f"no device {wanted!r} here: torch {torch.__version__} has {' and '.join(kinds)} on this machine; use --device auto or "
             f"{' or '.join(kinds)}"
         )
-    count = 1 if device.type == "cpu" else torch.accelerator.device_count()
+    count = device_count(device) or 1
     if device.index is not None and device.index >= count:
         raise UserError(f"no device {wanted!r} here: {device.type} has {count}, which are counted from 0")
     return device
+
+
+def device_count(device: torch.device) -> int:
+    """Return how many accelerators of a device's type this machine has: 0 for the CPU."""
+    return 0 if device.type == "cpu" else torch.accelerator.device_count()
+
+
+def accelerator_names() -> list[str]:
+    """Return the names of all accelerators on this machine, in the order of their numbers."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if here is None:
+        return []
+    named = getattr(torch.get_device_module(here), "get_device_name", lambda index: here.type)
+    return [named(index) for index in range(device_count(here))]
 
 
 def synchronize(device: torch.device) -> None:
@@ -62,6 +76,16 @@ def free_bytes(device: torch.device) -> int | None:
     """Return the free bytes of a device's memory, or None for the CPU and for a device that does not tell."""
     found = _ask(device, "mem_get_info")
     return None if found is None else found[0]
+
+
+@contextmanager
+def enough_memory(what: str, device: torch.device, raised: type[UserError] = UserError) -> Iterator[None]:
+    """Raise an error of the type `raised` that names what does not fit, if the block needs more memory than a device has."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason, instead = str(error).split(". ")[0], "" if device.type == "cpu" else "; use --device cpu"
+        raise raised(f"{what}: not enough memory on {device} ({reason}){instead}") from error
 
 
 def _ask(device: torch.device, name: str) -> Any:
@@ -104,11 +128,31 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
     try:
         # Not torch.manual_seed: before CUDA is initialised, it would queue one more call in every pass.
         torch.default_generator.manual_seed(0)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(0)
-        elif device.type != "cpu":
-            torch.get_device_module(device).manual_seed(0)
+        if device.type != "cpu":
+            with torch.accelerator.device_index(device.index):
+                torch.get_device_module(device).manual_seed(0)
         yield
     finally:
         set_random_states(device, states)
+
+
+@contextmanager
+def exact_float32(device: torch.device) -> Iterator[None]:
+    """Make products and convolutions of float32 tensors exact in the block: without TF32, whose 10 bits of mantissa torch allows
+    convolutions on CUDA unless told otherwise, and without the bfloat16 that a process may have allowed on a CPU.
+    """
+    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
+    of_cudnn = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+    try:
+        if matmul != "highest":
+            torch.set_float32_matmul_precision("highest")
+        if device.type == "cuda":
+            cudnn.allow_tf32 = False  # what a model's code may read; the rest is what counts
+            cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "ieee"
+        yield
+    finally:
+        if matmul != "highest":
+            torch.set_float32_matmul_precision(matmul)
+        if device.type == "cuda":
+            cudnn.allow_tf32 = of_cudnn == ("tf32", "tf32")
+            cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = of_cudnn

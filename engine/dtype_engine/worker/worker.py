@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.checkpoint.export_folder import check_typed_path
 from dtype_engine.core.cancellation import CancelToken
-from dtype_engine.core.errors import Cancelled, KernelError, UserError
+from dtype_engine.core.errors import Cancelled, KernelError, UserError, lacks_memory
 from dtype_engine.core.foreign_code import foreign_code, with_type
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe
@@ -211,10 +211,9 @@ class Worker(Engine):
             self._emit_failure(recipe, command, error.sentence, error.module)
         except UserError as error:
             self._emit_failure(recipe, command, error.sentence)
-        except MemoryError:
-            self._emit_failure(recipe, command, "not enough memory; cast to a smaller dtype or use shorter inputs")
         except Exception as error:
-            self._emit_failure(recipe, command, with_type(error))
+            small = "not enough memory; cast to a smaller dtype or use shorter inputs"
+            self._emit_failure(recipe, command, small if lacks_memory(error) else with_type(error))
         self._memory.emit_now()
         with self._changed:
             self._replace_queue(finish(self._queue, outcome, follow_ups))

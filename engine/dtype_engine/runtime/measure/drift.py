@@ -23,6 +23,7 @@ from dtype_engine.recipe import Recipe, make_plan
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
+from dtype_engine.runtime.device import free_bytes
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.modules.comparer import ModuleComparer
@@ -53,11 +54,12 @@ candidate, and what computing them takes.
 _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
-def budget_for(asked: int | None = None) -> int:
+def budget_for(device: torch.device, asked: int | None = None) -> int:
     """Return how many bytes of outputs may be kept between measurements: `asked` or, if it is None, a quarter of the free memory,
-    at most `MOST_KEPT`.
+    that of the device as well, at most `MOST_KEPT`.
     """
-    return min(MOST_KEPT, memory_budget()) if asked is None else asked
+    free = free_bytes(device)
+    return min(MOST_KEPT, memory_budget(), *([] if free is None else [free // 4])) if asked is None else asked
 
 
 @dataclass
@@ -76,7 +78,7 @@ class DriftMeter:
     """The model whose stored weights are the reference."""
     inputs: Inputs
     settings: RunSettings = field(default_factory=RunSettings)
-    budget: int = field(default_factory=budget_for)
+    budget: int = MOST_KEPT
     working: int = field(default_factory=memory_budget)
     """Maximum number of bytes of reference outputs to hold while one sequence is compared. Unlike `budget`, it does not limit what
     is kept for later measurements, and it may exceed what is left of `budget`.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from dtype_engine.runtime.device import accelerator_names
+
 
 def hardware() -> dict[str, str]:
-    """Return the instruction set of torch's CPU kernels, the number of threads and the names of the GPUs, as torch reports them."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    """Return the instruction set of torch's CPU kernels, the number of threads and the names of the accelerators, as torch
+    reports them.
+    """
     return {
         "kernels": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
-        "GPU": ", ".join(gpus) or "none",
+        "accelerator": ", ".join(accelerator_names()) or "none",
     }

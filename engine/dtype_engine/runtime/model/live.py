@@ -26,7 +26,7 @@ from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.runtime.device import has_float64
+from dtype_engine.runtime.device import enough_memory, has_float64
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement
@@ -198,6 +198,23 @@ def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight
     return castable if len(castable) > 1 else []
 
 
+def _move(module: nn.Module, device: torch.device, originals: dict[int, torch.Tensor]) -> None:
+    """Move a module to a device. Where torch replaces tensor objects by new ones, as for devices that it does not know itself, what
+    several places share stays shared, and `originals`, keyed by the `id` of the object, gets the new ones.
+    """
+    places: dict[int, list[tuple[dict[str, torch.Tensor | None], str]]] = {}
+    for child in module.modules():
+        for held in (child._parameters, child._buffers):
+            for name, tensor in held.items():
+                places.setdefault(id(tensor), []).append((held, name))
+    module.to(device)
+    for key, ((held, name), *others) in places.items():
+        for other, other_name in others:
+            other[other_name] = held[name]
+        if key in originals:
+            originals[id(held[name])] = originals[key]
+
+
 @dataclass
 class LiveModel:
     """An `nn.Module` in memory with its tree, and its weights, which are cast in place."""
@@ -294,11 +311,8 @@ class LiveModel:
         if device.type != "cpu":
             for tensor in map(module.state_dict(keep_vars=True).__getitem__, encoded):
                 tensor.data = tensor.new_empty(0)  # moving a placeholder would take memory for the whole weight
-            try:
-                module.to(device)  # a tensor object that can't be moved is replaced by a new one
-            except torch.OutOfMemoryError as error:
-                reason = str(error).split(". ")[0]
-                raise UserError(f"the model does not fit on {device}: {reason}; try --device cpu") from None
+            with enough_memory("the model", device):
+                _move(module, device, originals)
         for name, tensor in module.state_dict(keep_vars=True).items() if encoded else ():
             if name in encoded:
                 tensor.data = encoded[name].held(device)
@@ -373,7 +387,8 @@ class LiveModel:
                 if cancelled():
                     raise Cancelled
                 name = weight.info.name
-                weight.cast_to(planned[name], [self.weights[other] for other in shared.get(name, ())])
+                with enough_memory(f"{name} in {planned[name]}", self.device):
+                    weight.cast_to(planned[name], [self.weights[other] for other in shared.get(name, ())])
                 if on_progress is not None:
                     on_progress(done + 1, len(pending))
         finally:

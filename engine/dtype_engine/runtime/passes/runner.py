@@ -17,7 +17,7 @@ from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.options import STORED, RunSettings
-from dtype_engine.runtime.device import random_states, set_random_states, synchronize
+from dtype_engine.runtime.device import enough_memory, exact_float32, random_states, set_random_states, synchronize
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.activations import ActivationRounding
@@ -137,11 +137,13 @@ class ForwardRunner:
         if self.model.reference == STORED:
             return self.candidate_batch(batch)
         dtype = torch.float64 if self._stored_dtypes() == {"float64"} else torch.float32
-        return self._with_cache(batch.on(self.model.device, dtype))
+        with enough_memory("the inputs", self.model.device):
+            return self._with_cache(batch.on(self.model.device, dtype))
 
     def candidate_batch(self, batch: Batch) -> Batch:
         """Return a batch for the candidate: float inputs stay in their dtype or are cast, depending on the settings."""
-        return self._with_cache(batch.on(self.model.device, self._input_dtype()))
+        with enough_memory("the inputs", self.model.device):
+            return self._with_cache(batch.on(self.model.device, self._input_dtype()))
 
     def _with_cache(self, batch: Batch) -> Batch:
         """Return a batch with which the model keeps a KV cache, if a rule gives a cache a format."""
@@ -316,6 +318,7 @@ class ForwardRunner:
                         contexts.enter_context(options.around(mode))
                     contexts.enter_context(mode)
                     contexts.enter_context(self._for_all("threads", one_thread))
+                    contexts.enter_context(self._for_all("float32", partial(exact_float32, model.device)))
                     contexts.enter_context(watching_caches(caches, mode))
                     contexts.enter_context(foreign_code())
                     output = call()
@@ -325,9 +328,9 @@ class ForwardRunner:
                     behavior.add_effects(run.effects)
         except (Cancelled, UserError):
             raise
-        except torch.OutOfMemoryError as error:
-            reason = str(error).split(". ")[0]
-            raise NoForward(f"{_where(run.inside)}: not enough memory on {model.device} ({reason})") from error
+        except torch.OutOfMemoryError:
+            with enough_memory(_where(run.inside), model.device, NoForward):
+                raise
         except Exception as error:
             raise NoForward(f"the forward pass failed in {_where(run.inside)}: {_one_line(error)}") from error
         finally:

@@ -20,7 +20,7 @@ from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.runtime.inputs import Inputs
-from dtype_engine.runtime.measure.drift import DriftMeter
+from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
 from dtype_engine.runtime.model.live import LiveModel, sharing
 from dtype_engine.runtime.modes.reference import equals_reference, reference_name
 from dtype_engine.runtime.passes.one_pass import PassOptions
@@ -181,7 +181,7 @@ class ExactScan:
             with ForwardRunner(self.model, self.settings, cancelled, watch=False) as runner:
                 around = partial(CompanionsMode, self._companions)
                 runner.reference(runner.reference_call(self.inputs.batches[0]), PassOptions(around=around))
-            meter = DriftMeter(self.model, self.inputs, self.settings)
+            meter = DriftMeter(self.model, self.inputs, self.settings, budget=budget_for(self.model.device))
             self.model.apply(self._base, cancelled=cancelled)
             first = meter.measure(cancelled=cancelled)
             self.unit = first.unit

@@ -206,7 +206,8 @@ class SequenceScan:
     def _carry_back(self, output: torch.Tensor, gradient: torch.Tensor, retain_graph: bool) -> None:
         try:
             self._carrying = True
-            with foreign_code():
+            # In this thread: another, which torch would start for an accelerator, is not set up for it.
+            with foreign_code(), torch.autograd.set_multithreading_enabled(False):
                 torch.autograd.backward(output, gradient, retain_graph=retain_graph)
         except (Cancelled, UserError):
             raise

@@ -23,21 +23,31 @@ class Casting:
         """The dtype of every tensor under the current recipe."""
 
     def use(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
-        """Apply a recipe without adding a step that `undo` can revert. Raises Cancelled. Raises TooSlow, before anything is
-        changed, if a pattern takes too long to match.
+        """Apply a recipe without adding a step that `undo` can revert. Raises Cancelled. Raises UserError, with the model as it
+        was, if the device lacks a dtype or memory, and TooSlow, before anything is changed, if a pattern takes too long to match.
         """
         plan = make_plan(self._model.tree, recipe)
         plan.refuse_too_slow()
-        self.plan = plan
-        self._model.apply(plan.dtypes, on_progress, cancelled, plan.caches)
+        before, self.plan = self.plan, plan
+        try:
+            self._model.apply(plan.dtypes, on_progress, cancelled, plan.caches)
+        except UserError:
+            self.plan = before
+            self._model.apply(before.dtypes, caches=before.caches)
+            raise
 
     def push(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
         """Apply a recipe as a step that `undo` can revert. Raises Cancelled. Raises TooSlow, before anything is changed, if a
         pattern takes too long to match.
         """
         make_plan(self._model.tree, recipe).refuse_too_slow()
-        self._history.push(recipe)
-        self.use(recipe, on_progress, cancelled)
+        pushed = self._history.push(recipe)
+        try:
+            self.use(recipe, on_progress, cancelled)
+        except UserError:
+            if pushed:
+                self._history.undo()
+            raise
 
     def add(self, rule: Rule) -> None:
         """Add a rule to the current recipe and cast the model, as a step that `undo` can revert. Raises UserError if the rule

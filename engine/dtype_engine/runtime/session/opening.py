@@ -39,11 +39,6 @@ def use_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def gpu_count() -> int:
-    """Return the number of GPUs that CUDA can use."""
-    return torch.cuda.device_count()
-
-
 def open_session(
     model: str | Source | nn.Module | None = None,
     options: Options | None = None,

@@ -26,7 +26,7 @@ from dtype_engine.results.export import TensorDifference, VerifyReport
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, TensorEntry
 from dtype_engine.runtime.export.export import OnBytes
 from dtype_engine.runtime.export.plan import of_checkpoint, of_live
-from dtype_engine.runtime.measure.drift import DriftMeter
+from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.load import load, load_into, load_module
 from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
@@ -409,6 +409,6 @@ def drift_of_export(
     back.tree = model.tree
     if inputs is None:
         raise UserError(session.why_no_forward or "the model can't be run")
-    meter = DriftMeter(back, inputs)
+    meter = DriftMeter(back, inputs, budget=budget_for(back.device))
     meter.settings = session.settings
     return meter.measure(cancelled=cancelled).output
