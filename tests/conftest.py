@@ -17,7 +17,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from tests.helpers import preloaded
+from tests.helpers import measured_on, preloaded
 from tests.helpers.paths import ROOT
 
 from dtype_tui.state.first_start import note_start
@@ -29,6 +29,7 @@ atexit.register(_state.cleanup)
 os.environ["XDG_STATE_HOME"] = _state.name
 note_start()  # the line for who never started it is tested by itself
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+measured_on.use()
 os.environ["TORCH_COMPILE_DISABLE"] = "1"  # what compressed-tensors compiles takes a C++ compiler
 # With Python's own thresholds a tenth of the processor's time goes to collections over what torch and pytest keep for good.
 gc.set_threshold(20_000, 20, 20)
@@ -77,6 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: not item.nodeid.startswith(_LONG)
     )  # so that the run does not end with one process waiting for them
+    measured_on.leave_out(items)
     for item in items:
         if _MODEL_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from tests.helpers.measured_on import placed
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -31,11 +32,11 @@ class Entry:
 
 
 def tokens(length: int = 12, batch: int = 1, vocabulary: int = VOCABULARY) -> torch.Tensor:
-    return torch.randint(3, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
+    return placed(torch.randint(3, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0)))
 
 
 def picture(size: int = 32, channels: int = 3) -> torch.Tensor:
-    return torch.randn(1, channels, size, size, generator=torch.Generator().manual_seed(0))
+    return placed(torch.randn(1, channels, size, size, generator=torch.Generator().manual_seed(0)))
 
 
 def _text(model: str, config: str, **settings: Any) -> Callable[[], tuple[nn.Module, Any]]:
@@ -276,10 +277,10 @@ ZOO: dict[str, Entry] = {
 
 
 def make(name: str) -> tuple[nn.Module, Any]:
-    """A fresh model of the zoo, the same weights every time, and its inputs."""
+    """A fresh model of the zoo, the same weights every time, and its inputs, on the device of the tests."""
     torch.manual_seed(0)
     module, inputs = ZOO[name].make()
-    return module.eval(), inputs
+    return placed((module.eval(), inputs))
 
 
 class _Margins(TorchFunctionMode):

@@ -56,7 +56,7 @@ def test_what_the_device_holds_is_reported(found: dict[str, Any]) -> None:
     resident, allocated, peak = found["fake"]["memory"]
     assert resident <= allocated <= peak
     assert found["cpu"]["memory"][1:] == [None, None]
-    assert found["full"].endswith("not enough memory on fake (fake out of memory)")
+    assert found["full"].endswith("not enough memory on fake (fake out of memory); use --device cpu")
 
 
 def test_float64_is_refused_by_name(found: dict[str, Any]) -> None:
