@@ -204,7 +204,7 @@ def _move(module: nn.Module, device: torch.device, originals: dict[int, torch.Te
     """
     places: dict[int, list[tuple[dict[str, torch.Tensor | None], str]]] = {}
     for child in module.modules():
-        for held in (child._parameters, child._buffers):
+        for held in (vars(child)["_parameters"], vars(child)["_buffers"]):
             for name, tensor in held.items():
                 places.setdefault(id(tensor), []).append((held, name))
     module.to(device)
