@@ -141,7 +141,8 @@ def exact_float32(device: torch.device) -> Iterator[None]:
     """Make products and convolutions of float32 tensors exact in the block: without TF32, whose 10 bits of mantissa torch allows
     convolutions on CUDA unless told otherwise, and without the bfloat16 that a process may have allowed on a CPU.
     """
-    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
+    matmul = torch.get_float32_matmul_precision()
+    cudnn: Any = torch.backends.cudnn
     of_cudnn = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
     try:
         if matmul != "highest":
