@@ -20,7 +20,7 @@ _MODULES = {
     "scan": "scan",
     "search": "scan", "sweep": "sweep",
     "check": "check", "export": "export", "verify": "export", "recipe": "recipe", "report": "report", "stdio": "stdio",
-    "worker": "worker",
+    "worker": "worker", "mcp": "mcp_server",
 }  # fmt: skip
 
 

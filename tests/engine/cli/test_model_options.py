@@ -16,7 +16,7 @@ RULE_OPTIONS = {"--cast", "--recipe", "--preset"}
 
 def commands() -> dict[str, click.Command]:
     context = click.Context(cli)
-    other = {"recipe", "stdio", "worker"}  # a group, what is told of its model by the app, and what has none
+    other = {"recipe", "stdio", "worker", "mcp"}  # a group, what is told of its model by the app, and what has none
     found = {name: cli.get_command(context, name) for name in cli.list_commands(context) if name not in other}
     found |= {f"recipe {name}": command for name, command in recipe_group.commands.items()}
     return {name: command for name, command in found.items() if command is not None} | {"dtype-tui": app_command}
