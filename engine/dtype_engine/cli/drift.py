@@ -55,7 +55,14 @@ MISSED = 1
     metavar="FILE",
     help="Write the rules, the settings and the measured metrics to this recipe file.",
 )
-@click.option("--force", is_flag=True, help="With --save-recipe: replace an existing file.")
+@click.option(
+    "--report",
+    "report_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write a report of this measurement. Its extension, .html or .md, determines the format.",
+)
+@click.option("--force", is_flag=True, help="With --save-recipe or --report: replace an existing file.")
 @click.option(
     "--causes", "with_causes", is_flag=True, help="Also cast one module at a time, to find the sources of the drift."
 )
@@ -71,6 +78,7 @@ def drift(
     request: RunRequest,
     tokens: int | None,
     save_recipe: Path | None,
+    report_file: Path | None,
     force: bool,
     with_causes: bool,
     suggest: bool,
@@ -87,10 +95,15 @@ def drift(
     from dtype_engine.runtime.measure.listener import MeasurementListener
 
     thresholds = thresholds_from(limits, request.options.metrics)
-    if save_recipe is not None:
-        from dtype_engine.core.atomic_write import check_target
+    if report_file is not None:
+        from dtype_engine.reports.render import check_name
 
-        check_target(save_recipe, force)
+        check_name(report_file)
+    for file in (save_recipe, report_file):
+        if file is not None:
+            from dtype_engine.core.atomic_write import check_target
+
+            check_target(file, force)
     if request.options.reference_bytes is None and not suggest:
         # Nothing is measured a second time, so no outputs need to be kept.
         request = dataclasses.replace(request, options=dataclasses.replace(request.options, reference_bytes=0))
@@ -109,6 +122,10 @@ def drift(
     reached = verdicts(thresholds, report.output, report.metrics)
     attribution = _causes(session, source, workers) if with_causes else None
     details = _measure_details(session, report, attribution, suggest)
+    if report_file is not None:
+        from dtype_engine.cli.report import write_report
+
+        write_report(report_file, force, session, source, report, details.nonfinite)
     say("")
     if as_object:
         calibration = {"calibration": as_json(session.inputs_reading)}

@@ -99,8 +99,9 @@ def _left_out_lines(written: Conversion) -> list[str]:
     help="The tool whose reading of the patterns is compared, or the runtime (vllm or sglang) that would load an export.",
 )
 @model_option
+@click.option("--sarif", "as_sarif", is_flag=True, help="Print the findings as SARIF 2.1.0.")
 @json_option
-def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
+def lint(request: RunRequest, file: Path, target: str, as_sarif: bool, as_object: bool) -> int:
     """Find tensors that a recipe's pattern matches in dtype-engine but not in another tool that gets the same pattern, or the other
     way round.
 
@@ -109,11 +110,17 @@ def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
     """
     from dtype_engine.recipe.lint import lint as read_as
 
+    if as_sarif and as_object:
+        raise UserError("--sarif and --json are two forms of one answer: give one of them")
     context = _from_file(file, request)
     if target in RUNTIMES:
-        return _lint_serving(context, target, as_object)
+        return _lint_serving(file if as_sarif else None, context, target, as_object)
     reading = read_as(context, target_named(target))
-    if as_object:
+    if as_sarif:
+        from dtype_engine.reports.sarif import lint_sarif
+
+        print_json(lint_sarif(file, reading))
+    elif as_object:
         print_json({"model": context.title, "differs": reading.differs} | _lint_object(reading))
     else:
         for line in _lint_lines(reading):
@@ -121,10 +128,15 @@ def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
     return DIFFERS if reading.differs else 0
 
 
-def _lint_serving(context: Context, target: str, as_object: bool) -> int:
+def _lint_serving(sarif_of: Path | None, context: Context, target: str, as_object: bool) -> int:
+    """Print how a runtime would treat an export, and return the exit status. sarif_of: the recipe file, to print SARIF about it."""
     runtime = next(name for name in RUNTIMES if name == target)
     reading = lint_serving(context, runtime, context.activations)
-    if as_object:
+    if sarif_of is not None:
+        from dtype_engine.reports.sarif import serving_sarif
+
+        print_json(serving_sarif(sarif_of, reading))
+    elif as_object:
         print_json({"model": context.title, "loads": reading.loads} | as_json(reading))
     else:
         for line in serving_lines(reading, lambda names: _some(tuple(names))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +15,12 @@ from dtype_engine.core.text import printable
 from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.losses import ValueLoss
+
+if TYPE_CHECKING:
+    from dtype_engine.checkpoint.source import Source
+    from dtype_engine.results.attribution import NonFiniteDiagnosis
+    from dtype_engine.results.drift import DriftReport
+    from dtype_engine.runtime.session.session import Session
 
 
 @click.command(cls=ModelCommand, compares=True, has_metrics=True)
@@ -80,6 +87,36 @@ def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_ob
         note([notice])
     if reason:
         note([f"without drift: {reason}"])
+
+
+def write_report(
+    file: Path,
+    force: bool,
+    session: Session,
+    source: Source,
+    measured: DriftReport,
+    nonfinite: NonFiniteDiagnosis | None,
+) -> None:
+    """Write the report of a measurement to a file. force: whether to replace an existing file. source: the model of the session.
+    Raises UserError.
+    """
+    from dtype_engine.core.atomic_write import write_text_atomic
+    from dtype_engine.reports.document import build_report
+    from dtype_engine.reports.render import render
+    from dtype_engine.reports.versions import versions
+
+    checkpoint = source.open()
+    made = build_report(
+        session.tree,
+        session.plan,
+        session.model.title,
+        session.settings,
+        measured,
+        versions(),
+        nonfinite=nonfinite,
+        provenance=checkpoint.provenance.lines() if checkpoint is not None else (),
+    )
+    write_text_atomic(file, render(made, file), replace=force)
 
 
 def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural, seconds_text
-from dtype_engine.core.version import __version__
+from dtype_engine.reports.sarif import Result, sarif
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.check import KINDS, CheckReport, Finding
 
@@ -49,35 +49,12 @@ def check_json(report: CheckReport) -> dict[str, Any]:
 
 def check_sarif(report: CheckReport) -> dict[str, Any]:
     """Return the findings in the format SARIF 2.1.0 (OASIS), with a rule for each kind and a result for each finding."""
-    kinds = list(by_kind(report))
-    rules = [
-        {
-            "id": kind,
-            "shortDescription": {"text": KINDS[kind].title},
-            "fullDescription": {
-                "text": " ".join((KINDS[kind].why, *(f"Seen in {issue}." for issue in KINDS[kind].seen)))
-            },
-        }
-        for kind in kinds
-    ]
-    results = [
-        {
-            "ruleId": finding.kind,
-            "ruleIndex": kinds.index(finding.kind),
-            "level": "error",
-            "message": {"text": f"{printable(finding.tensor)} {printable(finding.what, 1000)}"},
-            "locations": [
-                {
-                    **({"physicalLocation": {"artifactLocation": {"uri": finding.file}}} if finding.file else {}),
-                    "logicalLocations": [{"fullyQualifiedName": finding.tensor, "kind": "member"}],
-                }
-            ],
-        }
-        for finding in report.findings
-    ]
-    driver = {"name": "dtype-engine check", "version": __version__, "rules": rules}
-    return {
-        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
-        "version": "2.1.0",
-        "runs": [{"tool": {"driver": driver}, "results": results}],
+    rules = {
+        kind: (KINDS[kind].title, " ".join((KINDS[kind].why, *(f"Seen in {issue}." for issue in KINDS[kind].seen))))
+        for kind in by_kind(report)
     }
+    results = (
+        Result(each.kind, f"{printable(each.tensor)} {printable(each.what, 1000)}", each.tensor, each.file)
+        for each in report.findings
+    )
+    return sarif("check", rules, results)

@@ -43,6 +43,7 @@ COMMANDS: dict[str, list[str]] = {
     "verify": ["OUT", "--against", "NET"],
     "recipe convert": ["RECIPE", "--to", "torchao", "--model", "NET"],
     "recipe lint": ["RECIPE", "--for", "torchao", "--model", "NET"],
+    "recipe lint --sarif": ["RECIPE", "--for", "diffusers", "--model", "NET"],
     "recipe presets": ["NET"],
     "report": ["NET", "--cast", "*=bf16", "-o", "OUT.html"],
     "scan": ["NET", "--dtypes", "bf16"],

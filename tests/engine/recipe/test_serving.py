@@ -168,6 +168,10 @@ def test_the_command_says_no_by_its_exit_status(tmp_path: Path, capsys: pytest.C
     answer = json.loads(capsys.readouterr().out)
     assert answer["loads"] is False
     assert answer["findings"][0]["effect"] == "refused"
+    assert run(cli, "dtype-engine", [*arguments, "--sarif"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["runs"]
+    assert {(each["ruleId"], each["level"]) for each in found["results"]} == {("refused", "error")}
+    assert len(found["results"]) == sum(len(each["tensors"]) for each in answer["findings"])
     file.write_text('version: 1\nrules:\n  - {pattern: "*", dtype: "bfloat16"}\n')
     assert run(cli, "dtype-engine", arguments) == 0
     assert "no problem found: 0 weights" in capsys.readouterr().out

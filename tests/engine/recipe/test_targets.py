@@ -641,6 +641,16 @@ def test_lint_says_no_by_its_exit_status(tmp_path: Path, capsys: pytest.CaptureF
     assert "it is a name, not a pattern" in text
     assert run(cli, "dtype-engine", [*arguments, "torchao", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["rules"][0]["differs"] is True
+    assert run(cli, "dtype-engine", [*arguments, "torchao", "--sarif"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["runs"]
+    tree = describe(locate("demo"), Options()).tree
+    named = {result["locations"][0]["logicalLocations"][0]["fullyQualifiedName"] for result in found["results"]}
+    assert named == {name for name in tree.tensors if fnmatch.fnmatch(name, "*.mlp*.weight")}
+    place = found["results"][0]["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == file
+    assert "*.mlp" in Path(file).read_text().splitlines()[place["region"]["startLine"] - 1]
+    assert run(cli, "dtype-engine", [*arguments, "torchao", "--sarif", "--json"]) == 2
+    capsys.readouterr()
     same = recipe_file(tmp_path, "type:Linear=fp8")
     assert run(cli, "dtype-engine", ["recipe", "lint", same, "--model", DEMO, "--for", "llm-compressor"]) == 0
     assert "no difference" in capsys.readouterr().out

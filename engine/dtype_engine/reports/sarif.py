@@ -1,0 +1,139 @@
+"""Formats findings as SARIF 2.1.0 (OASIS), which code hosts and editors show next to files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dtype_engine.core.text import printable
+from dtype_engine.core.version import __version__
+from dtype_engine.recipe.lint import Lint
+from dtype_engine.recipe.serving import ServingLint
+
+_MOST_TENSORS = 1_000
+"""Maximum number of tensors of one finding that get a result each."""
+_EFFECTS: Mapping[str, tuple[str, Literal["error", "warning", "note"]]] = {
+    "refused": ("the runtime refuses to load weights", "error"),
+    "other values": ("the runtime computes with other values", "error"),
+    "stays wide": ("the runtime leaves weights unquantized", "warning"),
+    "slower": ("the runtime is slower with these weights", "note"),
+}
+"""The title and the severity of each effect that a runtime can have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One finding. `rule` is a key in the rules of the report."""
+
+    rule: str
+    message: str
+    tensor: str
+    file: str = ""
+    line: int | None = None
+    """The line of the file, counted from 1, or None if the finding belongs to no line."""
+    level: Literal["error", "warning", "note"] = "error"
+
+
+def sarif(command: str, rules: Mapping[str, tuple[str, str]], results: Iterable[Result]) -> dict[str, Any]:
+    """Return a SARIF log. command: the command that found the results. rules: the title of each rule and why it matters."""
+    ids = list(rules)
+    listed = [
+        {"id": rule, "shortDescription": {"text": title}, "fullDescription": {"text": why}}
+        for rule, (title, why) in rules.items()
+    ]
+    driver = {"name": f"dtype-engine {command}", "version": __version__, "rules": listed}
+    return {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [{"tool": {"driver": driver}, "results": [_result(each, ids) for each in results]}],
+    }
+
+
+def _result(result: Result, ids: list[str]) -> dict[str, Any]:
+    place: dict[str, Any] = {"artifactLocation": {"uri": result.file}}
+    if result.line is not None:
+        place["region"] = {"startLine": result.line}
+    return {
+        "ruleId": result.rule,
+        "ruleIndex": ids.index(result.rule),
+        "level": result.level,
+        "message": {"text": result.message},
+        "locations": [
+            {
+                **({"physicalLocation": place} if result.file else {}),
+                "logicalLocations": [{"fullyQualifiedName": result.tensor, "kind": "member"}],
+            }
+        ],
+    }
+
+
+def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
+    """Return the differences between a recipe here and in another tool, with a result for each tensor. file: the recipe file."""
+    rules = {
+        "pattern-differs": (
+            f"a pattern matches other tensors in {lint.target}",
+            f"{lint.matcher}. `recipe convert` writes patterns that match the same tensors.",
+        ),
+        "rule-overruled": (
+            f"another rule decides in {lint.target}",
+            "The same rules match the tensor, but the tool gives precedence to another one.",
+        ),
+    }
+    results = [
+        Result(
+            "pattern-differs",
+            f"{printable(name)} is matched by {printable(rule.pattern)} {where}",
+            name,
+            str(file),
+            line,
+        )
+        for rule in lint.rules
+        for line in [_line_of(file, rule.pattern)]
+        for where, names in (
+            (f"here, and not in {lint.target}", rule.only_here),
+            (f"in {lint.target} alone", rule.only_there),
+        )
+        for name in names[:_MOST_TENSORS]
+    ]
+    results += [
+        Result(
+            "rule-overruled",
+            f"{printable(name)}: {printable(here)} decides here, and {printable(there)} in {lint.target}",
+            name,
+            str(file),
+            _line_of(file, here),
+        )
+        for name, here, there in lint.overruled[:_MOST_TENSORS]
+    ]
+    return sarif("recipe lint", rules, results)
+
+
+def serving_sarif(file: Path, lint: ServingLint) -> dict[str, Any]:
+    """Return what a runtime would do with an export of a recipe, with a result for each tensor. file: the recipe file."""
+    rules = {
+        effect.replace(" ", "-"): (title, f"Predicted for {lint.runtime} from its source code.")
+        for effect, (title, _) in _EFFECTS.items()
+    }
+    results = [
+        Result(
+            found.effect.replace(" ", "-"),
+            f"{printable(name)}: {printable(found.why, 1000)} ({found.source})",
+            name,
+            str(file),
+            level=_EFFECTS[found.effect][1],
+        )
+        for found in lint.findings
+        for name in found.tensors[:_MOST_TENSORS]
+    ]
+    return sarif("recipe lint", rules, results)
+
+
+def _line_of(file: Path, pattern: str) -> int | None:
+    """Return the first line of a recipe file that contains a pattern, counted from 1, or None if no line does."""
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return next((number for number, line in enumerate(lines, 1) if pattern in line), None)

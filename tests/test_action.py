@@ -1,0 +1,99 @@
+"""The action for continuous integration: its steps, run as a runner does from the YAML, on the demo model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.helpers import preloaded
+from tests.helpers.paths import ROOT
+
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
+ENGINE = preloaded.command("import sys; sys.argv[0] = 'dtype-engine'; from dtype_engine.cli import main; main()")
+
+
+class Job:
+    """A job that uses the action. Values in `${{ }}` are filled in, files of the runner are in a folder."""
+
+    def __init__(self, folder: Path, **inputs: str) -> None:
+        self.folder, self.outputs = folder, dict[str, str]()
+        self.inputs = {name: str(row.get("default", "")) for name, row in ACTION["inputs"].items()} | {
+            name.replace("_", "-"): value for name, value in inputs.items()
+        }
+        assert self.inputs.keys() == ACTION["inputs"].keys()
+        programs = folder / "dtype-tui" / "bin"
+        programs.mkdir(parents=True)
+        (programs / "dtype-engine").write_text(f'#!/bin/sh\nexec {shlex.join(ENGINE)} "$@"\n')
+        (programs / "dtype-engine").chmod(0o755)
+
+    def fill(self, text: str) -> str:
+        def value(found: re.Match[str]) -> str:
+            where, name = found[1].rsplit(".", 1)
+            return self.inputs[name] if where == "inputs" else self.outputs[name]
+
+        return re.sub(r"\$\{\{ ([\w.-]+) \}\}", value, text)
+
+    def run(self, step: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+        """Run one step as `shell: bash` does."""
+        assert step["shell"] == "bash"
+        files = {name: str(self.folder / name) for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")}
+        env = {name: self.fill(value) for name, value in step.get("env", {}).items()}
+        ended = subprocess.run(
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+            env=os.environ | files | env | {"RUNNER_TEMP": str(self.folder), "GITHUB_ACTION_PATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            cwd=self.folder,
+        )
+        output = self.folder / "GITHUB_OUTPUT"
+        lines = output.read_text().splitlines() if output.exists() else []
+        self.outputs |= dict(line.split("=", 1) for line in lines)
+        return ended
+
+    def summary(self) -> str:
+        """The job summary."""
+        return (self.folder / "GITHUB_STEP_SUMMARY").read_text()
+
+
+INSTALL, MEASURE, SUMMARIZE = ACTION["runs"]["steps"]
+
+
+def test_it_uses_nothing_of_others_and_no_value_is_part_of_a_script() -> None:
+    assert ACTION["runs"]["using"] == "composite"
+    for step in ACTION["runs"]["steps"]:
+        assert "uses" not in step
+        assert "${{" not in step["run"]
+    assert 'install --quiet -c "$GITHUB_ACTION_PATH/constraints.txt" "$GITHUB_ACTION_PATH"' in INSTALL["run"]
+
+
+@pytest.mark.slow
+def test_the_measurement_decides_and_its_report_is_the_summary(tmp_path: Path) -> None:
+    limits = {"max_kl": "1e-12", "min_top1": "1%", "arguments": "--prompt=import os\n--modules=some\n"}
+    job = Job(tmp_path, model="demo", rules="*.mlp=fp8\n*.{q,k}_proj=bf16\n", **limits)
+    ended = job.run(MEASURE)
+    assert ended.returncode == 1, ended.stderr
+    assert "KL" in ended.stderr
+    measured = json.loads(Path(job.outputs["json"]).read_text())
+    assert measured["rules"] == ["*.mlp=float8_e4m3fn", "*.{q,k}_proj=bfloat16"]
+    assert [each["passed"] for each in measured["thresholds"]] == [False, True]
+    assert job.run(SUMMARIZE).returncode == 0
+    assert "*.mlp" in job.summary()
+    assert job.summary() == Path(job.outputs["report"]).read_text()
+
+
+@pytest.mark.slow
+def test_what_is_wrong_is_a_sentence_and_no_input_runs(tmp_path: Path) -> None:
+    job = Job(tmp_path, model="$(touch here); `touch here`", rules='"; touch here; "=bf16')
+    ended = job.run(MEASURE)
+    assert ended.returncode == 2
+    assert "no such folder or file" in ended.stderr
+    assert job.run(SUMMARIZE).returncode == 0
+    assert not (tmp_path / "here").exists()
+    assert not (tmp_path / "GITHUB_STEP_SUMMARY").exists()
