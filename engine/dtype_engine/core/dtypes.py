@@ -179,8 +179,11 @@ _SCALES = {"tensor": PER_TENSOR, "t": PER_TENSOR, "channel": "", "c": ""}
 
 def short_name(name: str) -> str:
     """Return the short name of a dtype, such as `bf16` for `bfloat16`. For a format of another program, it is the part after the
-    colon, such as `int4@g128` for `gptq:int4@g128`. Any other unknown name is returned unchanged.
+    colon, such as `int4@g128` for `gptq:int4@g128`. Any other unknown name is returned unchanged. A KV cache's format in a scan,
+    such as `kv:fp8`, keeps its `kv:`.
     """
+    if name.startswith("kv:"):
+        return f"kv:{short_name(name[3:])}"
     row = BY_NAME.get(name)
     return row.short_name if row else name.partition(":")[2] or name
 

@@ -13,9 +13,11 @@ from typing import Literal
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.kv_cache import KV_CACHE, PARTS
+from dtype_engine.core.kv_cache import KV_CACHE, PARTS, KVCacheTensor
 from dtype_engine.core.suggest import nearest
 
+SCANNED = "kv:"
+"""What precedes a format in the list of a scan's dtypes if KV caches are scanned in it, as in `kv:fp8`."""
 GROUP, WINDOW = 32, 128
 """KIVI's group of values that share a scale, and the newest tokens that it does not round."""
 
@@ -118,6 +120,20 @@ def parse_format(text: str) -> str:
     near = nearest(whole, known, cutoff=0.5)
     hint = f"did you mean {near}? It may be" if near else "it may be"
     raise UserError(f"a KV cache can't be {text.strip()!r}: {hint} {', '.join(known)}, or {dtypes.STORED}")
+
+
+def parse_scanned(text: str) -> str:
+    """Parse an entry of a scan's dtypes: a dtype of weights, or `kv:` and a format of KV caches. Raises UserError."""
+    whole = text.strip()
+    return SCANNED + parse_format(whole[len(SCANNED) :]) if whole.startswith(SCANNED) else dtypes.parse_target(whole)
+
+
+def cache_bytes(tensor: KVCacheTensor, name: str, context: int, batch: int = 1) -> int:
+    """Return the bytes of a cache's tensor at a context, in tokens. name: a format in `KV_FORMATS`, or a dtype of torch, in
+    which the model writes it.
+    """
+    form = KV_FORMATS.get(name) or KVFormat(name, name, "none", dtypes.BY_NAME[name].bits)
+    return form.nbytes(tensor.shape(context, batch), tensor.part in ("k", "latent"))
 
 
 def format_of_caches(text: str) -> str | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.kv_formats import SCANNED, names_caches, parse_format, parse_scanned
 from dtype_engine.core.text import printable
 from dtype_engine.search.pareto import Constraints
 
@@ -30,8 +31,8 @@ def parse_bytes(text: str, whole: int) -> int:
 
 
 def parse_dtypes(text: str) -> tuple[str, ...]:
-    """Parse a list of dtypes such as `bf16,fp8` to their full names. Raises UserError."""
-    return tuple(dtypes.parse_target(part) for part in text.split(",") if part.strip())
+    """Parse a list of dtypes such as `bf16,fp8,kv:fp8` to their full names. Raises UserError."""
+    return tuple(parse_scanned(part) for part in text.split(",") if part.strip())
 
 
 def parse_allowed(text: str) -> tuple[str, tuple[str, ...]]:
@@ -41,6 +42,9 @@ def parse_allowed(text: str) -> tuple[str, tuple[str, ...]]:
     pattern, equals, names = text.rpartition("=")
     if not equals or not pattern or not names:
         raise UserError(f"can't read {text!r}: write PATTERN=DTYPE,DTYPE")
+    if names_caches(pattern):
+        return pattern, tuple(SCANNED + parse_format(name) if name.strip() != dtypes.STORED else dtypes.STORED
+                              for name in names.split(","))  # fmt: skip
     return pattern, parse_dtypes(names)
 
 

@@ -146,21 +146,21 @@ class ForwardRunner:
             return self._with_cache(batch.on(self.model.device, self._input_dtype()))
 
     def _with_cache(self, batch: Batch) -> Batch:
-        """Return a batch with which the model keeps a KV cache, if a rule gives a cache a format."""
-        if not self.model.cache_formats:
-            return batch
-        return dataclasses.replace(batch, kwargs=batch.kwargs | {"use_cache": True})
+        return keeping_cache(batch) if self.model.cache_formats else batch
 
-    def calibrate_caches(self, batches: Iterable[Batch]) -> None:
+    def calibrate_caches(self, batches: Iterable[Batch], formats: Collection[str] | None = None) -> None:
         """Run the reference over all inputs if a KV cache has a format with calibrated scales, and record the largest |value|
         of each head. Nothing runs if they are known. Raises NoForward, KernelError and Cancelled.
+
+        formats: the formats that some cache has; if None, those of the recipe.
         """
-        known, formats = self.behavior.cache_amax, self.model.cache_formats
-        if all(name in known or not KV_FORMATS[form].calibrated for name, form in formats.items()):
+        known, wanted = self.behavior.cache_amax, self.model.cache_formats.values() if formats is None else formats
+        if known or not any(KV_FORMATS[form].calibrated for form in wanted):
             return
         amax = CacheAmax(self.model.cache_names)
         for batch in batches:
-            self.reference(self.reference_call(batch), PassOptions(caches=amax))
+            run = keeping_cache(self.reference_batch(batch)).run
+            self.reference(partial(run, self.model.module), PassOptions(caches=amax))
         known |= amax.found
 
     def reference(
@@ -225,9 +225,11 @@ class ForwardRunner:
         result = self._run(call, mode, options, observer, cache, reused, caches=caches)
         return result, mode.uses | ({} if caches is None else caches.first_use)
 
-    def under(self, mode: WeightMode, call: Callable[[], Output]) -> Output:
-        """Run the model by `call` under any torch-function mode, and return what `call` returns. `call` may enable gradients."""
-        return self._run(call, mode, _NOTHING, _IGNORES).output
+    def under(self, mode: WeightMode, call: Callable[[], Output], caches: CacheWatcher | None = None) -> Output:
+        """Run the model by `call` under any torch-function mode, and return what `call` returns. `call` may enable gradients.
+        caches: intercepts the KV caches that the model writes.
+        """
+        return self._run(call, mode, _NOTHING, _IGNORES, caches=caches).output
 
     def _for_all(self, name: str, context: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
         """Return a context for a pass. If passes run side by side, the first of them enters it, and it ends with the last one."""
@@ -349,6 +351,11 @@ class ForwardRunner:
             cache=cache,
             left_wide=frozenset(mode.rounding.left_wide) if mode.rounding is not None else frozenset(),
         )
+
+
+def keeping_cache(batch: Batch) -> Batch:
+    """Return a batch with which the model keeps a KV cache."""
+    return dataclasses.replace(batch, kwargs=batch.kwargs | {"use_cache": True})
 
 
 def _new_cache(forms: dict[str, str], options: PassOptions) -> OutputCache | None:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from dtype_engine.checkpoint import FileIdentity
 from dtype_engine.core.cancellation import IsCancelled, never
-from dtype_engine.core.dtypes import COMPUTE_DTYPES, quantizes_activations
+from dtype_engine.core.dtypes import COMPUTE_DTYPES
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.recipe import tensor_bytes
@@ -26,10 +27,11 @@ from dtype_engine.runtime.modes.reference import equals_reference, reference_nam
 from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan import saved as scan_file
+from dtype_engine.runtime.scan.cache_writes import scored_bytes
 from dtype_engine.runtime.scan.companions import CompanionsMode, added_drift
 from dtype_engine.runtime.scan.routing import Key
 from dtype_engine.runtime.scan.saved import Fingerprint
-from dtype_engine.runtime.scan.scan import OnEstimate, OnStep, scanned_dtypes
+from dtype_engine.runtime.scan.scan import OnEstimate, OnStep, is_free, scanned_dtypes
 from dtype_engine.search.sensitivity import scalar_drift
 
 _REPORT_EVERY = 64
@@ -93,18 +95,9 @@ class ExactScan:
         if any(weight.other_reference is not None for weight in self.model.weights.values()):
             raise UserError("--exact measures casts of one checkpoint: leave out --exact or --against")
         self.fingerprint = Fingerprint.of(self.model, self.inputs, self.dtypes, self.settings)
-        self.wanted = [
-            (name, dtype)
-            for name, weight in self.model.weights.items()
-            if weight.info.castable and weight.info.persistent
-            for dtype in scanned_dtypes(weight, self.dtypes)
-        ]
-        rounds = self.settings.quantize_activations == "weights"
-        self._costly = [
-            (name, dtype)
-            for name, dtype in self.wanted
-            if not equals_reference(self.model.weights[name], dtype) or (rounds and quantizes_activations(dtype))
-        ]
+        wanted = scanned_dtypes(self.model, self.dtypes)
+        self.wanted = [(name, dtype) for name, targets in wanted.items() for dtype in targets]
+        self._costly = [key for key in self.wanted if not is_free(self.model, *key, self.settings)]
         self._base = reference_dtypes(self.model)
         self._companions: dict[str, tuple[str, ...]] = {}
         self._meter: DriftMeter | None = None
@@ -165,8 +158,12 @@ class ExactScan:
             nonlocal error
             if not names:
                 return 0.0
-            self.model.apply(self._base | dict.fromkeys(names, dtype), cancelled=cancelled)
-            if among := sharing(self.model.weights, *key):  # a shared scale is computed over all weights that share it
+            cast = dict.fromkeys(names, dtype) if name in self.model.weights else {}
+            caches = {} if cast else {name: dtype.removeprefix(SCANNED)}
+            self.model.apply(self._base | cast, cancelled=cancelled, caches=caches)
+            if cast and (
+                among := sharing(self.model.weights, *key)
+            ):  # a shared scale is computed over all weights that share it
                 self.model.weights[name].cast_to(dtype, among)
             output = meter.measure(cancelled=cancelled).output
             error = output.kl_mean_se
@@ -182,7 +179,7 @@ class ExactScan:
                 around = partial(CompanionsMode, self._companions)
                 runner.reference(runner.reference_call(self.inputs.batches[0]), PassOptions(around=around))
             meter = DriftMeter(self.model, self.inputs, self.settings, budget=budget_for(self.model.device))
-            self.model.apply(self._base, cancelled=cancelled)
+            self.model.apply(self._base, cancelled=cancelled, caches={})
             first = meter.measure(cancelled=cancelled)
             self.unit = first.unit
             self.forward_seconds = first.seconds.candidate or 0.0
@@ -217,7 +214,7 @@ class ExactScan:
             forward_seconds=self.forward_seconds,
             scan_seconds=self.scan_seconds,
             weights=tuple(
-                WeightScore(name, dtype, tensor_bytes(self.model.weights[name].info, dtype), *score)
+                WeightScore(name, dtype, scored_bytes(self.model.tree, name, dtype), *score)
                 for (name, dtype), score in known.items()
             ),
             notices=self.model.notices,

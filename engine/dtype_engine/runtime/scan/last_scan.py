@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.kv_formats import SCANNED, parse_scanned
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
@@ -40,8 +41,8 @@ class LastScan:
         draws: the number of backward passes for each sequence; None for the default. exact: whether to measure instead of
         estimating. Raises UserError for an unknown dtype, and if the file `save` holds a scan with other parameters.
         """
-        targets = tuple(dict.fromkeys(dtypes.parse_target(name) for name in names))
-        if dtypes.STORED in targets or not targets:
+        targets = tuple(dict.fromkeys(map(parse_scanned, names)))
+        if {dtypes.STORED, SCANNED + dtypes.STORED}.intersection(targets) or not targets:
             raise UserError(f"a scan needs dtypes to cast to: {', '.join(dtypes.CASTABLE_DTYPES)}")
         settings = settings.of_weights()
         requested = (id(inputs), targets, settings, draws, exact, save)

@@ -31,17 +31,19 @@ from dtype_engine.checkpoint import FileIdentity
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.dtypes import quantizes_activations
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.memory_share import memory_budget
 from dtype_engine.core.options import STORED, RunSettings
 from dtype_engine.core.shard import WHOLE, Shard
-from dtype_engine.recipe import tensor_bytes
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.runtime.inputs import Inputs
-from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import equals_reference, reference_name
 from dtype_engine.runtime.numerics.quantize import torch_dtype
-from dtype_engine.runtime.passes.runner import ForwardRunner
+from dtype_engine.runtime.passes.model_behavior import ModelBehavior
+from dtype_engine.runtime.passes.runner import ForwardRunner, keeping_cache
 from dtype_engine.runtime.scan import saved as scan_file
+from dtype_engine.runtime.scan.cache_writes import scored_bytes
 from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.saved import Fingerprint
 from dtype_engine.runtime.scan.scores import SequenceScores, combine_scores
@@ -67,9 +69,30 @@ def default_draws(sequences: int) -> int:
     return max(FEWEST_DRAWS, math.ceil(SAMPLES / max(1, sequences)))
 
 
-def scanned_dtypes(weight: Weight, targets: Sequence[str]) -> tuple[str, ...]:
-    """Return the dtypes in which a weight is scored: `targets` and its stored dtype, which may also drift from the reference."""
-    return tuple(dict.fromkeys((weight.info.dtype, *targets)))
+def scanned_dtypes(model: LiveModel, targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the dtypes in which each weight is scored: those of `targets` and its stored dtype, which may also drift from the
+    reference. Tensors of KV caches are scored in those formats of `targets` that begin with `kv:`.
+    """
+    of_weights = tuple(target for target in targets if not target.startswith(SCANNED))
+    of_caches = tuple(target for target in targets if target.startswith(SCANNED))
+    wanted = {
+        name: tuple(dict.fromkeys((weight.info.dtype, *of_weights)))
+        for name, weight in model.weights.items()
+        if weight.info.castable and weight.info.persistent
+    }
+    if of_caches and not model.tree.caches:
+        raise UserError(f"{of_caches[0]}: {model.tree.kv_cache.none_because or 'the model keeps no KV cache'}")
+    return wanted | (dict.fromkeys(model.tree.caches, of_caches) if of_caches else {})
+
+
+def is_free(model: LiveModel, name: str, dtype: str, settings: RunSettings) -> bool:
+    """Return whether a cast causes no drift: it rounds neither the weight `name` nor the activations multiplied by it, or
+    `name` is a tensor of a KV cache that stays in float32.
+    """
+    if name not in model.weights:
+        return dtype == SCANNED + "float32"
+    rounds = settings.quantize_activations == "weights" and quantizes_activations(dtype)
+    return not rounds and equals_reference(model.weights[name], dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +148,9 @@ class Scan:
             )
         self.backward_passes = self.draws or default_draws(len(self.inputs.batches))
         self.fingerprint = Fingerprint.of(self.model, self.inputs, self.dtypes, self.settings)
-        self.wanted = {
-            name: scanned_dtypes(weight, self.dtypes)
-            for name, weight in self.model.weights.items()
-            if weight.info.castable and weight.info.persistent
-        }
+        self.wanted = scanned_dtypes(self.model, self.dtypes)
+        self._cached = {name.removeprefix(SCANNED) for name in self.dtypes if name.startswith(SCANNED)}
+        self._behavior = ModelBehavior()
         self._costly = {
             name: tuple(dtype for dtype in targets if not self._free(name, dtype))
             for name, targets in self.wanted.items()
@@ -159,11 +180,7 @@ class Scan:
         self.save, self.on_unsaved = path, on_unsaved
 
     def _free(self, name: str, dtype: str) -> bool:
-        """Return whether a cast causes no drift: it rounds neither the weight nor the activations multiplied by it. name: the
-        weight.
-        """
-        rounds = self.settings.quantize_activations == "weights" and quantizes_activations(dtype)
-        return not rounds and equals_reference(self.model.weights[name], dtype)
+        return is_free(self.model, name, dtype, self.settings)
 
     @property
     def parts(self) -> int:
@@ -223,8 +240,13 @@ class Scan:
 
         Raises the same errors as `run`.
         """
-        with ForwardRunner(self.model, self.settings.of_weights(), cancelled, watch=False) as runner:
+        caches, behavior = self._cached, self._behavior
+        settings = self.settings.of_weights()
+        with ForwardRunner(self.model, settings, cancelled, watch=bool(caches), behavior=behavior) as runner:
             batch = runner.reference_batch(self.inputs.batches[index])
+            if caches:
+                runner.calibrate_caches(self.inputs.batches, caches)
+                batch = keeping_cache(batch)
             started = time.perf_counter()
             seconds = None
             if self._pace is None or index % TIMED == 0:
@@ -239,6 +261,7 @@ class Scan:
                 self._local,
                 on_measured,
                 cancelled,
+                behavior.cache_amax,
                 self.settings.classes_dim,
             )
             scores = one.run(batch, index, self.parts)
@@ -282,7 +305,7 @@ class Scan:
             forward_seconds=self.forward_seconds,
             scan_seconds=self.scan_seconds,
             weights=tuple(
-                WeightScore(name, dtype, tensor_bytes(self.model.weights[name].info, dtype), *scores[name, dtype])
+                WeightScore(name, dtype, scored_bytes(self.model.tree, name, dtype), *scores[name, dtype])
                 for name, targets in self.wanted.items()
                 for dtype in targets
             ),

@@ -28,6 +28,7 @@ from dtype_engine.runtime.passes.class_dimensions import classes_dimension
 from dtype_engine.runtime.passes.kept_positions import KeptPositions
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
+from dtype_engine.runtime.scan.cache_writes import CacheRecorder, CacheWrite
 from dtype_engine.runtime.scan.companions import added_drift, companions_of
 from dtype_engine.runtime.scan.dtype_dependent_weights import weights_to_measure
 from dtype_engine.runtime.scan.local_errors import LocalErrors
@@ -65,6 +66,8 @@ class SequenceScan:
     on_measured: Callable[[int, int], None]
     """A function that is called as `on_measured(done, total)` with the number of measured operations and of all operations."""
     cancelled: IsCancelled
+    amax: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The calibrated largest |value| of each head, by the name of a KV cache's tensor."""
     classes: ClassesDim = "auto"
     """The setting `classes_dim`: the output dimension along which logits lie, "auto" or "none"."""
     unit: str = ""
@@ -73,7 +76,7 @@ class SequenceScan:
     _sums: dict[str, torch.Tensor] = field(default_factory=dict)
     _independent: dict[str, torch.Tensor] = field(default_factory=dict)
     _samples: list[TopKSample] = field(default_factory=list)
-    _operations: list[WeightOp] = field(default_factory=list)
+    _operations: list[WeightOp | CacheWrite] = field(default_factory=list)
     _column: int = 0
     _count: int = 0
     _last: bool = False
@@ -89,8 +92,8 @@ class SequenceScan:
         """Scan the sequence with the number `index` out of `sequences` sequences, and return its sums. Raises NoForward,
         KernelError, Cancelled.
         """
-        output, mode = self._forward(batch)
-        self._operations = mode.operations
+        output, mode, writes = self._forward(batch)
+        self._operations = [*mode.operations, *writes]
         name, main = main_output(output)
         if not main.requires_grad:
             raise NoForward(
@@ -163,20 +166,23 @@ class SequenceScan:
                     sample.independent[key] = each
         return SequenceScores(probes.normalizer, sums, independent, probes.complete, self._samples, measured)
 
-    def _forward(self, batch: Batch) -> tuple[Any, WeightOpRecorder]:
-        """Run the reference with an autograd graph. Returns its output, and the recorder of its operations. If recorded tensors are
-        overwritten later, run it again with copies of them.
+    def _forward(self, batch: Batch) -> tuple[Any, WeightOpRecorder, list[CacheWrite]]:
+        """Run the reference with an autograd graph. Returns its output, the recorder of its operations, and what it has written
+        into KV caches that are scanned. If recorded tensors are overwritten later, run it again with copies of them.
         """
+        names = {module: names for module, names in self.model.cache_names.items() if any(map(self.wanted.get, names))}
         copies = frozenset[int]()
         while True:
             mode = WeightOpRecorder(
                 self.model.by_id, self.model.device, frozenset(self.wanted), self._on_gradient, copies
             )
-            output = self.runner.under(mode, torch.enable_grad()(partial(batch.run, self.model.module)))
+            caches = CacheRecorder(names, self._on_gradient) if names else None
+            call = torch.enable_grad()(partial(batch.run, self.model.module))
+            output = self.runner.under(mode, call, caches)
             mode.release()
             overwritten = mode.overwritten
             if not overwritten:
-                return output, mode
+                return output, mode, [] if caches is None else caches.writes
             copies |= overwritten
 
     def _backward(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> None:
@@ -219,7 +225,7 @@ class SequenceScan:
         finally:
             self._carrying = False
 
-    def _on_gradient(self, operation: WeightOp, index: int, gradient: torch.Tensor) -> None:
+    def _on_gradient(self, operation: WeightOp | CacheWrite, index: int, gradient: torch.Tensor) -> None:
         if not self._carrying:
             self._differentiated.update(operation.weights)
             return
@@ -227,7 +233,7 @@ class SequenceScan:
         if self._last and len(operation.outputs) == 1:
             self._measure(operation)
 
-    def _measure(self, operation: WeightOp) -> None:
+    def _measure(self, operation: WeightOp | CacheWrite) -> None:
         """Compute an operation's local errors, add their products with its gradients to the sums, and release the gradients."""
         if self.cancelled():
             raise Cancelled
@@ -238,7 +244,11 @@ class SequenceScan:
             costly = self.costly.get(weight, ())
             if not costly:
                 continue
-            for gradients, errors in zip(gradients_of, self.local.of(operation, weight, costly), strict=True):
+            if isinstance(operation, CacheWrite):
+                errors_of = operation.errors(costly, self.amax)
+            else:
+                errors_of = self.local.of(operation, weight, costly)
+            for gradients, errors in zip(gradients_of, errors_of, strict=True):
                 if gradients is not None:
                     self._add(weight, errors, gradients)
         self._measured += 1

@@ -1,0 +1,70 @@
+"""Records what the reference of a scan writes into KV caches, whose errors are followed to the output like those of operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from dtype_engine.core.kv_formats import SCANNED, cache_bytes
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe import tensor_bytes
+from dtype_engine.runtime.modes.kv_cache import CacheNames, CacheWatcher
+from dtype_engine.runtime.numerics.kv_rounding import round_cache
+
+CONTEXT = 8192
+"""The context, in tokens of one sequence, at which a scan counts the bytes of a KV cache."""
+
+
+@dataclass(slots=True)
+class CacheWrite:
+    """One part of a KV cache as a pass writes it. It has the fields of a `WeightOp` that the scan uses."""
+
+    name: str
+    keys: bool
+    outputs: list[torch.Tensor]
+    """What was written: one tensor [batch, heads, tokens, width]."""
+    gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=lambda: [[]])
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def errors(self, names: Sequence[str], amax: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the local errors in formats such as `kv:fp8`: [formats, elements]. amax: the calibrated largest |value| of
+        each head of all caches.
+        """
+        states = self.outputs[0]
+        forms = (name.removeprefix(SCANNED) for name in names)
+        rows = [round_cache(states, form, self.keys, amax.get(self.name)) - states for form in forms]
+        return [torch.stack(rows).flatten(1)]
+
+
+@dataclass
+class CacheRecorder(CacheWatcher):
+    """Records the parts of KV caches that a pass writes, and passes their gradients on."""
+
+    names: CacheNames
+    on_gradient: Callable[[Any, int, torch.Tensor], None]
+    """A function that is called in backward passes with the written part, 0 and the gradient."""
+    writes: list[CacheWrite] = field(default_factory=list)
+
+    def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
+        for name in self.names.get(module, ())[part : part + 1]:
+            if states.requires_grad:
+                states = states.view_as(states)  # one tensor may be written as keys and as values
+                write = CacheWrite(name, part == 0, [states.detach()])
+                states.register_hook(partial(self.on_gradient, write, 0))  # type: ignore[no-untyped-call]
+                self.writes.append(write)
+        return states
+
+
+def scored_bytes(tree: Tree, name: str, dtype: str) -> int:
+    """Return the bytes of a weight in a dtype, or of a KV cache's tensor in a format such as `kv:fp8` at `CONTEXT`."""
+    if name in tree.tensors:
+        return tensor_bytes(tree.tensors[name], dtype)
+    tensor = next(each for each in tree.kv_cache.tensors if each.name == name)
+    return cache_bytes(tensor, dtype.removeprefix(SCANNED), CONTEXT)
