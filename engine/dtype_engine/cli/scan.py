@@ -17,6 +17,7 @@ from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import metric_limits, metric_options
 from dtype_engine.core.errors import OutOfReach, UserError
 from dtype_engine.core.input_args import check_files
+from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.shard import Shard
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.as_json import as_json
@@ -57,7 +58,8 @@ def scan_options(function: Function) -> Function:
             "--dtypes",
             "dtype_names",
             metavar="DTYPE,...",
-            help="The dtypes to try.  [default: bf16,fp16,fp8,fp8e5,int8]",
+            help="The dtypes to try; formats of KV caches begin with kv:, as in kv:fp8@head.  [default: "
+            "bf16,fp16,fp8,fp8e5,int8]",
         ),
         click.option(
             "--formats",
@@ -134,6 +136,19 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     metavar="PATTERN=DTYPE,...",
     help="Allow only these dtypes for the weights that PATTERN matches. May be repeated; the last match decides.",
 )
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    metavar="TOKENS",
+    help="Count the KV caches of sequences of so many tokens among the bytes, and choose among the scanned formats for them.",
+)
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Number of sequences for --context.  [default: 1]",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the recipe to this file.")
 @force_option
 @click.option("--measure/--no-measure", default=True, show_default=True, help="Measure the drift of the best recipe.")
@@ -162,6 +177,8 @@ def search(
     keep: tuple[str, ...],
     groups: tuple[str, ...],
     only: tuple[str, ...],
+    context: int | None,
+    batch: int,
     output: Path | None,
     force: bool,
     measure: bool,
@@ -189,9 +206,11 @@ def search(
     held_out_options = dataclasses.replace(request.options, prompts=(), texts=held_out)
     check_files(held_out_options)
     rules = [parse_allowed(text) for text in only]
+    if context is None and SCANNED in (how["dtype_names"] or ""):
+        raise UserError(f"formats that begin with {SCANNED} are for KV caches, whose bytes depend on --context TOKENS")
     session, _ = _scanned(request, **how)
     most = parse_bytes(budget, session.tree.stored_bytes) if budget is not None else None
-    constraints = Constraints(keep, groups, (), tuple(rules))
+    constraints = Constraints(keep, groups, (), tuple(rules), context, batch)
     if how["family"] is not None:
         constraints = family_constraints(session.tree, how["family"], constraints)
     try:

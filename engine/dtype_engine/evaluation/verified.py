@@ -77,6 +77,7 @@ def best(
         key=lambda at: (measured[at], found[at].bytes) if budget is not None else (found[at].bytes, measured[at]),
     )
     session.apply(recipes[index])
+    context = constraints.context
     assert session.scanned is not None
     return SearchReport(
         model=session.model.title,
@@ -96,4 +97,6 @@ def best(
         held_out=session.inputs.description if session.inputs is not None else None,
         metrics=reports[index].metrics,
         coverage=session.model.coverage,
+        context=context,
+        cache_bytes=0 if context is None else found[index].bytes - session.plan.planned_bytes,
     )

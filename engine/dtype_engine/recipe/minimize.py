@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.kv_cache import KV_CACHE
 from dtype_engine.core.tree import Tree, ancestors, is_number, numbered_parts
 from dtype_engine.recipe.pattern import generalisations
 from dtype_engine.recipe.plan import make_plan, select
@@ -21,14 +22,15 @@ _MOST_KINDS = 4
 
 
 def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None) -> Recipe:
-    """Return a recipe whose plan has the dtypes `wanted` (by canonical tensor name) and leaves all other tensors as stored.
+    """Return a recipe whose plan has the dtypes `wanted` (by canonical tensor name, or the name of a KV cache's tensor) and
+    leaves all other tensors as stored.
 
     after: a recipe to which the result is to be appended, if any. Tensors that are not in `wanted` then keep their dtypes under
     that recipe.
     """
     after = after or Recipe()
     now = dict(make_plan(tree, after).dtypes)
-    target = now | dict(wanted)
+    target = now | {name: dtype for name, dtype in wanted.items() if name in tree.tensors}
     proposals = _Proposals(tree, target)
     rules: list[Rule] = []
     while wrong := {name for name in target if now[name] != target[name]}:
@@ -38,7 +40,19 @@ def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None)
             now[name] = tree.tensors[name].dtype if rule.dtype == dtypes.STORED else rule.dtype
     recipe = _pruned(tree, rules, target, after)
     assert dict(make_plan(tree, after.then(*recipe.rules)).dtypes) == target
-    return recipe
+    caches = {name: form for name, form in wanted.items() if name not in tree.tensors}
+    return recipe.then(*_cache_rules(tree, caches)) if caches else recipe
+
+
+def _cache_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
+    """Return rules that give KV caches the formats `wanted`, by the name of the tensor; `dtypes.STORED` for those without one."""
+    target = dict.fromkeys(tree.caches, dtypes.STORED) | {name: wanted[name] for name in tree.caches if name in wanted}
+    now, proposals, rules = dict.fromkeys(target, dtypes.STORED), _CacheProposals(tree, target), list[Rule]()
+    while wrong := {name for name in target if now[name] != target[name]}:
+        rule, taken = proposals.best(now, wrong)
+        rules.append(rule)
+        now |= dict.fromkeys(taken, rule.dtype)
+    return rules
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str], after: Recipe) -> Recipe:
@@ -111,7 +125,7 @@ class _Proposals:
         layers: dict[tuple[str, str], dict[int, set[str]]] = {}
         literal: dict[str, None] = {}
         kinds = {kind for name in wrong for kind in _kinds(name)}
-        names = [*(name for name in self.tree.modules if name), *self.target]
+        names = [*self._modules(), *self.target]
         for name in names:
             for kind, number in _kinds(name).items():
                 if kind in kinds:
@@ -139,6 +153,10 @@ class _Proposals:
                 patterns[f"{before}.{chosen}.{_choices(sorted(top[1:] for top in tops))}"] = None
         return [*patterns, *literal]
 
+    def _modules(self) -> list[str]:
+        """Return the names of the modules that patterns may match."""
+        return [name for name in self.tree.modules if name]
+
     def _below(self, name: str) -> list[str]:
         tensor = self.tree.canonical(name)
         if tensor is not None and name not in self.tree.modules:
@@ -153,6 +171,29 @@ class _Proposals:
             generalisations(module)[0]
             for module in ancestors(name)
             if module and len({self.target[tensor] for tensor in self._below(module)}) == 1
+        ]
+
+
+class _CacheProposals(_Proposals):
+    """Generates candidate patterns for rules that give KV caches a format."""
+
+    def taken(self, pattern: str) -> tuple[str, ...]:
+        if pattern not in self._selected:
+            self._selected[pattern] = select(self.tree, pattern).caches
+        return self._selected[pattern]
+
+    def _general_patterns(self) -> list[str]:
+        names = [*self._modules(), *self.target]
+        return list(
+            dict.fromkeys(pattern for name in names for pattern in generalisations(name)[1:] if KV_CACHE in pattern)
+        )
+
+    def _modules(self) -> list[str]:
+        return list(dict.fromkeys(name.rpartition(".")[0] for name in self.target))
+
+    def _below(self, name: str) -> list[str]:
+        return [
+            each for each in self.target if each == name or (each.startswith(f"{name}.") and name.endswith(KV_CACHE))
         ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import human_bytes, seconds_text, with_error
+from dtype_engine.core.units import human_bytes, plural, seconds_text, with_error
 from dtype_engine.reports.text import found_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.reports.text_table import table_lines
@@ -52,6 +52,8 @@ def search_text(report: SearchReport) -> str:
         f"memory     stored {human_bytes(report.stored_bytes)} → planned {human_bytes(report.planned_bytes)}",
         f"predicted  {report.predicted:.4e} {report.unit}",
     ]
+    if report.context is not None:
+        lines[1] += f", of which KV cache {human_bytes(report.cache_bytes)} at {plural(report.context, 'token')}"
     if report.measured is not None:
         lines.append(f"measured   {report.measured:.4e} {report.unit}")
         lines += [f"metric     {printable(change.name)} {change}" for change in report.metrics]

@@ -140,6 +140,10 @@ class SearchReport:
     """The user's own metrics under the recipe, if it was measured."""
     coverage: Coverage | None = None
     """How many of the model's tensors are in the files. None if no checkpoint was loaded."""
+    context: int | None = None
+    """The tokens of each sequence for which the bytes include KV caches. None if they don't."""
+    cache_bytes: int = 0
+    """Those of `planned_bytes` that are KV caches."""
 
     def __repr__(self) -> str:
         measured = "" if self.measured is None else f", measured {self.measured:.4e}"

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.kv_cache import KVCacheTensor
+from dtype_engine.core.kv_formats import SCANNED, cache_bytes
 from dtype_engine.core.tree import Tree, ancestors
 from dtype_engine.recipe import Selection, explain_no_match, select, tensor_bytes
 from dtype_engine.results.scan import FrontPoint
@@ -67,6 +69,10 @@ class Constraints:
     the last one decides. A norm, bias or router (`stays_wide`) may have a format with scales only if one of the patterns matches
     it.
     """
+    context: int | None = None
+    """The tokens of each sequence for which KV caches count among the bytes, and get a format. None: they do neither."""
+    batch: int = 1
+    """The number of sequences whose KV caches count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +99,17 @@ def make_items(
             raise UserError(f"{dtype} was not scanned: scan with it, or choose among {', '.join(sorted(scanned))}")
     allowed: dict[str, frozenset[str]] = {}
     for pattern, only in constraints.only:
-        allowed |= dict.fromkeys(_taken(tree, pattern).tensors, frozenset(only))
-    kept = {name for pattern in constraints.keep for name in _taken(tree, pattern).tensors}
+        taken = _taken(tree, pattern)
+        allowed |= dict.fromkeys((*taken.tensors, *taken.caches), frozenset(only))
+    kept = {
+        name for each in constraints.keep for taken in (_taken(tree, each),) for name in (*taken.tensors, *taken.caches)
+    }
     general = frozenset(constraints.dtypes or scanned) | {dtypes.STORED}
+    of_weights = {dtype for dtype in scanned if not dtype.startswith(SCANNED)}
     items = []
     for group in _groups(tree, weights, constraints.groups):
         choices: dict[str, Choice] = {}
-        for dtype in sorted({*scanned, *(tree.tensors[name].dtype for name in group)}):
+        for dtype in sorted({*of_weights, *(tree.tensors[name].dtype for name in group)}):
             if all(_may_be(tree, name, dtype, kept, allowed.get(name, general), name in allowed) for name in group):
                 parts = [scores.get((name, dtype), math.inf) for name in group]
                 size = sum(tensor_bytes(tree.tensors[name], dtype) for name in group)
@@ -110,7 +120,41 @@ def make_items(
                 f"no dtype is left for {names}, which must have the same: some are kept, or allowed other dtypes"
             )
         items.append(Item(group, _undominated(choices.values())))
+    if constraints.context is not None:
+        for tensor in tree.kv_cache.tensors:
+            may_be = frozenset() if tensor.name in kept else allowed.get(tensor.name, general)
+            items.append(Item((tensor.name,), _cache_choices(tree, tensor, scores, may_be, constraints)))
     return items
+
+
+def _cache_choices(
+    tree: Tree,
+    tensor: KVCacheTensor,
+    scores: Mapping[tuple[str, str], float],
+    allowed: frozenset[str],
+    constraints: Constraints,
+) -> tuple[Choice, ...]:
+    """Return the possible formats of one tensor of a KV cache. `dtypes.STORED` is that which the model writes without a rule,
+    with the score 0. allowed: the formats that it may have, such as `kv:fp8`; it may always stay as the model writes it, unless
+    formats are given for it and this is not among them.
+    """
+    context, batch = constraints.context or 0, constraints.batch
+    choices = [
+        Choice(form.removeprefix(SCANNED), cache_bytes(tensor, form.removeprefix(SCANNED), context, batch), score)
+        for (name, form), score in scores.items()
+        if name == tensor.name and form in allowed
+    ]
+    if not choices or not allowed or dtypes.STORED in allowed:
+        choices.append(Choice(dtypes.STORED, cache_bytes(tensor, written_dtype(tree), context, batch), 0.0))
+    return _undominated(choices)
+
+
+def written_dtype(tree: Tree) -> str:
+    """Return the dtype in which a model writes its KV cache without a rule: that of most of its weights as stored, or bfloat16
+    if it does not compute in that.
+    """
+    most = next(iter(tree.totals()[""].mix()), ("", 0.0))[0]
+    return most if most in dtypes.COMPUTE_DTYPES else "bfloat16"
 
 
 def _taken(tree: Tree, pattern: str) -> Selection:
@@ -283,7 +327,7 @@ def make_front(
     UserError for a pattern that matches nothing, or a dtype that was not scanned.
     """
     items = make_items(tree, scores, constraints)
-    changing = sum(tree.tensors[name].nbytes for item in items for name in item.weights)
+    changing = sum(tree.tensors[name].nbytes for item in items for name in item.weights if name in tree.tensors)
     return ParetoFront(items, tree.stored_bytes - changing)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.tree import Tree, ancestors, is_number, numbered_parts
 from dtype_engine.recipe import Plan
 from dtype_engine.results.drift import OutputDrift
@@ -52,6 +53,10 @@ def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[st
                 continue
             raise UserError(f"{name} was not scanned in {dtype}: scan with it to predict this recipe")
         total += scores[name, dtype]
+    for name, form in plan.caches.items():
+        if (name, SCANNED + form) not in scores:
+            raise UserError(f"{name} was not scanned in {form}: scan with {SCANNED}{form} to predict this recipe")
+        total += scores[name, SCANNED + form]
     return Prediction(total, report.unit, plan.planned_bytes)
 
 
@@ -62,12 +67,13 @@ def aggregate_by_node(tree: Tree, scores: Mapping[tuple[str, str], float], dtype
     scores: the drift for each (weight, dtype), from a scan.
     """
     sums: dict[str, float] = {}
-    for name, tensor in tree.tensors.items():
+    every = {name: tensor.names for name, tensor in tree.tensors.items()} | {name: (name,) for name in tree.caches}
+    for name, names in every.items():
         score = scores.get((name, dtype))
         if score is None:
             continue
-        above = {module for alias in tensor.names for module in ancestors(alias)}
-        for node in {*tensor.names, *above, ""}:
+        above = {module for alias in names for module in ancestors(alias)}
+        for node in {*names, *above, ""}:
             sums[node] = sums.get(node, 0.0) + score
     return sums
 
@@ -90,12 +96,15 @@ def ranking(tree: Tree, report: ScanReport, dtype: str | None = None, per_byte: 
     """Return the casts of a scan, each of one weight to one dtype, those with the highest scores first. dtype: include only casts
     to this dtype; if None, casts to all dtypes. per_byte: sort by score per saved byte, with casts that save nothing last.
     """
+    widest = {score.name: score.bytes for score in sorted(report.weights, key=lambda each: each.bytes)}
     rows = [
-        Ranked(score, tree.tensors[score.name].nbytes - score.bytes)
+        Ranked(
+            score, (tree.tensors[score.name].nbytes if score.name in tree.tensors else widest[score.name]) - score.bytes
+        )
         for score in report.weights
         if dtype in (None, score.dtype)
-        and score.name in tree.tensors
-        and not is_lossless(tree.tensors[score.name].dtype, score.dtype)
+        and (score.name in tree.caches or score.name in tree.tensors)
+        and not (score.name in tree.tensors and is_lossless(tree.tensors[score.name].dtype, score.dtype))
     ]
     if per_byte:
         rows.sort(key=lambda row: (row.saved <= 0, -row.per_byte, row.score.name))
@@ -126,7 +135,7 @@ def layer_map(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -
     kinds: dict[str, None] = {}
     cells: dict[tuple[str, str], float] = {}
     rest: list[tuple[str, float]] = []
-    for name in tree.tensors:
+    for name in (*tree.tensors, *tree.caches):
         score = scores.get((name, dtype))
         if score is None:
             continue

@@ -766,7 +766,8 @@ class Session:
             budget: The maximum size of the whole model, in bytes, as "12GiB", or as "45%" of the stored bytes. The result is the
                 recipe with the lowest predicted drift.
             max_drift: The maximum predicted drift. The result is the recipe with the fewest bytes.
-            constraints: The weights that stay as stored, share a dtype, or may have only certain dtypes.
+            constraints: The weights that stay as stored, share a dtype, or may have only certain dtypes. With a context, the bytes
+                include the KV caches, which get those formats that were scanned.
             measure: Whether to also apply the recipe and measure its drift.
             cancelled: Checked between module calls of the measurement.
 
@@ -783,6 +784,7 @@ class Session:
         most = parse_bytes(budget, self.tree.stored_bytes) if isinstance(budget, str) else budget
         solution = solve(front, most, max_drift)
         recipe = minimize(self.tree, solution.dtypes)
+        plan, context = make_plan(self.tree, recipe), None if constraints is None else constraints.context
         if measure:
             self.apply(recipe, cancelled=cancelled)
         report = self.drift(cancelled=cancelled) if measure else None
@@ -798,8 +800,10 @@ class Session:
             measured=None if report is None else scalar_drift(report.output),
             metrics=() if report is None else report.metrics,
             notices=self.model.notices,
-            lost=self.lost_values(cancelled, make_plan(self.tree, recipe)),
+            lost=self.lost_values(cancelled, plan),
             coverage=self.model.coverage,
+            context=context,
+            cache_bytes=0 if context is None else solution.bytes - plan.planned_bytes,
         )
 
     @reading_weights
