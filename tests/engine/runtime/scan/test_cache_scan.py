@@ -1,0 +1,109 @@
+"""Scans and searches of KV caches: which keys and values need more bits, and recipes of weights and caches under one budget."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.helpers import architectures
+from tests.helpers.rank_correlation import compared
+
+import dtype_engine as de
+from dtype_engine.core.kv_formats import cache_bytes
+from dtype_engine.recipe import tensor_bytes
+from dtype_engine.search.pareto import Constraints, make_front, written_dtype
+
+FORMATS = ("kv:bf16", "kv:fp8", "kv:int8@token", "kv:int4@token")
+CONTEXT = 1000
+OUTLIERS = ("model.layers.1.self_attn.kv_cache.k", "model.layers.4.self_attn.kv_cache.k")
+
+
+@pytest.fixture(scope="module")
+def session() -> de.Session:
+    """A tiny Qwen2 in which two layers add a large bias to a few channels of their keys."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.06,
+    )  # fmt: skip
+    module = transformers.Qwen2ForCausalLM(config).eval()
+    for name in OUTLIERS:
+        attention: Any = module.get_submodule(name.rpartition(".kv_cache")[0])
+        with torch.no_grad():
+            attention.k_proj.bias[::11] = 200.0
+    ids = architectures.tokens(64, vocabulary=64)
+    return de.open(module, inputs=[{"input_ids": ids}, {"input_ids": ids.flip(1)}])
+
+
+@pytest.fixture(scope="module")
+def scanned(session: de.Session) -> de.ScanReport:
+    return session.scan(("float32", *FORMATS))
+
+
+def test_the_scan_finds_the_keys_with_outliers_first(scanned: de.ScanReport) -> None:
+    for form in ("kv:float8_e4m3fn", "kv:int8@token"):
+        scores = {weight.name: weight.score for weight in scanned.weights if weight.dtype == form}
+        assert len(scores) == 12
+        assert set(sorted(scores, key=lambda name: -scores[name])[:2]) == set(OUTLIERS), form
+
+
+def test_estimates_rank_caches_as_measurements_do(session: de.Session, scanned: de.ScanReport) -> None:
+    exact = session.scan(FORMATS, exact=True)
+    correlation, ratio, count = compared(scanned, exact)
+    assert count == 48
+    assert correlation > 0.98
+    assert 0.8 < ratio < 1.25
+    assert not session.model.cache_formats
+    session.scanned = scanned
+
+
+def test_the_search_keeps_outliers_wide_and_beats_one_format_for_all(
+    session: de.Session, scanned: de.ScanReport
+) -> None:
+    caches = session.tree.kv_cache.tensors
+    uniform = sum(cache_bytes(tensor, "float8_e4m3fn", CONTEXT) for tensor in caches)
+    session.use_recipe(de.Recipe.of([de.Rule.parse("*.kv_cache=fp8")]))
+    drift = session.drift().output.kl_mean
+    constraints = Constraints(keep=("*",), context=CONTEXT)
+    report = session.search(session.tree.stored_bytes + uniform, constraints=constraints, measure=True)
+    assert report.cache_bytes <= uniform
+    assert report.planned_bytes == session.tree.stored_bytes + report.cache_bytes
+    assert {session.plan.caches[name] for name in OUTLIERS} <= {"bfloat16", "int8@token"}
+    assert "int4@token" in session.plan.caches.values()
+    assert drift is not None
+    assert report.measured is not None
+    assert report.measured < drift / 5
+    assert session.predict().value == pytest.approx(report.predicted)
+
+
+def test_weights_and_caches_under_one_budget_are_optimal() -> None:
+    """Against all combinations of the dtypes of a tiny model's linear layers and the formats of its caches."""
+    module, inputs = architectures.make("llama")
+    session = de.open(module, inputs=inputs)
+    scores = session.scan(("float32", "bfloat16", "kv:fp8", "kv:int8@token"), draws=4).scores()
+    kept = "re:(?!.*(q_proj|down_proj)).*weight"
+    constraints = Constraints(keep=(kept,), context=64, batch=2)
+    front = make_front(session.tree, scores, constraints)
+    weights = [name for name in session.tree.tensors if name.endswith(("q_proj.weight", "down_proj.weight"))]
+    rows = [
+        [(tensor_bytes(session.tree.tensors[name], dtype), scores[name, dtype]) for dtype in ("float32", "bfloat16")]
+        for name in weights
+    ]
+    for tensor in session.tree.kv_cache.tensors:
+        forms = [
+            ("float8_e4m3fn", scores[tensor.name, "kv:float8_e4m3fn"]),
+            ("int8@token", scores[tensor.name, "kv:int8@token"]),
+        ]
+        forms.append((written_dtype(session.tree), 0.0))
+        rows.append([(cache_bytes(tensor, form, 64, 2), score) for form, score in forms])
+    fixed = session.tree.stored_bytes - sum(session.tree.tensors[name].nbytes for name in weights)
+    whole = [(fixed + sum(size for size, _ in row), sum(score for _, score in row)) for row in itertools.product(*rows)]
+    smallest, largest = min(whole)[0], max(whole)[0]
+    for budget in range(smallest, largest, (largest - smallest) // 23):
+        found = front.best_within(budget)
+        assert found is not None
+        assert found.bytes <= budget
+        assert found.score == pytest.approx(min(score for size, score in whole if size <= budget), rel=1e-9, abs=1e-15)
