@@ -450,7 +450,7 @@ def _holder(case: Case) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
 
 
-def _quantized(folder: Path, make: Callable[[], Case]) -> Made:
+def quantized(folder: Path, make: Callable[[], Case]) -> Made:
     """A model in which some weights are those of a case, as its scheme stores them, and the others are plain."""
     case, target = make(), folder / "quantized"
     model = _holder(case)
@@ -597,11 +597,11 @@ FORMS: dict[str, Callable[[Path], Made]] = {
     "GGUF Q4_K": partial(_gguf, kind="q4_k"),
     "diffusers": _diffusers,
     "adapter": _adapter,
-    "GPTQ": partial(_quantized, make=CASES["gptq"]),
-    "AWQ": partial(_quantized, make=CASES["awq"]),
-    "bitsandbytes": partial(_quantized, make=CASES["bnb nf4"]),
-    "fp8 blocks": partial(_quantized, make=CASES["fp8 in blocks"]),
-    "compressed-tensors": partial(_quantized, make=CASES["ct int4 in groups"]),
+    "GPTQ": partial(quantized, make=CASES["gptq"]),
+    "AWQ": partial(quantized, make=CASES["awq"]),
+    "bitsandbytes": partial(quantized, make=CASES["bnb nf4"]),
+    "fp8 blocks": partial(quantized, make=CASES["fp8 in blocks"]),
+    "compressed-tensors": partial(quantized, make=CASES["ct int4 in groups"]),
     "own fp8 export": _own_export,
     "file.py:Class": partial(_python, name="Net"),
     "file.py:function": partial(_python, name="make"),
@@ -615,7 +615,7 @@ FORMS: dict[str, Callable[[Path], Made]] = {
 
 _ALONE = "ct int4 stacked"  # no model of transformers has a weight of this shape
 SCHEMES: dict[str, Callable[[Path], Made]] = {
-    name: partial(_without_model if name == _ALONE else _quantized, make=make) for name, make in CASES.items()
+    name: partial(_without_model if name == _ALONE else quantized, make=make) for name, make in CASES.items()
 }
 """Every way to store a quantised weight, in a small model."""
 

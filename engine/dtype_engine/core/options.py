@@ -43,7 +43,8 @@ class RunSettings:
     """
     quantize_activations: Literal["none", "weights"] = "none"
     """Whether activations are quantised. "weights": the input of each matrix product with a quantised weight is rounded to the
-    weight's format, as in runtimes that serve W8A8 and W4A4. "none": inputs are not rounded.
+    weight's format, as in runtimes that serve W8A8 and W4A4. For a weight that another program quantised, it is rounded as the
+    checkpoint's configuration declares. "none": inputs are not rounded.
     """
     classes_dim: ClassesDim = "auto"
     """The dimension of the main output along which the logits of a distribution over classes or tokens lie. It is counted from 0,

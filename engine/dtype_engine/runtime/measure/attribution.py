@@ -194,7 +194,7 @@ class Attribution:
             key
             for key, weight in self.model.by_id.items()
             if (weight.info.castable or weight.scale is not None)
-            and (not equals_reference(weight, weight.dtype) or (rounds and quantizes_activations(weight.dtype)))
+            and (not equals_reference(weight, weight.dtype) or (rounds and quantizes_activations(weight.input_format)))
         )
 
     def _run_reference(self, runner: ForwardRunner) -> None:

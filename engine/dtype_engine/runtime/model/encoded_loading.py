@@ -11,6 +11,7 @@ from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.schemes.configuration import declared
+from dtype_engine.checkpoint.schemes.input_activations import input_format
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
@@ -109,16 +110,22 @@ def _values(
     checkpoint: Checkpoint, name: str, holds: torch.dtype, turned: bool, visits: BlockVisits | None
 ) -> StoredValues:
     if name in checkpoint.encoded:
-        return EncodedValues(checkpoint.encoded[name], holds, turned)
+        weight = checkpoint.encoded[name]
+        return EncodedValues(weight, holds, turned, input_format(weight, checkpoint.config))
     if visits is not None:
         return InFileValues(checkpoint.weights[name])
     return PlainValues(read_stored(checkpoint, checkpoint.weights[name]))
 
 
 def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a notice for the user if config.json says that the inputs of quantised layers are rounded, because measurements do not
-    round them. Otherwise, return ().
+    """Return a notice for the user if config.json says that the inputs of quantised layers are rounded, because measurements round
+    them only if they are told to, or not at all. Otherwise, return ().
     """
+    if any(input_format(weight, checkpoint.config) for weight in checkpoint.encoded.values()):
+        return (
+            "the inputs of quantised layers are rounded when this checkpoint is served, as it declares; they are here with "
+            "--quantize-activations weights",
+        )
     settings = declared(checkpoint.config or {})
     groups = settings.get("config_groups")
     rounded = settings.get("activation_scheme") is not None or any(

@@ -128,6 +128,13 @@ class Weight:
         return made
 
     @property
+    def input_format(self) -> str:
+        """The format to which runtimes round what is multiplied by this weight in matrix products: that of the weight, or, if
+        another program quantised it and no rule casts it, the one that its files declare. "" if they round nothing.
+        """
+        return self.dtype if self.scale is not None else self.stored.input_format if self.decoded else ""
+
+    @property
     def form(self) -> str:
         """A key that identifies this weight's current values: the dtype, and the names of the weights that share its scale."""
         return " ".join((self.dtype, *self.shares))

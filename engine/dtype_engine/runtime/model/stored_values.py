@@ -45,6 +45,8 @@ class StoredValues(ABC):
     """If the module holds codes, their scales, on the module's device. Otherwise None."""
     format: str = ""
     """If the files store the weight as codes, the name of the format, such as "gptq:int4@g128". Otherwise ""."""
+    input_format: str = ""
+    """The format in `core.dtypes` to which runtimes round what is multiplied by the weight, as the files declare, or ""."""
     decoded: bool = False
     """Whether the module does not hold the weight as it is stored, so that each operation has to read or decode its values."""
     in_files: tuple[CheckpointTensor, ...] = ()
@@ -132,8 +134,8 @@ class EncodedValues(StoredValues):
     dtype = torch.float32
     decoded = True
 
-    def __init__(self, weight: EncodedWeight, holds: torch.dtype, turned: bool = False) -> None:
-        self.weight, self.holds, self.turned = weight, holds, turned
+    def __init__(self, weight: EncodedWeight, holds: torch.dtype, turned: bool = False, input_format: str = "") -> None:
+        self.weight, self.holds, self.turned, self.input_format = weight, holds, turned, input_format
         self.shape = (*weight.shape[:-2], *weight.shape[:-3:-1]) if turned else weight.shape
         self.format = weight.format
         self.in_files = weight.tensors
@@ -213,6 +215,7 @@ class StackedValues(StoredValues):
     def __init__(self, parts: Sequence[StoredValues], shape: tuple[int, ...], holds: torch.dtype) -> None:
         self.parts, self.shape, self.holds = tuple(parts), shape, holds
         self.format = next((part.format for part in parts if part.format), "")
+        self.input_format = next((part.input_format for part in parts if part.input_format), "")
         self.dtype = torch.float32 if self.format else holds
         self.in_files = tuple(tensor for part in parts for tensor in part.in_files)
 
@@ -255,7 +258,7 @@ class VisitedValues(StoredValues):
     def __init__(self, values: StoredValues, visits: BlockVisits) -> None:
         self.values, self.visits = values, visits
         self.shape, self.dtype, self.holds = values.shape, values.dtype, values.holds
-        self.format, self.in_files = values.format, values.in_files
+        self.format, self.in_files, self.input_format = values.format, values.in_files, values.input_format
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]

@@ -47,6 +47,9 @@ class CandidateMode(WeightMode):
     def is_quantized(self, weight: Weight) -> bool:
         return weight.scale is not None
 
+    def input_format(self, weight: Weight) -> str:
+        return weight.input_format
+
 
 def candidate_dtype(weight: Weight, compute: torch.dtype) -> torch.dtype:
     """Return the dtype that the model's code sees if it reads the `dtype` of a weight. compute: the dtype that it sees for a weight

@@ -69,6 +69,9 @@ class PartialCastMode(WeightMode):
     def is_quantized(self, weight: Weight) -> bool:
         return weight.scale is not None if self.inside(self.module) else is_coded(weight)
 
+    def input_format(self, weight: Weight) -> str:
+        return weight.input_format if self.inside(self.module) else super().input_format(weight)
+
     def note_use(self, key: int) -> None:
         super().note_use(key)
         if key in self.drifting:

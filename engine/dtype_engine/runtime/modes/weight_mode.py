@@ -222,7 +222,7 @@ class WeightMode(TorchFunctionMode):
             answer = func(self._value(key), *args[1:])
             self.standing_for[answer] = key
         if self.rounding is not None:
-            quantized = {key: weight.dtype} if weight is not None and self.is_quantized(weight) else {}
+            quantized = {key: form} if weight is not None and (form := self.input_format(weight)) else {}
             self.rounding.follow(answer, [args[0]], self.rounding.formats([args[0]], quantized))
         return answer
 
@@ -255,6 +255,10 @@ class WeightMode(TorchFunctionMode):
     def is_quantized(self, weight: Weight) -> bool:
         """Return whether a weight is now in a format with scales, such as float8, so that activations may have to be rounded."""
         return False
+
+    def input_format(self, weight: Weight) -> str:
+        """Return the format to which activations multiplied by a weight are rounded where activations are, or ""."""
+        return weight.dtype if self.is_quantized(weight) else ""
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a weight, a view of a weight, or the values that replace one."""
@@ -308,7 +312,7 @@ class WeightMode(TorchFunctionMode):
         if self.rounding is None:
             return self._with_values(func, name, args, kwargs, tensors, found, None)
         weights = [weight for tensor in tensors if (weight := self.weights.get(id(tensor))) is not None]
-        quantized = {id(weight.tensor): weight.dtype for weight in weights if self.is_quantized(weight)}
+        quantized = {id(weight.tensor): form for weight in weights if (form := self.input_format(weight))}
         formats = self.rounding.formats(tensors, quantized)
         rounds = self.rounding.wanted(name, args, kwargs, formats) if formats else None
         output = self._with_values(func, name, args, kwargs, tensors, found, rounds)
@@ -349,7 +353,7 @@ class WeightMode(TorchFunctionMode):
                     f"in {dtype_name(inner.dtype)} can't be replaced; the model runs only with this weight in float32"
                 )
             new[id(tensor)] = wrap(value)
-            if self.rounding is not None and self.is_quantized(self.weights[id(weight)]):
+            if self.rounding is not None and self.input_format(self.weights[id(weight)]):
                 self.rounding.left_wide.add(name)
             self.added = True
         return replace_tensors(args, kwargs, new)
