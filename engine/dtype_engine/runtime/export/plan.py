@@ -47,8 +47,10 @@ def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: O
     weights.
 
     title: the name of the model. If the architecture is known, it is built without data to find module classes and tied weights.
-    Raises UserError for a rule that matches nothing and for a weight that can't be stored in its planned dtype.
+    Raises UserError for a rule that matches nothing, for a weight that can't be stored in its planned dtype, and if the weights are
+    not on this machine.
     """
+    checkpoint.need_values()
     options = options or Options()
     source = Source("checkpoint", title, checkpoint.path, trust_pickle=options.trust_pickle)
     known = describe(source, options, checkpoint)

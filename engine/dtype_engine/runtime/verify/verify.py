@@ -258,7 +258,6 @@ def _of_checkpoint(
 ) -> tuple[Contents, SourceValues]:
     contents = of_checkpoint(checkpoint, source.title, recipe, options)
     names = frozenset(item.name for item in contents.items)
-    checkpoint.need_values()
     values = of_files(checkpoint.files, names, source.trust_pickle, checkpoint.form == "diffusers")
     decoded = {item.name: item.encoded for item in contents.items if item.encoded is not None and not item.copied}
     return contents, with_decoded(values, decoded, checkpoint.renamed) if decoded or checkpoint.renamed else values
