@@ -54,7 +54,7 @@ class Request(BaseHTTPRequestHandler):
             return
         path = unquote(urlsplit(self.path).path)
         for name, folder in self.hub.repositories.items():
-            if path.startswith(f"/api/models/{name}"):
+            if path.startswith(f"/api/models/{name}/"):
                 return self.answer_json(folder, path)
             if path.startswith(f"/{name}/resolve/"):
                 return self.answer_file(folder / path.split("/", 5)[5])

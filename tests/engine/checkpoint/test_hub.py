@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.helpers import large_checkpoints, quantized_files
+from tests.helpers import large_checkpoints
 from tests.helpers.hub_server import COMMIT, Hub, Request, hub_of
+from tests.helpers.quantized import CASES
 from tests.matrix.forms import FORMS, made
 
 from dtype_engine.checkpoint import hub as reading
+from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.hub import HubAddress
 from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.cli import cli
@@ -87,31 +89,18 @@ def test_the_tree_is_that_of_the_files(tmp_path: Path, serve: Serve, form: str) 
     assert len(hub.requests) == before + 1, "the headers are kept, and only the commit is asked for"
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        quantized_files.bnb_4bit,
-        quantized_files.bnb_8bit,
-        quantized_files.hqq,
-        quantized_files.quanto,
-        quantized_files.gptq,
-    ],
-)
-def test_small_tensors_that_describe_weights_are_read(
-    tmp_path: Path, serve: Serve, make: Callable[[], quantized_files.Made]
-) -> None:
-    here = make().open(tmp_path / "made")
-    serve(tmp_path / "made")
-    there = locate(MODEL).open()
-    assert there is not None
-    assert here.encoded.keys() == there.encoded.keys() != set()
-    for name, weight in there.encoded.items():
-        assert (weight.format, weight.shape, weight.settings) == (
-            here.encoded[name].format,
-            here.encoded[name].shape,
-            here.encoded[name].settings,
-        )
-        assert all(part.bytes is None for role, part in weight.parts.items() if role == "codes")
+def test_small_tensors_that_describe_weights_are_read(tmp_path: Path, serve: Serve) -> None:
+    hub = serve(tmp_path)
+    for number, (name, make) in enumerate(CASES.items()):
+        make().save(tmp_path / str(number))
+        hub.repositories[f"org/case{number}"] = tmp_path / str(number)
+        here, there = open_checkpoint(tmp_path / str(number)), locate(f"hf://org/case{number}").open()
+        assert there is not None
+        assert here.encoded.keys() == there.encoded.keys() != set(), name
+        for weight, found in there.encoded.items():
+            expected = here.encoded[weight]
+            assert (found.format, found.shape, found.settings) == (expected.format, expected.shape, expected.settings)
+            assert found.parts["codes"].bytes is None, name
 
 
 @pytest.mark.slow
