@@ -7,10 +7,12 @@ neither tells is said in `KVCache.notes` and never guessed.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dtype_engine.checkpoint.kv_settings import declared_formats
 from dtype_engine.core.kv_cache import KV_CACHE, KVCache, KVCacheTensor
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import MOST_MODULES, Module, Tree, is_number
@@ -27,7 +29,8 @@ def kv_cache(tree: Tree, config: Mapping[str, Any] | None) -> KVCache:
     architecture = _architecture(tree, config)
     if architecture is not None and not _generates(architecture, config):
         return KVCache(none_because=f"{printable(architecture)} does not generate text, so that it keeps no KV cache")
-    return _Reader(tree, config).read()
+    found = _Reader(tree, config).read()
+    return dataclasses.replace(found, declared=declared_formats(config)) if found.tensors else found
 
 
 _GENERATING = re.compile(

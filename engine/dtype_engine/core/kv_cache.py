@@ -93,6 +93,10 @@ class KVCache:
     """Sentences about what the files don't tell, and what is therefore missing or an upper bound."""
     none_because: str | None = None
     """Why the model keeps no cache, as a sentence, or None if it keeps one."""
+    declared: tuple[tuple[str, str, str], ...] = ()
+    """The formats that `config.json` declares: (the name of the attention module, or "" for all; the part, or "" for both; the
+    format).
+    """
 
     def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
         """Return the bytes of all tensors if all are in `dtype`, without scales."""

@@ -13,7 +13,7 @@ from typing import Literal
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.kv_cache import KV_CACHE, PARTS, KVCacheTensor
+from dtype_engine.core.kv_cache import KV_CACHE, PARTS
 from dtype_engine.core.suggest import nearest
 
 SCANNED = "kv:"
@@ -126,14 +126,6 @@ def parse_scanned(text: str) -> str:
     """Parse an entry of a scan's dtypes: a dtype of weights, or `kv:` and a format of KV caches. Raises UserError."""
     whole = text.strip()
     return SCANNED + parse_format(whole[len(SCANNED) :]) if whole.startswith(SCANNED) else dtypes.parse_target(whole)
-
-
-def cache_bytes(tensor: KVCacheTensor, name: str, context: int, batch: int = 1) -> int:
-    """Return the bytes of a cache's tensor at a context, in tokens. name: a format in `KV_FORMATS`, or a dtype of torch, in
-    which the model writes it.
-    """
-    form = KV_FORMATS.get(name) or KVFormat(name, name, "none", dtypes.BY_NAME[name].bits)
-    return form.nbytes(tensor.shape(context, batch), tensor.part in ("k", "latent"))
 
 
 def format_of_caches(text: str) -> str | None:

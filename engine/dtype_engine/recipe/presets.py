@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.kv_cache import KV_CACHE
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.tree import Module, Tree, ancestors, numbered_parts
 from dtype_engine.recipe.pattern import compile_pattern, generalisations
@@ -58,7 +59,8 @@ class Preset:
             raise UserError(f"preset {self.name!r} matches module classes, {NO_CLASSES}")
         recipe = Recipe.of(rule for rule in self._make(tree) if select(tree, rule.pattern))
         if not recipe.rules:
-            why = "it declares no islands" if self.name == "islands-fp32" else "it has no weights that the preset casts"
+            declares = {"islands-fp32": "islands", "kv-declared": "formats of KV caches"}.get(self.name)
+            why = f"it declares no {declares}" if declares else "it has no weights that the preset casts"
             raise UserError(f"preset {self.name!r} has nothing to do in this model: {why}")
         return recipe
 
@@ -91,6 +93,12 @@ def _modelopt(tree: Tree) -> Iterator[Rule]:
     yield from _fp8_linears(tree)
     kept = [*KEPT_BY_MODELOPT, *(f"type:{name}" for name in KEPT_CLASSES), *norms(tree)]
     yield from (Rule(pattern, "bfloat16") for pattern in dict.fromkeys(kept))
+
+
+def _declared_caches(tree: Tree) -> Iterator[Rule]:
+    for module, part, form in tree.kv_cache.declared:
+        caches = generalisations(f"{module}.{KV_CACHE}")[0] if module else f"*.{KV_CACHE}"
+        yield Rule(f"{caches}.{part}" if part else caches, form)
 
 
 def _in_blocks(tree: Tree, of_linears: str, of_experts: str = "") -> Iterator[Rule]:
@@ -149,6 +157,12 @@ PRESETS: dict[str, Preset] = {
             "Linear layers in int4 in groups of 128 (W4A16); head, routers and the rest in bfloat16.",
             True,
             partial(_in_blocks, of_linears="int4@g128"),
+        ),
+        Preset(
+            "kv-declared",
+            "KV caches in the formats that config.json declares for them, the rest as stored.",
+            False,
+            _declared_caches,
         ),
     )
 }  # fmt: skip
@@ -261,5 +275,5 @@ def preset_effects(tree: Tree) -> Iterator[PresetEffect]:
             yield PresetEffect(preset, None, str(error), needs_classes=unknown)
             continue
         plan = make_plan(tree, recipe)
-        changed = sum(plan.dtypes[name] != tensor.dtype for name, tensor in tree.tensors.items())
+        changed = sum(plan.dtypes[name] != tensor.dtype for name, tensor in tree.tensors.items()) + len(plan.caches)
         yield PresetEffect(preset, recipe, "", changed, plan.stored_bytes, plan.planned_bytes)

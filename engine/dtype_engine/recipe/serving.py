@@ -15,6 +15,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.fused import fused_groups, siblings, split_groups
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe.fused_words import layer_name
+from dtype_engine.recipe.kv_serving import cache_serving
 from dtype_engine.recipe.schemes import layout
 from dtype_engine.recipe.targets.base import Context
 
@@ -51,6 +52,8 @@ class ServingLint:
     quantised: int
     """Number of weights that the plan casts to a format with scales."""
     findings: tuple[Finding, ...]
+    flags: tuple[str, ...] = ()
+    """The options of the runtime's command line that give KV caches the plan's formats."""
 
     @property
     def loads(self) -> bool:
@@ -72,7 +75,11 @@ def lint_serving(context: Context, runtime: Runtime, activations: Literal["none"
     findings = [finding for rule in rules for finding in rule(context, runtime, quantised)]
     if activations == "none":
         findings += [*_int8(context, runtime, quantised), *_always_quantised(runtime, quantised)]
-    return ServingLint(runtime, len(quantised), tuple(findings))
+    served = cache_serving(context.tree, context.plan.caches, runtime)
+    source = "vllm/config/cache.py: CacheConfig" if runtime == "vllm" else "python/sglang/srt/server_args.py"
+    for problem in served.problems:
+        findings.append(Finding("refused" if problem.refused else "other values", problem.why, source, problem.tensors))
+    return ServingLint(runtime, len(quantised), tuple(findings), served.flags)
 
 
 def _source(runtime: Runtime, file: str) -> str:
@@ -325,4 +332,6 @@ def serving_lines(lint: ServingLint, shown: Callable[[Sequence[str]], str]) -> l
     if not lint.findings:
         weights = "1 weight" if lint.quantised == 1 else f"{lint.quantised} weights"
         lines.append(f"no problem found: {weights} with scales, all others without")
+    if lint.flags:
+        lines.append(f"for the KV cache: {' '.join(lint.flags)}")
     return [f"{lint.runtime}: by its source", *lines]

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_cache import KVCacheTensor
-from dtype_engine.core.kv_formats import SCANNED, cache_bytes
+from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.tree import Tree, ancestors
 from dtype_engine.recipe import Selection, explain_no_match, select, tensor_bytes
+from dtype_engine.recipe.serving_memory import cache_tensor_bytes
 from dtype_engine.results.scan import FrontPoint
 
 _MOST_STATES = 20_000
@@ -140,12 +141,14 @@ def _cache_choices(
     """
     context, batch = constraints.context or 0, constraints.batch
     choices = [
-        Choice(form.removeprefix(SCANNED), cache_bytes(tensor, form.removeprefix(SCANNED), context, batch), score)
+        Choice(
+            form.removeprefix(SCANNED), cache_tensor_bytes(tensor, form.removeprefix(SCANNED), context, batch), score
+        )
         for (name, form), score in scores.items()
         if name == tensor.name and form in allowed
     ]
     if not choices or not allowed or dtypes.STORED in allowed:
-        choices.append(Choice(dtypes.STORED, cache_bytes(tensor, written_dtype(tree), context, batch), 0.0))
+        choices.append(Choice(dtypes.STORED, cache_tensor_bytes(tensor, written_dtype(tree), context, batch), 0.0))
     return _undominated(choices)
 
 

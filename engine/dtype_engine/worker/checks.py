@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_cache import KVCache
+from dtype_engine.core.kv_formats import KV_FORMATS, SCANNED
 from dtype_engine.recipe import Rule
 from dtype_engine.results.check import KINDS
 from dtype_engine.results.losses import ValueLoss
@@ -104,5 +105,5 @@ def _check_rules(rules: Iterable[str]) -> None:
 
 def _check_dtypes(names: Iterable[str]) -> None:
     for name in names:
-        if name not in dtypes.BY_NAME:
+        if name not in dtypes.BY_NAME and name.removeprefix(SCANNED) not in KV_FORMATS:
             raise ValueError(f"there is no dtype {name}")

@@ -22,8 +22,9 @@ import msgspec
 
 from dtype_engine.checkpoint.source import is_python
 from dtype_engine.core.atomic_write import write_text_atomic
-from dtype_engine.core.dtypes import COMPUTE_DTYPES, parse_target
+from dtype_engine.core.dtypes import COMPUTE_DTYPES
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.kv_formats import parse_scanned
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.regular_files import read_regular
 from dtype_engine.core.text import printable
@@ -332,7 +333,7 @@ def _decoded(data: Mapping[str, Any]) -> SavedSession:
         at=file.at,
         cursor=file.cursor,
         measured=tuple(map(_measured_recipe, file.measured)),
-        scanned=tuple(map(parse_target, file.scanned)),
+        scanned=tuple(map(parse_scanned, file.scanned)),
         saved=file.saved,
     )
 

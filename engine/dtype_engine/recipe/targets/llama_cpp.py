@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
+from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import TensorInfo, is_number
+from dtype_engine.recipe.kv_serving import cache_serving
 from dtype_engine.recipe.targets.base import (
     Context,
     Conversion,
@@ -99,6 +101,12 @@ def convert(context: Context) -> Conversion:
         "llama-quantize --tensor-type-file FILE in.gguf out.gguf Q8_0, where in.gguf was made with --outtype f32",
         *wide_inputs_note(context, NAME),
     )
+    served = cache_serving(context.tree, context.plan.caches, NAME)
+    for problem in served.problems:
+        for name in problem.tensors if problem.refused else ():
+            losses.add(name, context.plan.caches.get(name, dtypes.STORED), dtypes.STORED, problem.why)
+    if served.flags:
+        notes += (f"start llama-server with {' '.join(served.flags)}", *(problem.why for problem in served.problems))
     return Conversion(text, tuple(patterns), None, losses.result(), notes)
 
 

@@ -16,6 +16,7 @@ import re
 from typing import Any
 
 from dtype_engine.core import dtypes
+from dtype_engine.recipe.kv_serving import modelopt_layers
 from dtype_engine.recipe.targets.base import (
     Context,
     Conversion,
@@ -54,12 +55,22 @@ def convert(context: Context) -> Conversion:
         for pattern in globs((f"{name.rpartition('.')[0]}.weight_quantizer" for name in names), universe):
             patterns.append((pattern, dtype))
             entries.append({"quantizer_name": pattern, "cfg": config, "enable": True})
+    layers, left = modelopt_layers(context.tree, context.plan.caches)
+    for module, of_module in layers.items():
+        for part, algorithm in zip(
+            "kv", of_module["quant_algo"].replace("_K_", " ").removesuffix("_V").split() * 2, strict=False
+        ):
+            config = _config("nvfp4" if algorithm == "NVFP4" else "float8_e4m3fn@tensor")
+            entries.append({"quantizer_name": f"{module}.{part}_bmm_quantizer", "cfg": config, "enable": True})
+    for name in left:
+        parts.losses.add(name, context.plan.caches[name], dtypes.STORED, "ModelOpt has KV caches in FP8 and NVFP4")
     text = json.dumps({"quant_cfg": entries, "algorithm": "max"}, indent=2) + "\n"
     notes = (
         loading_note(parts.base),
         "pass it to modelopt.torch.quantization.quantize(model, json.load(file, object_hook=hook)), where hook = lambda entry: "
         "{int(key) if key.lstrip('-').isdigit() else key: value for key, value in entry.items()}; weights are packed on export",
         *wide_inputs_note(context, NAME),
+        *((f"ModelOpt exports KV caches as kv_cache_quantized_layers: {json.dumps(layers)}",) if layers else ()),
     )
     return Conversion(text, tuple(patterns), parts.base, parts.losses.result(), notes)
 

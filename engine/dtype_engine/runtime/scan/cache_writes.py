@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from dtype_engine.core.kv_formats import SCANNED, cache_bytes
+from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import tensor_bytes
+from dtype_engine.recipe.serving_memory import DEFAULT_CONTEXT, cache_tensor_bytes
 from dtype_engine.runtime.modes.kv_cache import CacheNames, CacheWatcher
 from dtype_engine.runtime.numerics.kv_rounding import round_cache
-
-CONTEXT = 8192
-"""The context, in tokens of one sequence, at which a scan counts the bytes of a KV cache."""
 
 
 @dataclass(slots=True)
@@ -63,8 +61,10 @@ class CacheRecorder(CacheWatcher):
 
 
 def scored_bytes(tree: Tree, name: str, dtype: str) -> int:
-    """Return the bytes of a weight in a dtype, or of a KV cache's tensor in a format such as `kv:fp8` at `CONTEXT`."""
+    """Return the bytes of a weight in a dtype, or of a KV cache's tensor in a format such as `kv:fp8` for one sequence of
+    `DEFAULT_CONTEXT` tokens.
+    """
     if name in tree.tensors:
         return tensor_bytes(tree.tensors[name], dtype)
     tensor = next(each for each in tree.kv_cache.tensors if each.name == name)
-    return cache_bytes(tensor, dtype.removeprefix(SCANNED), CONTEXT)
+    return cache_tensor_bytes(tensor, dtype.removeprefix(SCANNED), DEFAULT_CONTEXT, 1)

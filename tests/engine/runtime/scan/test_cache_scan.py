@@ -12,8 +12,8 @@ from tests.helpers import architectures
 from tests.helpers.rank_correlation import compared
 
 import dtype_engine as de
-from dtype_engine.core.kv_formats import cache_bytes
 from dtype_engine.recipe import tensor_bytes
+from dtype_engine.recipe.serving_memory import cache_tensor_bytes
 from dtype_engine.search.pareto import Constraints, make_front, written_dtype
 
 FORMATS = ("kv:bf16", "kv:fp8", "kv:int8@token", "kv:int4@token")
@@ -64,7 +64,7 @@ def test_the_search_keeps_outliers_wide_and_beats_one_format_for_all(
     session: de.Session, scanned: de.ScanReport
 ) -> None:
     caches = session.tree.kv_cache.tensors
-    uniform = sum(cache_bytes(tensor, "float8_e4m3fn", CONTEXT) for tensor in caches)
+    uniform = sum(cache_tensor_bytes(tensor, "float8_e4m3fn", CONTEXT, 1) for tensor in caches)
     session.use_recipe(de.Recipe.of([de.Rule.parse("*.kv_cache=fp8")]))
     drift = session.drift().output.kl_mean
     constraints = Constraints(keep=("*",), context=CONTEXT)
@@ -98,7 +98,7 @@ def test_weights_and_caches_under_one_budget_are_optimal() -> None:
             ("int8@token", scores[tensor.name, "kv:int8@token"]),
         ]
         forms.append((written_dtype(session.tree), 0.0))
-        rows.append([(cache_bytes(tensor, form, 64, 2), score) for form, score in forms])
+        rows.append([(cache_tensor_bytes(tensor, form, 64, 2), score) for form, score in forms])
     fixed = session.tree.stored_bytes - sum(session.tree.tensors[name].nbytes for name in weights)
     whole = [(fixed + sum(size for size, _ in row), sum(score for _, score in row)) for row in itertools.product(*rows)]
     smallest, largest = min(whole)[0], max(whole)[0]

@@ -1,0 +1,138 @@
+"""How runtimes are told the formats of KV caches that a plan has, and what each of them can't do.
+
+The sources are vLLM (main branch, 2026: `vllm/config/cache.py`, `CacheDType` and `kv_cache_dtype_skip_layers`), SGLang
+(`server_args.py`, `kv_cache_dtype`) and llama.cpp (`common/arg.cpp`, `--cache-type-k` and `--cache-type-v`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.kv_formats import KV_FORMATS
+from dtype_engine.core.tree import Tree
+
+_FP8 = "float8_e4m3fn"
+_VLLM = {
+    _FP8: "fp8", "float8_e5m2": "fp8_e5m2", _FP8 + dtypes.PER_TENSOR: "fp8", "fp8@head": "fp8",
+    "fp8@token": "fp8_per_token_head", "int8@token": "int8_per_token_head", "int4@token": "int4_per_token_head",
+    "nvfp4": "nvfp4", "bfloat16": "bfloat16", "float16": "float16",
+}  # fmt: skip
+_SGLANG = {_FP8: "fp8_e4m3", _FP8 + dtypes.PER_TENSOR: "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "bfloat16": "bf16"}
+_LLAMA_CPP = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8@token": "q8_0", "int4@g32": "q4_0"}
+_MODELOPT = {_FP8 + dtypes.PER_TENSOR: "FP8", "nvfp4": "NVFP4"}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheProblem:
+    """What a runtime does otherwise than a plan says, and the tensors of KV caches for which it does."""
+
+    why: str
+    refused: bool
+    """Whether the runtime can't do it at all. Otherwise, it computes with other values."""
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheServing:
+    """How one runtime is told the formats of a plan's KV caches."""
+
+    flags: tuple[str, ...] = ()
+    """The options of the runtime's command line, such as `--kv-cache-dtype` and `fp8`. Empty if a problem leaves none."""
+    problems: tuple[CacheProblem, ...] = ()
+
+
+def cache_serving(tree: Tree, caches: Mapping[str, str], runtime: str) -> CacheServing:
+    """Return how a runtime is told the formats `caches` of KV caches, by the tensor's name. runtime: "vllm", "sglang" or
+    "llama.cpp".
+    """
+    if not caches:
+        return CacheServing()
+    return _llama_cpp(tree, caches) if runtime == "llama.cpp" else _with_one_dtype(tree, caches, runtime)
+
+
+def _with_one_dtype(tree: Tree, caches: Mapping[str, str], runtime: str) -> CacheServing:
+    names, title = (_VLLM, "vLLM") if runtime == "vllm" else (_SGLANG, "SGLang")
+    if problem := _unknown(caches, names, title):
+        return CacheServing((), (problem,))
+    of_layer: dict[int, set[str | None]] = {}
+    for tensor in tree.kv_cache.tensors:
+        if tensor.castable:
+            of_layer.setdefault(tensor.layer, set()).add(caches.get(tensor.name))
+    mixed = tuple(
+        name for tensor in tree.kv_cache.tensors if len(of_layer[tensor.layer]) > 1 and (name := tensor.name) in caches
+    )
+    if mixed:
+        why = f"{title} has one format for the keys and the values of a layer"
+        return CacheServing((), (CacheProblem(why, True, mixed),))
+    layers = {layer: next(iter(forms)) for layer, forms in of_layer.items()}
+    wide = [layer for layer, form in layers.items() if form is None or form in dtypes.COMPUTE_DTYPES]
+    low = {form for form in layers.values() if form is not None and form not in dtypes.COMPUTE_DTYPES}
+    if len(low) > 1 or (wide and low and runtime != "vllm"):
+        why = f"{title} has one format for all layers" + (", but those that stay wide" if runtime == "vllm" else "")
+        return CacheServing((), (CacheProblem(why, True, tuple(caches)),))
+    form = next(iter(low), None) or next(form for form in layers.values() if form is not None)
+    flags: tuple[str, ...] = ("--kv-cache-dtype", names[form])
+    if wide and low:
+        flags += ("--kv-cache-dtype-skip-layers", *map(str, sorted(wide)))
+    return CacheServing(flags, _differences(caches, form))
+
+
+def _differences(caches: Mapping[str, str], form: str) -> tuple[CacheProblem, ...]:
+    tensors = tuple(name for name, each in caches.items() if each == form)
+    if form == "int4@token":
+        return (
+            CacheProblem("vLLM rotates the values of a head before it rounds them, so it drifts less", False, tensors),
+        )
+    if KV_FORMATS[form].calibrated and form != "nvfp4":
+        return (CacheProblem("its scales are read from a checkpoint: export the model with this rule", False, tensors),)
+    return ()
+
+
+def _llama_cpp(tree: Tree, caches: Mapping[str, str]) -> CacheServing:
+    if problem := _unknown(caches, _LLAMA_CPP, "llama.cpp"):
+        return CacheServing((), (problem,))
+    flags: list[str] = []
+    problems: list[CacheProblem] = []
+    for option, parts in (("-ctk", ("k", "latent")), ("-ctv", ("v", "rope"))):
+        names = [tensor.name for tensor in tree.kv_cache.tensors if tensor.castable and tensor.part in parts]
+        forms = {caches.get(name) for name in names}
+        if len(forms) > 1:
+            what = "keys" if option == "-ctk" else "values"
+            problems.append(CacheProblem(f"llama.cpp has one format for the {what} of all layers", True, tuple(names)))
+        elif (form := next(iter(forms), None)) is not None:
+            flags += [option, _LLAMA_CPP[form]]
+            if form in ("int8@token", "int4@g32"):
+                why = f"llama.cpp's {_LLAMA_CPP[form]} has a float16 scale for 32 values"
+                problems.append(CacheProblem(why, False, tuple(names)))
+    return CacheServing(() if any(problem.refused for problem in problems) else tuple(flags), tuple(problems))
+
+
+def _unknown(caches: Mapping[str, str], names: Mapping[str, str], title: str) -> CacheProblem | None:
+    unknown = tuple(name for name, form in caches.items() if form not in names)
+    if not unknown:
+        return None
+    forms = ", ".join(sorted({caches[name].replace(_FP8, "fp8") for name in unknown}))
+    return CacheProblem(f"{title} has no KV cache in {forms}", True, unknown)
+
+
+def modelopt_layers(tree: Tree, caches: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], tuple[str, ...]]:
+    """Return ModelOpt's `kv_cache_quantized_layers`, which maps an attention to its format, and the tensors of KV caches whose
+    format ModelOpt does not have.
+    """
+    of_module: dict[str, list[str | None]] = {}
+    for tensor in tree.kv_cache.tensors:
+        if tensor.castable:
+            of_module.setdefault(tensor.module, []).append(_MODELOPT.get(caches.get(tensor.name, "")))
+    algorithms = {
+        module: parts[0] if parts[0] == parts[-1] else f"{parts[0]}_K_{parts[-1]}_V"
+        for module, parts in of_module.items()
+        if None not in parts
+    }
+    layers = {
+        module: {"quant_algo": name} for module, name in algorithms.items() if name in ("FP8", "NVFP4", "FP8_K_NVFP4_V")
+    }
+    wide = (*dtypes.COMPUTE_DTYPES, None)
+    left = tuple(name for name, form in caches.items() if name.rsplit(".", 2)[0] not in layers and form not in wide)
+    return layers, left

@@ -1,0 +1,150 @@
+"""How runtimes are told the formats of KV caches, and what they can't do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dtype_engine import Recipe, Rule
+from dtype_engine.checkpoint.kv_cache import kv_cache
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
+from dtype_engine.recipe import make_plan
+from dtype_engine.recipe.kv_serving import cache_serving, modelopt_layers
+from dtype_engine.recipe.presets import preset
+from dtype_engine.recipe.serving import lint_serving, serving_lines
+from dtype_engine.recipe.targets import Context, target_named
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
+    "num_hidden_layers": 4, "model_type": "llama",
+}  # fmt: skip
+ATTENTION = "model.layers.{}.self_attn"
+
+
+def _tree(config: dict[str, object] | None = None) -> Tree:
+    parts = {"q_proj": 64, "k_proj": 32, "v_proj": 32, "o_proj": 64}
+    tree = from_tensors(
+        TensorInfo(f"{ATTENTION.format(layer)}.{part}.weight", (rows, 64), "bfloat16")
+        for layer in range(4)
+        for part, rows in parts.items()
+    )
+    tree.kv_cache = kv_cache(tree, CONFIG | (config or {}))
+    return tree
+
+
+def _plan(tree: Tree, *rules: str) -> dict[str, str]:
+    return dict(make_plan(tree, Recipe.of(map(Rule.parse, rules))).caches)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "rules", "flags"),
+    [
+        ("vllm", ["*.kv_cache=fp8"], "--kv-cache-dtype fp8"),
+        ("vllm", ["*.kv_cache=fp8e5", "*.{0,3}.*.kv_cache=bf16"], "--kv-cache-dtype fp8_e5m2 --kv-cache-dtype-skip-layers 0 3"),
+        ("vllm", ["*.{1,2}.*.kv_cache=int8@token"], "--kv-cache-dtype int8_per_token_head --kv-cache-dtype-skip-layers 0 3"),
+        ("vllm", ["*.kv_cache=bf16"], "--kv-cache-dtype bfloat16"),
+        ("sglang", ["*.kv_cache=fp8"], "--kv-cache-dtype fp8_e4m3"),
+        ("llama.cpp", ["*.kv_cache.k=int8@token", "*.kv_cache.v=int4@g32"], "-ctk q8_0 -ctv q4_0"),
+        ("llama.cpp", ["*.kv_cache.v=f16"], "-ctv f16"),
+    ],
+)  # fmt: skip
+def test_the_options_of_a_runtime(runtime: str, rules: list[str], flags: str) -> None:
+    tree = _tree()
+    served = cache_serving(tree, _plan(tree, *rules), runtime)
+    assert " ".join(served.flags) == flags
+    assert not any(problem.refused for problem in served.problems)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "rules", "why"),
+    [
+        ("vllm", ["*.kv_cache=int4@kivi"], "vLLM has no KV cache in int4@kivi"),
+        ("vllm", ["*.kv_cache=fp8", "*.kv_cache.v=nvfp4"], "one format for the keys and the values of a layer"),
+        ("vllm", ["*.kv_cache=fp8", "*.0.*.kv_cache=nvfp4"], "one format for all layers, but those that stay wide"),
+        ("sglang", ["*.{0,1}.*.kv_cache=fp8"], "SGLang has one format for all layers"),
+        ("sglang", ["*.kv_cache=int8@token"], "SGLang has no KV cache in int8@token"),
+        (
+            "llama.cpp",
+            ["*.kv_cache=f16", "*.0.*.kv_cache.k=bf16"],
+            "llama.cpp has one format for the keys of all layers",
+        ),
+        ("llama.cpp", ["*.kv_cache=fp8"], "llama.cpp has no KV cache in fp8"),
+    ],
+)
+def test_what_a_runtime_can_not_do(runtime: str, rules: list[str], why: str) -> None:
+    tree = _tree()
+    served = cache_serving(tree, _plan(tree, *rules), runtime)
+    assert served.flags == ()
+    assert [problem.refused for problem in served.problems] == [True]
+    assert why in served.problems[0].why
+    assert set(served.problems[0].tensors) <= set(tree.caches)
+
+
+def test_lint_and_conversions_know_caches() -> None:
+    tree = _tree()
+    plan = make_plan(tree, Recipe.of([Rule.parse("*.kv_cache=fp8@tensor"), Rule.parse("*.1.*.kv_cache.v=nvfp4")]))
+    lint = lint_serving(Context(tree, plan), "vllm")
+    assert [finding.effect for finding in lint.findings] == ["refused"]
+    assert not lint.loads
+    plan = make_plan(tree, Recipe.of([Rule.parse("*.kv_cache=fp8")]))
+    assert "for the KV cache: --kv-cache-dtype fp8" in serving_lines(
+        lint_serving(Context(tree, plan), "vllm"), ", ".join
+    )
+    plan = make_plan(tree, Recipe.of([Rule.parse("*.kv_cache=fp8@tensor"), Rule.parse("*.1.*.kv_cache.v=nvfp4")]))
+    written = json.loads(target_named("modelopt").convert(Context(tree, plan)).text)["quant_cfg"]
+    bits = {entry["quantizer_name"]: entry["cfg"]["num_bits"] for entry in written if entry["enable"]}
+    assert bits == {
+        f"{ATTENTION.format(layer)}.{part}_bmm_quantizer": [2, 1] if (layer, part) == (1, "v") else [4, 3]
+        for layer in range(4)
+        for part in "kv"
+    }
+
+
+@pytest.mark.parametrize(
+    ("quantization", "rules"),
+    [
+        (
+            {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}},
+            ["*.kv_cache=float8_e4m3fn@tensor"],
+        ),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "attn_head"}}, ["*.kv_cache=fp8@head"]),
+        ({"kv_cache_quant_algo": "FP8"}, ["*.kv_cache=float8_e4m3fn@tensor"]),
+        ({"kv_cache_quant_algo": "NVFP4"}, ["*.kv_cache=nvfp4"]),
+        (
+            {
+                "kv_cache_quant_algo": "MIXED_PRECISION",
+                "kv_cache_quantized_layers": {
+                    ATTENTION.format(0): {"quant_algo": "FP8"},
+                    ATTENTION.format(2): {"quant_algo": "FP8_K_NVFP4_V"},
+                    "no*where": {"quant_algo": "FP8"},
+                },
+            },
+            [
+                "model.layers.0.self_attn.kv_cache=float8_e4m3fn@tensor",
+                "model.layers.2.self_attn.kv_cache.k=float8_e4m3fn@tensor",
+                "model.layers.2.self_attn.kv_cache.v=nvfp4",
+            ],
+        ),
+    ],
+)
+def test_declared_formats_are_a_preset(quantization: dict[str, object], rules: list[str]) -> None:
+    tree = _tree({"quantization_config": quantization})
+    recipe = preset("kv-declared").recipe(tree)
+    assert [str(rule) for rule in recipe.rules] == rules
+    layers = quantization.get("kv_cache_quantized_layers")
+    if isinstance(layers, dict):
+        found, left = modelopt_layers(tree, make_plan(tree, recipe).caches)
+        assert found == {name: layers[name] for name in layers if "*" not in name}
+        assert left == ()
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [{}, {"kv_cache_scheme": None}, {"kv_cache_quant_algo": []}, "fp8", {"kv_cache_quantized_layers": {"a": 1}}],
+)
+def test_a_config_without_a_known_format_declares_none(quantization: object) -> None:
+    with pytest.raises(UserError) as raised:
+        preset("kv-declared").recipe(_tree({"quantization_config": quantization}))
+    assert "it declares no formats of KV caches" in str(raised.value)
