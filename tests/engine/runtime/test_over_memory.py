@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import dtype_engine as de
 from dtype_engine.core.errors import Cancelled, NoForward
@@ -87,6 +89,35 @@ def test_an_encoder_and_a_decoder_with_shared_weights(tmp_path: Path) -> None:
         session = de.open(str(tmp_path / "t5"), options=options, inputs=inputs)
         found.append(measured(session, RECIPES[1]))
     assert found[0] == found[1]
+
+
+def quantized(folder: Path) -> None:
+    """Store the layers' weights as DeepSeek does: codes in float8_e4m3fn and a scale for each block of 128 x 128."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if "_proj" in name]:
+        blocks = tensors[name].float().unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        tensors[name] = codes.flatten(2).flatten(0, 1).contiguous()
+        tensors[f"{name}_scale_inv"] = scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_causes_another_checkpoint_and_a_quantized_one(make_llama: Callable[..., Path]) -> None:
+    stored, coded = (make_llama(name, dtype="bfloat16", **SIZES) for name in ("stored", "coded"))
+    quantized(coded)
+    for limit in (None, 1 << 21):
+        session = opened(coded, limit)
+        assert session.model.weights["model.layers.0.mlp.up_proj.weight"].info.dtype == "fp8:e4m3@128x128"
+        found = [measured(session, rules) for rules in ((), RECIPES[1])]
+        found.append([(cause.name, cause.drift) for cause in session.causes().causes])
+        found.append(measured(opened(coded, limit, reference=str(stored)), ("*embed*=int8",)))
+        if limit is None:
+            inside = found
+    assert found == inside
 
 
 def test_a_model_that_changes_its_state_runs_one_sequence_after_the_other(

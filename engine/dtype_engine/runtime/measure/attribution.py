@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -51,6 +52,9 @@ ENOUGH_POSITIONS = 256
 """The attribution runs further batches until at least this many output rows have been compared."""
 _BUDGET = 1 << 30
 """Maximum number of bytes of reference outputs to keep: half for reuse in later passes, and half for comparison."""
+
+_SIDE_BY_SIDE = 32
+"""How many passes of a model that is larger than memory run side by side."""
 
 OnProgress = Callable[[int, int], None]
 OnCauses = Callable[[PartialAttribution], None]
@@ -102,6 +106,12 @@ class _Base:
     uses: Mapping[str, int]
     masks: KeptPositions | None
 
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the modules' outputs."""
+        cached = self.cache.nbytes if self.cache is not None else 0
+        return cached + sum({id(each): each.nbytes for each in self.modules.values()}.values())
+
 
 @dataclass
 class Attribution:
@@ -147,8 +157,11 @@ class Attribution:
             self._passes = 2 * len(self._bases)
 
             def here(parts: Sequence[Part]) -> Iterator[tuple[int, PartDrift]]:
-                for index, part in enumerate(parts):
-                    yield index, self._part(runner, part)
+                size = 1 if self.model.visits is None else _SIDE_BY_SIDE
+                for start in range(0, len(parts), size):
+                    together = parts[start : start + size]
+                    measured = runner.side_by_side([partial(self._part, runner, part) for part in together])
+                    yield from enumerate(measured, start)
 
             def report(found: Iterable[Contribution]) -> AttributionReport:
                 causes = tuple(sorted(found, key=lambda contribution: -contribution.drift))
@@ -200,22 +213,29 @@ class Attribution:
     def _run_reference(self, runner: ForwardRunner) -> None:
         budget, positions = _BUDGET, 0
         runner.calibrate_caches(self.inputs.batches)
-        for batch in self.inputs.batches:
-            recorder = ModuleRecorder(budget // 2)
-            options = PassOptions(learns=True, cache_bytes=budget // 2)
-            call = runner.reference_call(batch)
-            ran, uses = runner.partial(call, self._drifting, lambda name: False, options, recorder)
-            name, tensor = main_output(ran.output)
-            kept = {key: output for key, output in recorder.outputs.items() if key[0] in uses}
-            masks = KeptPositions.of(self.model.module, batch, self.model.device)
-            self._bases.append(_Base(batch, name, tensor.detach().clone(), kept, ran.cache, uses, masks))
-            cached = ran.cache.nbytes if ran.cache is not None else 0
-            budget = max(0, budget - cached - sum({id(each): each.nbytes for each in kept.values()}.values()))
-            positions += _rows(tensor)
+        batches, size = self.inputs.batches, 1 if self.model.visits is None else _SIDE_BY_SIDE
+        for start in range(0, len(batches), size):
+            group = batches[start : start + size]
+            run = partial(self._base, runner, budget=budget // len(group))
+            for base in runner.side_by_side([partial(run, batch) for batch in group]):
+                self._bases.append(base)
+                budget = max(0, budget - base.nbytes)
+                positions += _rows(base.output)
             if positions >= ENOUGH_POSITIONS:
                 break
         if not self._bases:
             raise NoForward("there are no inputs to run the model on")
+
+    def _base(self, runner: ForwardRunner, batch: Batch, budget: int) -> _Base:
+        """Run the reference on one batch, and keep at most `budget` bytes of its outputs."""
+        recorder = ModuleRecorder(budget // 2)
+        options = PassOptions(learns=True, cache_bytes=budget // 2)
+        call = runner.reference_call(batch)
+        ran, uses = runner.partial(call, self._drifting, lambda name: False, options, recorder)
+        name, tensor = main_output(ran.output)
+        kept = {key: output for key, output in recorder.outputs.items() if key[0] in uses}
+        masks = KeptPositions.of(self.model.module, batch, self.model.device)
+        return _Base(batch, name, tensor.detach().clone(), kept, ran.cache, uses, masks)
 
     def _contributions(self, run: MeasureParts, whole: float, on_part: _OnPart) -> list[Contribution]:
         """Return the contribution of each module to the drift. If there are too many modules, measure subtrees instead, and split
@@ -291,7 +311,8 @@ class Attribution:
         comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__
         local = _LocalError(part.modules[0] if part is not None and len(part.modules) == 1 else None)
-        for base in self._bases:
+
+        def measure(base: _Base) -> tuple[str, torch.Tensor]:
             local.reference, local.masks = base.modules, base.masks
             prefix = 0
             if part is not None and base.cache is not None and base.cache.calls:
@@ -299,7 +320,10 @@ class Attribution:
                 prefix = min(base.uses.get(name, len(base.cache.names)) for name in part.modules)
             options = PassOptions(earlier=base.cache, prefix=prefix)
             ran, _ = runner.partial(runner.reference_call(base.batch), self._drifting, inside, options, local)
-            name, candidate = main_output(ran.output)
+            return main_output(ran.output)
+
+        outputs = runner.side_by_side([partial(measure, base) for base in self._bases])
+        for base, (name, candidate) in zip(self._bases, outputs, strict=True):
             if comparison is None:
                 dimension = classes_dimension(self.model.module, name, candidate, self.settings.classes_dim)
                 comparison = OutputMetrics(dimension)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtype_engine.checkpoint import Checkpoint, open_checkpoint
+from dtype_engine.checkpoint import ByteRange, Checkpoint, open_checkpoint
 from dtype_engine.checkpoint.completeness import what_is_missing
 from dtype_engine.checkpoint.memory_fit import shortfall, usable_memory
 from dtype_engine.checkpoint.pickle_zip import is_compressed
@@ -118,10 +118,15 @@ def _from_checkpoint(
         visits=visits,
     )
     if visits is not None:
-        in_files = {key: weight.stored.in_files for key, weight in live.by_id.items() if weight.visited}
-        most = usable_memory(options.max_memory) // _BLOCK_SHARE
-        visits.use_blocks(blocks_of(live.module, in_files, most))
+        visits.use_blocks(blocks(live, options))
     return live
+
+
+def blocks(live: LiveModel, options: Options) -> dict[str, tuple[ByteRange, ...]]:
+    """Divide a model that is larger than memory, or whose reference is, into blocks (see `blocks_of`)."""
+    in_files = {key: weight.stored.in_files or weight.reference.in_files for key, weight in live.by_id.items()}
+    most = usable_memory(options.max_memory) // _BLOCK_SHARE
+    return blocks_of(live.module, {key: tensors for key, tensors in in_files.items() if tensors}, most)
 
 
 @dataclass(frozen=True, slots=True)

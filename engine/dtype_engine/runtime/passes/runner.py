@@ -89,7 +89,7 @@ class ForwardRunner:
         If the passes of the model depend on each other, they run one after the other. Raises what the functions raise.
         """
         visits = self.model.visits
-        if visits is None or len(works) < 2 or self.behavior.stateful:
+        if visits is None or len(works) < 2 or self.behavior.stateful or self._together is not None:
             return [work() for work in works]
         together = self._together = SideBySide(visits, self._suspended)
         try:
@@ -158,9 +158,9 @@ class ForwardRunner:
         if known or not any(KV_FORMATS[form].calibrated for form in wanted):
             return
         amax = CacheAmax(self.model.cache_names)
-        for batch in batches:
-            run = keeping_cache(self.reference_batch(batch)).run
-            self.reference(partial(run, self.model.module), PassOptions(caches=amax))
+        options = PassOptions(caches=amax)
+        runs = (keeping_cache(self.reference_batch(batch)).run for batch in batches)
+        self.side_by_side([partial(self.reference, partial(run, self.model.module), options) for run in runs])
         known |= amax.found
 
     def reference(
