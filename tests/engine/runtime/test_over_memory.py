@@ -91,6 +91,21 @@ def test_an_encoder_and_a_decoder_with_shared_weights(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_a_scan_has_the_same_scores_and_can_be_resumed(llama: Path, tmp_path: Path) -> None:
+    inside, over = opened(llama, None), opened(llama, 1 << 21)
+    expected = inside.scan(["bfloat16", "int8"], draws=2).scores()
+    visits = over.model.visits
+    assert visits is not None
+    found = over.scan(["bfloat16", "int8"], draws=2, save=tmp_path / "scan.json").scores()
+    assert found == pytest.approx(expected, rel=1e-6)
+    # A forward pass and two backward passes.
+    # A forward pass, two backward passes, and up to two passes for a weight whose dtype the code reads.
+    assert visits.bytes_read / over.tree.stored_bytes < 5
+    before = visits.bytes_read
+    assert opened(llama, 1 << 21).scan(["bfloat16", "int8"], draws=2, save=tmp_path / "scan.json").scores() == found
+    assert visits.bytes_read == before
+
+
 def quantized(folder: Path) -> None:
     """Store the layers' weights as DeepSeek does: codes in float8_e4m3fn and a scale for each block of 128 x 128."""
     tensors = load_file(folder / "model.safetensors")

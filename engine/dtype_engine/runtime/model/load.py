@@ -73,7 +73,7 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
     if reason := shortfall(checkpoint, options.max_memory):
         if not options.over_memory:
             raise NoForward(reason)
-        visits = BlockVisits()
+        visits = BlockVisits(usable_memory(options.max_memory) // _BLOCK_SHARE)
     if checkpoint.form == "pickle" and source.trust_pickle and checkpoint.path.is_file():
         whole = load_pickle(checkpoint.path, trust=True)
         if isinstance(whole, nn.Module):
@@ -118,14 +118,13 @@ def _from_checkpoint(
         visits=visits,
     )
     if visits is not None:
-        visits.use_blocks(blocks(live, options))
+        visits.use_blocks(blocks(live, visits.most))
     return live
 
 
-def blocks(live: LiveModel, options: Options) -> dict[str, tuple[ByteRange, ...]]:
-    """Divide a model that is larger than memory, or whose reference is, into blocks (see `blocks_of`)."""
+def blocks(live: LiveModel, most: int) -> dict[str, tuple[ByteRange, ...]]:
+    """Divide a model that is larger than memory, or whose reference is, into blocks of at most `most` bytes (see `blocks_of`)."""
     in_files = {key: weight.stored.in_files or weight.reference.in_files for key, weight in live.by_id.items()}
-    most = usable_memory(options.max_memory) // _BLOCK_SHARE
     return blocks_of(live.module, {key: tensors for key, tensors in in_files.items() if tensors}, most)
 
 

@@ -19,8 +19,9 @@ from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import FLOAT32, Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.live import LiveModel, Weight
-from dtype_engine.runtime.model.load import OnStep, load
+from dtype_engine.runtime.model.load import OnStep, blocks, load
 from dtype_engine.runtime.model.module_tree import tree_of
+from dtype_engine.runtime.model.stored_values import VisitedValues
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -64,6 +65,13 @@ def use_reference(live: LiveModel, source: Source, options: Options, on_step: On
             weight.other_reference = theirs.stored
             weight.info = infos[name] = dataclasses.replace(infos[name], reference_dtype=theirs.info.dtype)
     live.tree = tree_of(live.module, infos.values())
+    live.visits = visits = live.visits or other.visits
+    if visits is not None:
+        for weight in live.weights.values():
+            if isinstance(weight.other_reference, VisitedValues):
+                weight.other_reference.visits = visits
+        # A pass reads the files of one of the two models, and only using them shows which.
+        visits.use_blocks(dict.fromkeys(blocks(live, visits.most), ()))
     live.reference = options.reference
     live.notices += tuple(f"of the reference: {notice}" for notice in other.notices if notice not in live.notices)
     live.files += other.files

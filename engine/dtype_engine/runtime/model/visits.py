@@ -40,11 +40,13 @@ class BlockVisits:
 
     Attributes:
         blocks: for each block, by the name of its module, the ranges of the files that it reads. `use_blocks` sets it.
+        most: how many bytes a block takes at most, as float32.
         bytes_read: how many bytes of the files all visits until now were about.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         self.blocks: dict[str, tuple[ByteRange, ...]] = {}
+        self.most = most
         self.bytes_read = 0
         self._inside = ""
         self._values: dict[Any, Any] = {}

@@ -71,9 +71,11 @@ class ForwardRunner:
         self._compute = torch_dtype(settings.compute)
         self._autocast = torch_dtype(settings.autocast) if settings.autocast else None
         self._together: SideBySide | None = None
+        self.last_seconds = 0.0
+        """How long the last pass by `under` took, without waiting for others."""
         blocks = model.visits.blocks if model.visits is not None else ()
         autocast_on = model.device.type if settings.autocast else None
-        self._calls = ModuleCalls(model.module, cancelled, autocast_on, blocks, self._enter_block)
+        self._calls = ModuleCalls(model.module, cancelled, autocast_on, blocks, self.enter_block)
 
     def __enter__(self) -> ForwardRunner:
         (self._calls.watch if self.watch else self._calls.only_stop)()
@@ -110,13 +112,18 @@ class ForwardRunner:
 
         return resume
 
-    def _enter_block(self, name: str) -> None:
+    def enter_block(self, name: str) -> None:
+        """Begin to use the weights of a block of a model that is larger than memory. If passes run side by side, others may go on
+        before.
+        """
         run, visits = self._calls.under_way, self.model.visits
-        if self._together is None or run is None:
+        if self._together is None:
             assert visits is not None
             visits.enter(name)
-        else:
-            run.observing_seconds += self._together.enter(name)
+            return
+        waited = self._together.enter(name)
+        if run is not None:
+            run.observing_seconds += waited
 
     def without_settings(self) -> ForwardRunner:
         """Return a runner of the same model with default settings. It can be used only inside this runner's block."""
@@ -229,7 +236,9 @@ class ForwardRunner:
         """Run the model by `call` under any torch-function mode, and return what `call` returns. `call` may enable gradients.
         caches: intercepts the KV caches that the model writes.
         """
-        return self._run(call, mode, _NOTHING, _IGNORES, caches=caches).output
+        result = self._run(call, mode, _NOTHING, _IGNORES, caches=caches)
+        self.last_seconds = result.seconds
+        return result.output
 
     def _for_all(self, name: str, context: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
         """Return a context for a pass. If passes run side by side, the first of them enters it, and it ends with the last one."""

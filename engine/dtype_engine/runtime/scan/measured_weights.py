@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -35,7 +36,7 @@ class CastWeightsMode(ReferenceMode):
     """Runs the reference with some weights in other dtypes, like the candidate of a recipe that casts only these weights.
 
     During the pass, the module's own tensors hold the cast values. Operations that no torch-function mode can intercept therefore
-    use the cast values, too.
+    use the cast values, too. If the model is larger than memory, its tensors stay placeholders, since passes run side by side.
 
     cast: the dtype of each cast weight, keyed by the weight's name.
     """
@@ -45,10 +46,11 @@ class CastWeightsMode(ReferenceMode):
     ) -> None:
         super().__init__(weights, device)
         self._values: dict[int, torch.Tensor] = {}
+        self._given: dict[int, torch.Tensor] = {}
         changed = dict(weights)
         for key, weight in weights.items():
             if (dtype := cast.get(weight.info.name)) is not None:
-                self._values[key] = errors.cast(weight.info.name, dtype)
+                (self._given if weight.visited else self._values)[key] = errors.cast(weight.info.name, dtype)
                 changed[key] = dataclasses.replace(weight, dtype=dtype)
         self.weights = changed
         self.replaced -= self._values.keys()
@@ -67,7 +69,20 @@ class CastWeightsMode(ReferenceMode):
             self.weights[key].tensor.data = before
 
     def is_quantized(self, weight: Weight) -> bool:
-        return id(weight.tensor) in self._values and weight.dtype in dtypes.STORAGE_DTYPES
+        cast = id(weight.tensor) in self._values or id(weight.tensor) in self._given
+        return cast and weight.dtype in dtypes.STORAGE_DTYPES
+
+    def dtype_of(self, weight: Weight) -> torch.dtype:
+        given = self._given.get(id(weight.tensor))
+        return super().dtype_of(weight) if given is None else given.dtype
+
+    def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
+        given = self._given.get(id(weight.tensor))
+        return super().value_of(weight, dtype) if given is None else given
+
+    def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
+        given = self._given.get(id(weight.tensor))
+        return super().rows_of(weight, ids) if given is None else functional.embedding(ids, given)
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
         if self.device.type == "cpu" and name in PRODUCTS:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import torch
 
-from dtype_engine.checkpoint import FileIdentity
+from dtype_engine.checkpoint import ByteRange, CheckpointTensor, FileIdentity
 from dtype_engine.core.atomic_write import write_text_atomic
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import STORED, RunSettings
@@ -28,6 +28,8 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.typed_data import as_plain, as_type
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.pread_reader import FileValues
+from dtype_engine.runtime.model.stored_values import VisitedValues
 from dtype_engine.runtime.scan.routing import Key, TopKSample
 from dtype_engine.runtime.scan.scores import SequenceScores
 
@@ -55,13 +57,22 @@ class Fingerprint:
             weights.update(STORED.encode())
         for name, weight in model.weights.items():
             weights.update(f"{name} {weight.info.shape} {weight.info.dtype}\n".encode())
-            others = () if weight.other_reference is None else weight.other_reference.tensors
-            for tensor in (*weight.stored.tensors, *others):
-                flat = tensor.reshape(-1)
-                _digest(flat[:: max(1, flat.numel() // _SAMPLED)], weights)
+            for values in (weight.stored, weight.other_reference):
+                for stored in values.in_files if isinstance(values, VisitedValues) else ():
+                    _digest(_first_bytes(stored), weights)  # a sample of all values would read most of the file
+                for tensor in () if values is None or isinstance(values, VisitedValues) else values.tensors:
+                    flat = tensor.reshape(-1)
+                    _digest(flat[:: max(1, flat.numel() // _SAMPLED)], weights)
         for batch in inputs.batches:
             _digest((batch.args, batch.kwargs), calls)
         return cls(weights.hexdigest(), calls.hexdigest(), tuple(dtypes), str(settings))
+
+
+def _first_bytes(tensor: CheckpointTensor) -> torch.Tensor:
+    if tensor.start is None:
+        return torch.empty(0)
+    with FileValues(ByteRange(tensor.file, tensor.start, tensor.nbytes), torch.uint8, (tensor.nbytes,)) as values:
+        return values.elements(0, min(_SAMPLED, tensor.nbytes))
 
 
 def _digest(value: Any, into: Any) -> None:

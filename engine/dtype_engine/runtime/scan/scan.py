@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,11 @@ TIMED = 4
 """One of this many sequences is also run in a plain forward pass, to time it. For the others, this time is estimated from the
 output size.
 """
+
+_SIDE_BY_SIDE = 8
+"""How many sequences of a model that is larger than memory are scanned side by side."""
+_BLOCKS_HELD = 4
+"""The gradients and cast weights of such a scan take at most the memory of this many blocks as float32."""
 
 OnStep = Callable[[str, int, int | None], None]
 OnEstimate = Callable[[ScanReport], None]
@@ -146,6 +152,8 @@ class Scan:
                 "a scan estimates drift from float32 arithmetic, and can't see what 16-bit arithmetic adds: measure each cast with "
                 "--exact, or leave out --reference stored"
             )
+        if self.model.visits is not None:
+            self.budget = min(self.budget, _BLOCKS_HELD * self.model.visits.most)
         self.backward_passes = self.draws or default_draws(len(self.inputs.batches))
         self.fingerprint = Fingerprint.of(self.model, self.inputs, self.dtypes, self.settings)
         self.wanted = scanned_dtypes(self.model, self.dtypes)
@@ -218,13 +226,21 @@ class Scan:
         """
         report: ScanReport | None = None
         count = len(self.shard.of(range(self.parts)))
-        for index in self.pending():
+        for group in self._groups():
             before = count - len(self.pending())
+            done_of = dict.fromkeys(group, 0)
 
-            def measured(done: int, total: int, before: int = before) -> None:
-                on_progress("scan", before * total + done, total * count)
+            def measured(
+                index: int, done: int, total: int, before: int = before, done_of: dict[int, int] = done_of
+            ) -> None:
+                done_of[index] = done
+                on_progress("scan", before * total + sum(done_of.values()), total * count)
 
-            self.add(self.measure(index, measured, cancelled))
+            with self._runner(cancelled) as runner:
+                run = self._measure
+                works = [partial(run, runner, index, partial(measured, index), cancelled) for index in group]
+                for part in runner.side_by_side(works):
+                    self.add(part)
             report = self.report()
             on_estimate(report)
         return report or self.report()
@@ -240,34 +256,54 @@ class Scan:
 
         Raises the same errors as `run`.
         """
-        caches, behavior = self._cached, self._behavior
-        settings = self.settings.of_weights()
-        with ForwardRunner(self.model, settings, cancelled, watch=bool(caches), behavior=behavior) as runner:
-            batch = runner.reference_batch(self.inputs.batches[index])
+        with self._runner(cancelled) as runner:
+            return self._measure(runner, index, on_measured, cancelled)
+
+    @contextmanager
+    def _runner(self, cancelled: IsCancelled) -> Iterator[ForwardRunner]:
+        caches, settings = self._cached, self.settings.of_weights()
+        with ForwardRunner(self.model, settings, cancelled, watch=bool(caches), behavior=self._behavior) as runner:
             if caches:
                 runner.calibrate_caches(self.inputs.batches, caches)
-                batch = keeping_cache(batch)
-            started = time.perf_counter()
-            seconds = None
-            if self._pace is None or index % TIMED == 0:
-                seconds = runner.reference(partial(batch.run, self.model.module)).seconds
-            one = SequenceScan(
-                self.model,
-                runner,
-                self.wanted,
-                self._costly,
-                self.backward_passes,
-                self.budget,
-                self._local,
-                on_measured,
-                cancelled,
-                behavior.cache_amax,
-                self.settings.classes_dim,
-            )
-            scores = one.run(batch, index, self.parts)
-            if self._pace is None or seconds is not None:
-                self._pace = (seconds or 0.0) / one.elements
-            return ScannedSequence(index, scores, one.unit, self._pace * one.elements, time.perf_counter() - started)
+            yield runner
+
+    def _groups(self) -> Iterator[list[int]]:
+        """Yield the indexes of the pending sequences one by one or, if the model is larger than memory, in groups that are scanned
+        side by side.
+        """
+        pending, size = self.pending(), 1 if self.model.visits is None else _SIDE_BY_SIDE
+        for start in range(0, len(pending), size):
+            yield pending[start : start + size]
+
+    def _measure(
+        self, runner: ForwardRunner, index: int, on_measured: Callable[[int, int], None], cancelled: IsCancelled
+    ) -> ScannedSequence:
+        batch = runner.reference_batch(self.inputs.batches[index])
+        if self._cached:
+            batch = keeping_cache(batch)
+        started = time.perf_counter()
+        seconds = None
+        if self.model.visits is None and (self._pace is None or index % TIMED == 0):
+            seconds = runner.reference(partial(batch.run, self.model.module)).seconds
+        one = SequenceScan(
+            self.model,
+            runner,
+            self.wanted,
+            self._costly,
+            self.backward_passes,
+            self.budget,
+            self._local,
+            on_measured,
+            cancelled,
+            self._behavior.cache_amax,
+            self.settings.classes_dim,
+        )
+        scores = one.run(batch, index, self.parts)
+        if self.model.visits is not None:
+            seconds = one.forward_seconds  # another pass would read all weights again
+        if self._pace is None or seconds is not None:
+            self._pace = (seconds or 0.0) / one.elements
+        return ScannedSequence(index, scores, one.unit, self._pace * one.elements, time.perf_counter() - started)
 
     def add(self, part: ScannedSequence) -> None:
         """Add the results of a sequence, and save all results if the scan has a file."""

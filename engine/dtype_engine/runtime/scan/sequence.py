@@ -71,6 +71,8 @@ class SequenceScan:
     classes: ClassesDim = "auto"
     """The setting `classes_dim`: the output dimension along which logits lie, "auto" or "none"."""
     unit: str = ""
+    forward_seconds: float = 0.0
+    """Duration of the forward pass with an autograd graph in seconds."""
     elements: int = 1
     """Number of elements in the main output."""
     _sums: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -174,11 +176,14 @@ class SequenceScan:
         copies = frozenset[int]()
         while True:
             mode = WeightOpRecorder(
-                self.model.by_id, self.model.device, frozenset(self.wanted), self._on_gradient, copies
-            )
+                self.model.by_id, self.model.device, frozenset(self.wanted), self._on_gradient, copies,
+                self.model.visits, self.runner.enter_block,
+            )  # fmt: skip
             caches = CacheRecorder(names, self._on_gradient) if names else None
             call = torch.enable_grad()(partial(batch.run, self.model.module))
-            output = self.runner.under(mode, call, caches)
+            with mode.saving():
+                output = self.runner.under(mode, call, caches)
+            self.forward_seconds = self.runner.last_seconds
             mode.release()
             overwritten = mode.overwritten
             if not overwritten:
@@ -237,6 +242,8 @@ class SequenceScan:
         """Compute an operation's local errors, add their products with its gradients to the sums, and release the gradients."""
         if self.cancelled():
             raise Cancelled
+        if operation.block:
+            self.runner.enter_block(operation.block)
         gradients_of = [_Gradients.of(each, self._count) if each else None for each in operation.gradients]
         for each in operation.gradients:
             each.clear()

@@ -14,14 +14,18 @@ Activations are followed where the model detaches them from the graph, since wha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.model.torch_private import base_of, is_wrapped, unwrapped, version_of
+from dtype_engine.runtime.model.visits import BlockVisits
 from dtype_engine.runtime.modes.op_tables import (
     TENSOR_PROPERTIES,
     Arguments,
@@ -74,6 +78,8 @@ class WeightOp:
     """
     versions: list[int] = field(default_factory=list)
     """torch's version counters of the arguments and outputs when the operation ended, to detect later writes to them."""
+    block: str = ""
+    """The block of a model larger than memory in which the operation ran. Otherwise ""."""
     gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
     """For each output of E elements, the gradients received so far: pairs (number of the backward pass, gradient [E])."""
 
@@ -93,6 +99,19 @@ class WeightOp:
     def note_versions(self) -> None:
         """Store the version counters of the arguments and outputs, so that `overwritten` can compare them later."""
         self.versions = [version_of(tensor) for tensor in self._held()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Remembered:
+    """What an autograd graph holds in place of a view of a weight's values: how to make it again."""
+
+    weight: Weight
+    block: str
+    """The block in which the weight was used."""
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    """The index of the view's first element, counted from the first element of the values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +143,8 @@ class WeightOpRecorder(ReferenceMode):
 
     wanted: the weights whose operations are recorded. copies: the operations whose tensors are copied, because the model overwrites
     them later, as indexes in the order of the pass. on_gradient: called in the backward pass as `on_gradient(operation, index of
-    the output, gradient)`.
+    the output, gradient)`. visits: if the model is larger than memory, its visits. The autograd graph then holds no weights: the
+    backward pass reads them again, after it has called `enter_block(name)`.
     """
 
     def __init__(
@@ -134,8 +154,14 @@ class WeightOpRecorder(ReferenceMode):
         wanted: frozenset[str],
         on_gradient: Callable[[WeightOp, int, torch.Tensor], None],
         copies: frozenset[int] = frozenset(),
+        visits: BlockVisits | None = None,
+        enter_block: Callable[[str], None] = ignore,
     ) -> None:
         super().__init__(weights, device)
+        self.visits = visits
+        self.enter_block = enter_block
+        self._replacing: dict[int, tuple[int, torch.Tensor]] = {}
+        """The weights that the running operation uses, and their values, keyed by the address of the values' memory."""
         self.operations: list[WeightOp] = []
         self.wanted = wanted
         self.on_gradient = on_gradient
@@ -169,6 +195,27 @@ class WeightOpRecorder(ReferenceMode):
             return args[0]
         return super().__torch_function__(func, types, args, kwargs)
 
+    def saving(self) -> AbstractContextManager[object]:
+        """Return a context manager for the forward pass of a model that is larger than memory: the autograd graph remembers which
+        weights it needs instead of their values.
+        """
+        return nullcontext() if self.visits is None else saved_tensors_hooks(self._remembered, self._read_again)
+
+    def _remembered(self, tensor: torch.Tensor) -> torch.Tensor | _Remembered:
+        found = self._replacing.get(tensor.untyped_storage().data_ptr()) if self._replacing else None
+        if found is None or self.visits is None or found[1].dtype != tensor.dtype:
+            return tensor
+        key, value = found
+        offset = int(tensor.storage_offset() - value.storage_offset())
+        return _Remembered(self.weights[key], self.visits.inside, tensor.shape, tensor.stride(), offset)
+
+    def _read_again(self, saved: torch.Tensor | _Remembered) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        self.enter_block(saved.block)
+        value = self.value_of(saved.weight, None)
+        return value.as_strided(saved.shape, saved.strides, value.storage_offset() + saved.offset)
+
     @property
     def overwritten(self) -> frozenset[int]:
         """Indexes of the operations whose tensors were overwritten later."""
@@ -176,6 +223,7 @@ class WeightOpRecorder(ReferenceMode):
 
     def release(self) -> None:
         """Release the tensors that are needed only during the pass. Call it after the pass."""
+        self._replacing.clear()
         self._given.clear()
         self._made.clear()
         self._by_location.clear()
@@ -206,6 +254,9 @@ class WeightOpRecorder(ReferenceMode):
         sources = {id(tensor): source for tensor in tensors if (source := self._source(tensor)) is not None}
         replaced = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self.replaced}
         values = self.current_values(replaced, None, name)
+        if self.visits is not None:
+            unwritten = {key: value for key, value in values.items() if key not in self.written}
+            self._replacing = {value.untyped_storage().data_ptr(): (key, value) for key, value in unwritten.items()}
         # The memory of these is restored after the pass, but the backward pass needs the values that the operation used.
         changed = [tensor for tensor in tensors if id(tensor) in self._opaque and id(tensor) not in self.written]
         values |= {id(tensor): _copied(tensor) for tensor in changed}
@@ -347,7 +398,8 @@ class WeightOpRecorder(ReferenceMode):
         held_args, held_kwargs = replace_tensors(args, kwargs, activations)
         operation = WeightOp(
             func, name, self.module, held_args, held_kwargs, sources, [keep(tensor) for tensor in tapped],
-            frozenset(self._own_dtypes_read), gradients=[[] for _ in tapped],
+            frozenset(self._own_dtypes_read), block=self.visits.inside if self.visits is not None else "",
+            gradients=[[] for _ in tapped],
         )  # fmt: skip
         self._own_dtypes_read.clear()
         operation.note_versions()
