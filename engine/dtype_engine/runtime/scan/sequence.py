@@ -242,7 +242,7 @@ class SequenceScan:
         """Compute an operation's local errors, add their products with its gradients to the sums, and release the gradients."""
         if self.cancelled():
             raise Cancelled
-        if operation.block:
+        if isinstance(operation, WeightOp) and operation.block:
             self.runner.enter_block(operation.block)
         gradients_of = [_Gradients.of(each, self._count) if each else None for each in operation.gradients]
         for each in operation.gradients:
