@@ -70,8 +70,6 @@ class RunRequest:
         checks_inputs: whether the input files are on this machine. Raises UserError for an invalid rule, preset, recipe file or
         input file.
         """
-        from dtype_engine.checkpoint.source import component_of
-
         preset, file = values.get("preset"), values.get("recipe_file")
         if preset is not None:
             from dtype_engine.recipe.presets import preset as preset_named
@@ -96,6 +94,8 @@ class RunRequest:
 
             model = str(HubAddress.parse(model or "").of_revision(revision))
         if (component := values.get("component")) is not None:
+            from dtype_engine.checkpoint.source import component_of
+
             model, against = (text and component_of(text, component, options.download) for text in (model, against))
         if against is not None:
             if "reference" in explicit and options.reference != FLOAT32:

@@ -77,7 +77,7 @@ def _pipeline(class_name: str, name: str) -> list[str]:
             f"pipeline = {class_name}.from_pretrained({quoted(name)}, text_encoder=text_encoder, unet=unet)",
         ),
         "",
-        "`de.open` runs the folder of a component of transformers; it can't run a whole pipeline.",
+        "`de.open` runs the pipeline, or the folder of a component, if diffusers is installed.",
     ]
 
 

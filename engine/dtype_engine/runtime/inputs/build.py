@@ -10,7 +10,7 @@ from dtype_engine.core.hints import hint
 from dtype_engine.core.options import Options
 from dtype_engine.runtime.inputs.audio import sound_argument, sound_inputs
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
-from dtype_engine.runtime.inputs.diffusers_inputs import diffusers_inputs, is_diffusers_module
+from dtype_engine.runtime.inputs.diffusers_inputs import diffusers_inputs, is_diffusers_module, pipeline_inputs
 from dtype_engine.runtime.inputs.images import picture_inputs
 from dtype_engine.runtime.inputs.limited import PartFails
 from dtype_engine.runtime.inputs.multimodal import (
@@ -25,6 +25,7 @@ from dtype_engine.runtime.inputs.processor_limits import check_processor_files
 from dtype_engine.runtime.inputs.tensor_files import tensor_inputs
 from dtype_engine.runtime.inputs.text import prompt_texts, text_inputs
 from dtype_engine.runtime.inputs.validate import with_labels
+from dtype_engine.runtime.model.diffusers_pipeline import PipelineModule
 from dtype_engine.runtime.model.live import LiveModel
 
 
@@ -41,6 +42,8 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
             values = model.example_inputs()
         inputs = from_values(values, "example_inputs()")
         return with_labels(model, inputs) if options.metrics else inputs
+    if isinstance(model.module, PipelineModule):
+        return pipeline_inputs(model, options)
     if is_diffusers_module(model.module):
         return diffusers_inputs(model, options)
     if getattr(model.module, "config", None) is None:

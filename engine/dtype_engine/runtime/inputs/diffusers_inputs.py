@@ -1,7 +1,10 @@
-"""Inputs for models of diffusers: random latents, text embeddings and time steps, in the shapes that the configuration says."""
+"""Inputs for models of diffusers: random latents, text embeddings and time steps, in the shapes that the configuration says. For
+whole pipelines: prompts.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +16,7 @@ from dtype_engine.core.hints import hint
 from dtype_engine.core.options import Options
 from dtype_engine.core.units import plural
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
+from dtype_engine.runtime.inputs.text import prompt_texts
 from dtype_engine.runtime.model.live import LiveModel
 
 _STEPS = 2
@@ -22,6 +26,13 @@ _TOKENS = 16
 _LARGEST = 64
 _TIME_IDS = 6
 """The number of sizes and positions of the picture with which SDXL is conditioned."""
+_PICTURE = 256
+"""The largest height and width, in pixels, of the pictures that a pipeline makes without being told a size."""
+_VIDEO = 64
+"""The same for the frames of a video."""
+_PIPELINE_STEPS = 4
+_FRAMES = 9
+_PROMPT = "a photograph of a cat"
 
 
 def is_diffusers_module(module: nn.Module) -> bool:
@@ -176,3 +187,40 @@ _MAKERS: dict[str, Callable[[Any, _Draw, torch.Tensor], dict[str, Any]]] = {
     "PixArt": _pixart,
 }
 """The function that makes the inputs of one call, by the words with which the name of the model's class begins."""
+
+
+def pipeline_inputs(model: LiveModel, options: Options) -> Inputs:
+    """Return one call of a pipeline for each prompt. Raises NoForward for a pipeline that needs more than a prompt, and UserError
+    if the user gave inputs of another kind.
+    """
+    if options.images or options.audio:
+        raise UserError(f"{model.title} makes pictures of prompts; leave --image and --audio out")
+    pipeline = model.module.__dict__["pipeline"]
+    arguments = inspect.signature(pipeline.__call__).parameters
+    call: dict[str, Any] = {"num_inference_steps": _PIPELINE_STEPS}
+    size = min(_VIDEO if "num_frames" in arguments else _PICTURE, _default_size(pipeline))
+    call |= {name: size for name in ("height", "width") if name in arguments}
+    call |= {name: value for name, value in (("num_frames", _FRAMES), ("max_sequence_length", 64)) if name in arguments}
+    texts, given = prompt_texts(options, (_PROMPT,))
+    calls: list[dict[str, Any]]
+    if "prompt" in arguments:
+        calls = [{"prompt": text} for text in texts[: options.sequences]]
+        what = plural(len(calls), "prompt" if given else "default prompt")
+    elif "class_labels" in arguments and not given:
+        calls, what = [{"class_labels": [label]} for label in range(1, 1 + (options.sequences or 1))], "classes"
+    else:
+        raise NoForward(f"{model.title}: no forward pass: nothing says what to run a {type(pipeline).__name__} on")
+    batches = tuple(
+        Batch(kwargs={"seed": torch.tensor(number), **each, **call}, text=str(next(iter(each.values()))))
+        for number, each in enumerate(calls)
+    )
+    how = f"{_PIPELINE_STEPS} steps" + (f", {size} x {size} pixels" if "height" in arguments else "")
+    return Inputs(batches, f"{what}, {how}", made_of=(f"{what} with the seeds 0, 1, ...; {how}",))
+
+
+def _default_size(pipeline: Any) -> int:
+    """Return the height and width, in pixels, that a pipeline's pictures have if nothing is said."""
+    part = getattr(pipeline, "unet", None) or getattr(pipeline, "transformer", None)
+    size = part.config.get("sample_size") if part is not None else None
+    scale = getattr(pipeline, "vae_scale_factor", None) or 8
+    return int(size) * int(scale) if isinstance(size, int) else _PICTURE

@@ -45,6 +45,23 @@ def renamed_on_load(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {before: name for name, before in found.items() if name != before}
 
 
+def install_output_hooks(module: nn.Module) -> None:
+    """Install the hooks by which a model of transformers collects its hidden states, which it otherwise installs in its first call.
+
+    A pass restores the attribute that says that they are installed, and so the next pass would install them again and collect every
+    state twice. Without `maybe_install_capturing_hooks`, or for another module, nothing is done.
+    """
+    from transformers import PreTrainedModel
+
+    try:
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+    except ImportError:
+        return
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            maybe_install_capturing_hooks(part)
+
+
 def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, torch.dtype]]) -> Any:
     """Return a subclass of `model_class` whose `from_pretrained` loads each tensor in the dtype that `dtypes_of(module)` gives for
     its name.

@@ -37,7 +37,14 @@ from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.device import pick_device
 from dtype_engine.runtime.model.architecture import Misfit, architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.constructed_buffers import construct_buffers
-from dtype_engine.runtime.model.diffusers_models import is_diffusers, make_diffusers, run_decoder, with_placeholders
+from dtype_engine.runtime.model.diffusers_models import (
+    import_diffusers,
+    is_diffusers,
+    make_diffusers,
+    run_decoder,
+    with_placeholders,
+)
+from dtype_engine.runtime.model.diffusers_pipeline import conversions, make_pipeline
 from dtype_engine.runtime.model.encoded_loading import encoded_values, inputs_notice, state_to_load
 from dtype_engine.runtime.model.hf_private import loading_names, with_dtypes
 from dtype_engine.runtime.model.hub import offline
@@ -85,7 +92,6 @@ _BLOCK_SHARE = 16
 """One block of a model that is larger than memory takes at most this fraction of the memory, as float32."""
 _NO_ARCHITECTURE = {
     "gguf": "the architecture of this GGUF file is not known here; open the checkpoint that it was made from to run it",
-    "diffusers": "a pipeline has several models that call each other; open one of its folders to run it here",
     "adapter": "an adapter alone is no model; merge it into its base model and open that to run it here",
 }
 
@@ -100,6 +106,8 @@ def _from_checkpoint(
 ) -> LiveModel:
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     loaded = load_module(checkpoint, source.title, options, on_step, visits)
+    if is_diffusers(checkpoint.config):
+        run_decoder(loaded.module)
     on_step("listing the weights")
     live = LiveModel.wrap(
         loaded.module,
@@ -158,6 +166,8 @@ def load_module(
     module.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    if checkpoint.form == "diffusers":
+        return _load_pipeline(checkpoint, title, options, on_step)
     if checkpoint.form in _NO_ARCHITECTURE and (checkpoint.form != "gguf" or checkpoint.config is None):
         raise NoForward(f"{title}: no forward pass: {_NO_ARCHITECTURE[checkpoint.form]}; planning works")
     if checkpoint.config is None:
@@ -252,9 +262,37 @@ def _load_diffusers(checkpoint: Checkpoint, title: str) -> Loaded:
     with_placeholders(module)
     with failures_as(NoForward, f"{title}: no forward pass", reason):
         loaded = load_into(module, checkpoint, placements)
-    run_decoder(module)
     coverage = Coverage(sum(info.persistent for info in collect_tensors(module)[0]))
     return dataclasses.replace(loaded, notices=checkpoint.notices, placements=placements, coverage=coverage)
+
+
+def _load_pipeline(checkpoint: Checkpoint, title: str, options: Options, on_step: OnStep) -> Loaded:
+    """Load a pipeline of diffusers: each of its models with every tensor in the dtype of its file, and then the rest. Raises
+    NoForward.
+    """
+    import_diffusers(f"{title}: a pipeline has several models")
+    parts: dict[str, Loaded] = {}
+    for component in checkpoint.components:
+        try:
+            parts[component.name] = load_module(open_checkpoint(component.folder), component.name, options, on_step)
+        except UserError as error:
+            raise NoForward(f"{title}: a pipeline has several models, and one of them does not run: {error}") from None
+    on_step(f"making the pipeline of {plural(len(parts), 'model')}")
+    module = make_pipeline(checkpoint.path, {name: part.module for name, part in parts.items()}, title)
+    notices = [f"{name}: {notice}" for name, part in parts.items() for notice in part.notices]
+    missing = [f"{name}.{each}" for name, part in parts.items() for each in (part.coverage or Coverage(0)).missing]
+    return Loaded(
+        module,
+        {f"{name}.{weight}": held for name, part in parts.items() for weight, held in part.quantized.items()},
+        {f"{name}.{weight}": held for name, part in parts.items() for weight, held in part.encoded.items()},
+        (*checkpoint.notices, *notices, *conversions(module)),
+        {
+            f"{name}.{stored}": dataclasses.replace(placement, name=f"{name}.{placement.name}")
+            for name, part in parts.items()
+            for stored, placement in part.placements.items()
+        },
+        Coverage(sum(info.persistent for info in collect_tensors(module)[0]), tuple(missing)),
+    )
 
 
 def load_pretrained(folder: Path, module: nn.Module | None = None, options: Options | None = None) -> nn.Module:

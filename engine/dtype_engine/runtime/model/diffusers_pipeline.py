@@ -1,0 +1,95 @@
+"""A whole pipeline of diffusers as one module, whose children are the pipeline's models under the names of their folders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, read_json
+from dtype_engine.core.errors import NoForward
+from dtype_engine.core.foreign_code import failures_as
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.model.architecture import reason
+from dtype_engine.runtime.model.diffusers_models import import_diffusers
+from dtype_engine.runtime.model.hf_private import install_output_hooks
+from dtype_engine.runtime.model.hub import offline
+from dtype_engine.runtime.model.silence_libraries import no_stderr, quiet
+
+
+class PipelineModule(nn.Module):
+    """Runs a pipeline: `forward(seed, **call)` returns its pictures or its video, a tensor with values from 0 to 1.
+
+    The pipeline may convert its models while it runs, as SDXL's does with a VAE in float16 (`force_upcast`). Afterwards, all
+    tensors are again what they were.
+    """
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__()
+        self.__dict__["pipeline"] = pipeline  # no module, and so no child
+        for name, part in pipeline.components.items():
+            if isinstance(part, nn.Module):
+                self.add_module(name, part)
+
+    def forward(self, seed: torch.Tensor, **call: Any) -> torch.Tensor:
+        held = [(tensor, tensor.data) for tensor in (*self.parameters(), *self.buffers())]
+        generator = torch.Generator().manual_seed(int(seed))
+        try:
+            output = self.__dict__["pipeline"](**call, generator=generator, output_type="pt")
+        finally:
+            for tensor, data in held:
+                tensor.data = data
+        picture = output[0]
+        return picture if isinstance(picture, torch.Tensor) else torch.as_tensor(picture)
+
+
+def make_pipeline(folder: Path, parts: Mapping[str, nn.Module], title: str) -> PipelineModule:
+    """Return the pipeline in a folder with its models, `parts`, which are loaded already. Tokenizers and schedulers are read from
+    the folder. Raises NoForward if diffusers is not installed or can't make the pipeline.
+    """
+    diffusers = import_diffusers(title)
+    index = read_json(folder / PIPELINE_INDEX)
+    why = f"{title}: no forward pass: diffusers can't make the pipeline"
+    with failures_as(NoForward, why, reason), quiet(), no_stderr(), offline(download=False):
+        pipeline_class = getattr(diffusers, str(index.get("_class_name")), None)
+        if not (isinstance(pipeline_class, type) and issubclass(pipeline_class, diffusers.DiffusionPipeline)):
+            raise NoForward(f"{why}: it has no {printable(str(index.get('_class_name')), 100)}")
+        settings = {
+            name: value for name, value in index.items() if not name.startswith("_") and not isinstance(value, list)
+        }
+        others = {
+            name: None if None in named else _read_component(diffusers, folder / name, *named)
+            for name, named in index.items()
+            if isinstance(named, list) and name not in parts
+        }
+        pipeline = pipeline_class(**settings, **others, **parts)
+        pipeline.set_progress_bar_config(disable=True)
+    for part in parts.values():
+        install_output_hooks(part)
+    module = PipelineModule(pipeline)
+    module.__class__ = type(type(pipeline).__name__, (PipelineModule,), {"__module__": PipelineModule.__module__})
+    return module
+
+
+def _read_component(diffusers: Any, folder: Path, library: str, name: str) -> Any:
+    """Read a part of a pipeline that has no weights: a scheduler, a tokenizer or a processor. library, name: those of its class."""
+    import transformers
+
+    libraries = {"diffusers": diffusers, "transformers": transformers}
+    if library not in libraries:
+        raise NoForward(f"{folder.name} is of the package {printable(library, 100)}, whose code is not run")
+    made_by: Any = getattr(libraries[library], name, None)
+    if made_by is None and folder.name.startswith("tokenizer"):
+        made_by = transformers.AutoTokenizer
+    return made_by.from_pretrained(folder, local_files_only=True)
+
+
+def conversions(module: PipelineModule) -> tuple[str, ...]:
+    """Return a notice if the pipeline converts its VAE while it runs."""
+    config = getattr(getattr(module, "vae", None), "config", None) or {}
+    if not config.get("force_upcast") or not hasattr(module.__dict__["pipeline"], "upcast_vae"):
+        return ()
+    return ("the pipeline itself runs a VAE that is in float16 in float32 (force_upcast in its config.json)",)

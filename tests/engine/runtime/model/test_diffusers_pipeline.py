@@ -1,0 +1,150 @@
+"""Whole pipelines of diffusers: what is measured is what plain diffusers makes with the same tensors cast by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.pipelines import FAMILIES, save_pipeline
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine.core.errors import NoForward, UserError
+
+pytest.importorskip("diffusers")
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pipelines")
+
+
+def saved(pipelines: Path, family: str) -> Path:
+    return pipelines / family if (pipelines / family).is_dir() else save_pipeline(family, pipelines)
+
+
+def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> de.Session:
+    monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._PICTURE", 32)
+    monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._VIDEO", 32)
+    monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._PIPELINE_STEPS", 2)
+    return de.open(str(folder), options=de.Options(**options))
+
+
+def in_diffusers(family: str, session: de.Session, dtypes: dict[str, torch.dtype]) -> torch.Tensor:
+    """The pictures of diffusers itself, with the tensors of these components in these dtypes."""
+    torch.manual_seed(0)
+    pipeline = FAMILIES[family]()
+    pipeline.set_progress_bar_config(disable=True)
+    for name, part in pipeline.components.items():
+        if isinstance(part, nn.Module):
+            for tensor in part.eval().state_dict(keep_vars=True).values():
+                if tensor.is_floating_point() and name in dtypes:
+                    tensor.data = tensor.data.to(dtypes[name])
+    pictures = []
+    for batch in session.need_inputs().batches:
+        call = dict(batch.kwargs)
+        generator = torch.Generator().manual_seed(int(call.pop("seed")))
+        pictures.append(torch.as_tensor(pipeline(**call, generator=generator, output_type="pt")[0]).double())
+    return torch.cat(pictures)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pipeline_is_what_diffusers_runs(pipelines: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = opened(saved(pipelines, family), monkeypatch)
+    parts = {name for name in session.tree.modules if name and "." not in name}
+    reference, candidate = (
+        in_diffusers(family, session, dict.fromkeys(parts, dtype)) for dtype in (torch.float32, torch.bfloat16)
+    )
+    session.cast("*", "bfloat16")
+    report = session.drift()
+    assert report.output.elements == reference.numel()
+    assert report.output.mean_abs == pytest.approx((candidate - reference).abs().mean().item(), abs=1e-6)
+    assert report.output.max_abs == pytest.approx((candidate - reference).abs().max().item(), abs=1e-6)
+    assert session.drift().output == report.output
+    assert {module.name.partition(".")[0] for module in report.modules} >= parts - {"vae"}
+    assert report.coverage is not None
+    assert report.coverage.found == report.coverage.expected
+
+
+def test_a_vae_that_the_pipeline_converts_by_itself_is_said_and_left_as_it_was(
+    pipelines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = opened(saved(pipelines, "sdxl"), monkeypatch)
+    session.cast("vae", "float16")
+    session.cast("vae.encoder", "bfloat16")
+    held = {name: weight.tensor.dtype for name, weight in session.model.weights.items()}
+    report = session.drift()
+    assert {name: weight.tensor.dtype for name, weight in session.model.weights.items()} == held
+    assert any("force_upcast" in notice for notice in report.notices)
+    session.undo()
+    reference, candidate = (in_diffusers("sdxl", session, {"vae": dtype}) for dtype in (torch.float32, torch.float16))
+    assert session.drift().output.mean_abs == pytest.approx((candidate - reference).abs().mean().item(), abs=1e-6)
+
+
+def test_the_vae_behind_a_black_picture_is_found_by_name_and_mended(
+    pipelines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    pipeline = FAMILIES["sd15"]()
+    with torch.no_grad():
+        pipeline.vae.decoder.up_blocks[0].resnets[1].conv2.weight *= 3e5
+    pipeline.save_pretrained(pipelines / "black")
+    session = opened(pipelines / "black", monkeypatch)
+    session.cast("*", "float16")
+    report = session.drift()
+    assert report.output.nonfinite
+    found = session.nonfinite(report)
+    assert found is not None
+    assert found.module == "vae.decoder.up_blocks.0.resnets.1.conv2"
+    assert found.remedy
+    before = session.plan.dtypes
+    session.apply(de.Recipe.of([*session.recipe.rules, *map(de.Rule.parse, found.remedy)]))
+    changed = {name for name, dtype in session.plan.dtypes.items() if dtype != before[name]}
+    assert changed
+    assert all(name.startswith("vae.decoder.") for name in changed), found.remedy
+    assert session.drift().output.nonfinite == 0
+
+
+def test_an_export_is_a_pipeline_again(pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = opened(saved(pipelines, "sdxl"), monkeypatch)
+    session.cast("{unet,text_encoder*}", "bfloat16")
+    wanted = session.drift().output
+    session.export(tmp_path / "out")
+    again = opened(tmp_path / "out", monkeypatch)
+    assert {weight.dtype for name, weight in again.model.weights.items() if name.startswith("unet.")} == {"bfloat16"}
+    assert {weight.dtype for name, weight in again.model.weights.items() if name.startswith("vae.")} == {"float32"}
+    monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._PICTURE", 32)
+    stored = de.open(str(tmp_path / "out"), options=de.Options(reference="stored"))
+    assert stored.drift().output.max_abs == 0
+    assert wanted.max_abs > 0
+
+
+def test_prompts_are_inputs_and_what_is_refused(
+    pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(pipelines, "sd15")
+    session = opened(folder, monkeypatch, prompts=("a cat", "a dog"))
+    assert session.need_inputs().description == "2 prompts, 2 steps, 32 x 32 pixels"
+    assert [batch.kwargs["prompt"] for batch in session.need_inputs().batches] == ["a cat", "a dog"]
+    with pytest.raises(UserError, match="makes pictures of prompts"):
+        opened(folder, monkeypatch, images=(Path("a.png"),))
+    index = json.loads((folder / "model_index.json").read_text())
+    for number, (change, reason) in enumerate(
+        (
+            ({"_class_name": "NoSuchPipeline"}, "it has no NoSuchPipeline"),
+            ({"scheduler": ["os", "system"]}, "is of the package os, whose code is not run"),
+            ({"surplus": 3}, "diffusers can't make the pipeline"),
+        )
+    ):
+        copied = tmp_path / str(number)
+        copied.mkdir()
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                shutil.copytree(entry, copied / entry.name)
+        (copied / "model_index.json").write_text(json.dumps(index | change))
+        with pytest.raises(NoForward, match=reason):
+            de.open(str(copied))
