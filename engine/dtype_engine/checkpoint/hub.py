@@ -38,7 +38,7 @@ from dtype_engine.core.hints import hint
 from dtype_engine.core.text import is_printable, printable
 from dtype_engine.core.typed_data import as_type
 from dtype_engine.core.units import human_bytes
-from dtype_engine.core.user_folders import cache_folder
+from dtype_engine.core.user_folders import HEADERS, cache_folder
 
 SCHEME = "hf://"
 Progress = Callable[[str, int, int], None]
@@ -191,7 +191,7 @@ class HubModel:
                 f"{self.address}: it has {len(readable):,} files of weights, over the limit of {_MOST_FILES:,}"
             )
         place = re.sub(r"\W+", "-", self.endpoint.partition("://")[2])
-        folder = cache_folder() / "headers" / place / self.address.repo.replace("/", "--") / self.commit
+        folder = cache_folder() / HEADERS / place / self.address.repo.replace("/", "--") / self.commit
         missing = [name for name in (*wanted, *readable) if not _is_there(folder / name, self.sizes[name])]
         reader = _Reader(self.address)
 

@@ -18,6 +18,7 @@ from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
+from dtype_engine.core.user_folders import HEADERS, cache_folder
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.hub import HubModel, Progress
@@ -134,6 +135,8 @@ def _located(model: str | None, trust_pickle: bool, download: bool, python_only_
     path = _path(model)
     if model is None or (model == "demo" and not path.exists()):
         return Source("checkpoint", "demo", DEMO)
+    if HEADERS in path.parts and path.absolute().is_relative_to(cache_folder() / HEADERS):
+        raise UserError(f"{path} has the headers of a model on a hub and no weights: name it as {_ON_HUB}org/name")
     if path.is_dir():
         return Source("checkpoint", printable(path.resolve().name), path, trust_pickle=trust_pickle)
     if path.exists() or path.is_symlink():
@@ -178,9 +181,10 @@ def is_python(model: str | None) -> bool:
 
 def component_of(model: str, name: str, download: bool = False) -> str:
     """Return the text that names the component `name` of the diffusers pipeline that `model` names: the path of its folder. An
-    address of a model on another machine gets the name as the last part of its path. Raises UserError if there is no such folder.
+    address of a model on another machine or a hub gets the name as the last part of its path. Raises UserError if there is no such
+    folder.
     """
-    if model.startswith("ssh://"):
+    if model.startswith(("ssh://", _ON_HUB)):
         return f"{model.rstrip('/')}/{name}"
     folder = locate(model, download=download).path
     found = (

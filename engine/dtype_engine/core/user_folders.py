@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 _PROGRAM = "dtype-tui"
+HEADERS = "headers"
+"""The name of the folder in the cache folder that holds the headers of models on a hub."""
 
 
 def state_folder() -> Path:

@@ -18,10 +18,11 @@ from tests.helpers.hub_server import COMMIT, Hub, Request, hub_of
 from tests.helpers.quantized import CASES
 from tests.matrix.forms import FORMS, made
 
+import dtype_engine as de
 from dtype_engine.checkpoint import hub as reading
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.hub import HubAddress
-from dtype_engine.checkpoint.source import Source, locate
+from dtype_engine.checkpoint.source import Source, component_of, locate
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 from dtype_engine.core.errors import Cancelled, UserError
@@ -191,12 +192,15 @@ def test_headers_then_the_model(
     assert presets == local
     steps: list[tuple[int, int]] = []
     found = HubAddress.parse(MODEL).listing()
+    with pytest.raises(de.NoForward, match="only the headers of hf://org/name are here"):
+        de.open(MODEL)
     with pytest.raises(Cancelled):
         found.download(cancelled=lambda: True)
     assert found.downloaded(tmp_path / "cache" / "hub") is None
     found.download(lambda what, done, total: steps.append((done, total)))
     assert steps[-1] == (os.path.getsize(folder / "model.safetensors"),) * 2
     assert said("inspect", MODEL)["on_hub"] is None
+    assert de.open(MODEL).model.title == "org/name"
     plain = said("drift", str(folder), "--cast", "*.mlp=fp8")
     assert said("drift", MODEL, "--cast", "*.mlp=fp8")["output"] == plain["output"]
 
@@ -301,6 +305,16 @@ def test_every_fault_is_a_sentence(
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("dtype-engine: ")
     assert re.search(words, captured.err), captured.err
+
+
+def test_no_hole_is_opened_as_a_checkpoint(serve: Serve, small: Path) -> None:
+    serve(small)
+    path = locate(MODEL).path
+    assert path is not None
+    for text in (str(path), str(path / "model.safetensors")):
+        with pytest.raises(UserError, match="has the headers of a model on a hub and no weights"):
+            locate(text)
+    assert component_of(f"{MODEL}@v1", "vae") == f"{MODEL}@v1/vae"
 
 
 def test_no_network_and_no_leave_to_use_it(serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def open_session(
         live = LiveModel.wrap(model, type(model).__name__, device)
         _set_reference(live, options, on_step)
         return Session(live, options, given)
-    source = model if isinstance(model, Source) else locate(model)
+    source = model if isinstance(model, Source) else locate(model, options.trust_pickle, options.download)
     live = load(source, options, on_step)
     _set_reference(live, options, on_step)
     refuse_changed(live.identities)
