@@ -609,7 +609,7 @@ def go(way: str, made: Made, work: Path) -> Cell:
     ways = LIVE if made.live else COMMANDS | SCHEME_WAYS
     if way not in ways:
         return Cell(refusal=NO_NAME)
-    with entered(made.folder):
+    with entered(made):
         try:
             return Cell(oracle=ways[way](Job(made, work)))
         except (Refused, de.NoForward) as error:

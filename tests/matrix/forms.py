@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.hub_server import hub_of
 from tests.helpers.quantized import CASES
 from tests.helpers.quantized.block_scaled import FP4_EXPERT
 from tests.helpers.quantized.case import Case
@@ -56,6 +57,8 @@ class Made:
     """The tensors by the names of the module, where loading packs several of the files into one."""
     folder: Path | None = None
     """Folder that has to be the current one."""
+    hub: Path | None = None
+    """The folder that a hub has to serve as `org/name`."""
     live: bool = False
     """It has no name on a command line."""
     mixes: bool = False
@@ -248,6 +251,12 @@ def _llama_folder(folder: Path, shard: str = "1GB", dtype: torch.dtype = torch.f
     target = folder / "llama"
     _llama(**settings).to(dtype).save_pretrained(target, max_shard_size=shard)
     return _of_folder(target, *_ids(target))
+
+
+def _on_hub(folder: Path) -> Made:
+    made = _llama_folder(folder)
+    made.model, made.hub, made.module = "hf://org/name", Path(made.model), None
+    return made
 
 
 def _mixed_folder(folder: Path) -> Made:
@@ -583,6 +592,7 @@ FORMS: dict[str, Callable[[Path], Made]] = {
     "folder, encoder": partial(_zoo_folder, name="bert"),
     "folder, BLIP": partial(_zoo_folder, name="blip"),
     "folder, experts": partial(_zoo_folder, name="mixtral"),
+    "folder on a hub": _on_hub,
     "folder, .bin": partial(_bin_folder, parts=1),
     "folder, .bin shards": partial(_bin_folder, parts=2),
     ".pth zip": lambda at: _pth(at, torch.save),
@@ -633,8 +643,13 @@ def names() -> Iterable[str]:
 
 
 @contextlib.contextmanager
-def entered(folder: Path | None) -> Iterator[None]:
-    """In a folder that holds the package of the model, as the person who has it would be."""
+def entered(made: Made) -> Iterator[None]:
+    """In a folder that holds the package of the model, as the person who has it would be, or with the hub that has it."""
+    if made.hub is not None:
+        with hub_of(made.hub.parent / "cache", org__name=made.hub):
+            yield
+        return
+    folder = made.folder
     if folder is None:
         yield
         return

@@ -311,7 +311,7 @@ async def walk(ways: Sequence[str], made: Made, work: Path) -> dict[str, Cell | 
             cells[name] = where(error)
 
     work.mkdir(parents=True, exist_ok=True)
-    with entered(made.folder):
+    with entered(made):
         async with opened(made) as (app, pilot):
             steps: dict[str, Callable[[], Coroutine[Any, Any, str]]] = {
                 "app: tree": lambda: _tree(app, pilot, made),
