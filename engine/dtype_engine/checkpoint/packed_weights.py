@@ -19,12 +19,18 @@ _FP8 = frozenset({"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m
 _BYTES = frozenset({"int8", "uint8"})
 _WORDS = frozenset({"int32", "uint32"})
 _CODES = _FP8 | _BYTES | _WORDS | {"int16", "uint16", "float4_e2m1fn_x2"}
-_SCALE_WORD = re.compile(r"scal(e|ing)|zero|absmax|quant|codebook|g_idx|_shift|^q?biases$|^s$|^S[UV]$")
+_SCALE_WORD = re.compile(
+    r"scal(e|ing)|zero|absmax|quant|codebook|g_idx|_shift|^q?biases$|^s$|^S[UV]$|^smooth_|^weight_bias$|^(proj|lora)_(up|down)$"
+)
 """Found in the last part of a tensor's name, such as `weight_scale` or `qzeros`, if the tensor accompanies codes."""
+_TABLE_WORD = re.compile(r"centroids|codebook")
+"""Found in the name of a module that holds the values of codes in the module around it, such as VPTQ's `x.centroids`."""
 _OF_INPUTS = re.compile(r"(^|_)([kvq]|kv|input|output|activation)_scale$|scale_input$|_act$")
 """Matches the last part of a scale's name, such as `k_scale` or `input_scale`, if the scale belongs to inputs, outputs or the
 key-value cache. Such a scale does not belong to codes.
 """
+OF_ACTIVATIONS = "is a scale of activations or of the key-value cache by its name"
+"""The reason why such a scale is not cast."""
 
 
 class Stored(Protocol):
@@ -211,17 +217,29 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
         elif tensor.dtype == "float8_e8m0fnu":
             found[name] = "holds exponents of two (E8M0), which are the scales of a quantised weight"
         elif tensor.dtype in _CODES and len(tensor.shape) > 1:
-            in_module.setdefault(name.rpartition(".")[0], []).append(name)
-    for name in tensors:
+            in_module.setdefault(module_of(name), []).append(name)
+    holders = {module_of(name): name for name, each in tensors.items() if each.dtype in _CODES and len(each.shape) > 1}
+    for name in tensors if holders else ():
         module, _, local = name.rpartition(".")
-        if module in in_module and name not in found and _SCALE_WORD.search(local):
-            codes = in_module[module][0]
+        if module not in holders and _TABLE_WORD.search(module.rpartition(".")[2]):
+            module, local = module_of(module), "codebook"
+        if name in found:
+            continue
+        if module in holders and _SCALE_WORD.search(local):
+            codes = holders[module]
             held = dtypes.short_name(tensors[codes].dtype)
             found[name] = f"belongs to {codes.rpartition('.')[2]} by its name, which holds {held} codes"
-            for other in in_module[module] if not _OF_INPUTS.search(local) else ():
+            for other in in_module.get(module, ()) if not _OF_INPUTS.search(local) else ():
                 if tensors[other].dtype in _FP8:  # codes of other dtypes are never cast
                     found.setdefault(other, f"holds {held} codes, to which {printable(local)} belongs by its name")
+        elif _OF_INPUTS.search(local):
+            found[name] = OF_ACTIVATIONS
     return found
+
+
+def module_of(name: str) -> str:
+    """Return the name of the module that a tensor, or a module, is in: all but the last part of its name."""
+    return name.rpartition(".")[0]
 
 
 def declared_method(config: Mapping[str, Any] | None) -> str | None:

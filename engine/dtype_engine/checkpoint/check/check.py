@@ -21,9 +21,11 @@ from dtype_engine.checkpoint.packed_weights import (
     GPTQ,
     HQQ,
     MLX,
+    OF_ACTIVATIONS,
     SCALED,
     TORCHAO,
     PackedWeight,
+    module_of,
     names_of_parts,
     packed_weights,
     quantized_parts,
@@ -33,6 +35,7 @@ from dtype_engine.checkpoint.schemes import CODES
 from dtype_engine.core import dtypes
 from dtype_engine.core.fused import fused_groups
 from dtype_engine.core.text import printable
+from dtype_engine.core.units import plural
 from dtype_engine.results.check import CheckReport, Finding
 from dtype_engine.results.coverage import Coverage
 
@@ -100,7 +103,7 @@ def check(
         values=values_read,
         seconds=time.perf_counter() - started,
         findings=tuple(findings),
-        unchecked=_unchecked(checkpoint, values),
+        unchecked=(*_undecoded(checkpoint, known, reported), *_unchecked(checkpoint, values)),
         against=against_title if against is not None else None,
         coverage=checkpoint.index.coverage if checkpoint.index is not None else None,
     )
@@ -113,6 +116,23 @@ def architecture_findings(coverage: Coverage, model: str) -> tuple[Finding, ...]
     missing = (Finding("missing-tensor", name, f"is in {model} and in no file") for name in coverage.missing)
     unused = (Finding("unused-tensor", name, f"has no place in {model}") for name in coverage.unused)
     return (*missing, *unused)
+
+
+def _undecoded(checkpoint: Checkpoint, parts: Mapping[str, str], reported: set[str]) -> Iterator[str]:
+    """Yield a sentence if weights are in a scheme that is not decoded here, so that their scales and values are not checked.
+
+    parts: why each tensor of a quantised weight is not cast, by name. reported: names of modules with a finding.
+    """
+    left = [
+        name
+        for name, why in parts.items()
+        if name not in checkpoint.owners and why != OF_ACTIVATIONS and module_of(name) not in reported
+    ]
+    if left and checkpoint.form == "safetensors":
+        yield (
+            f"{plural(len(left), 'tensor')} of quantised weights that can't be decoded here, first {printable(left[0])}: "
+            f"{parts[left[0]]}"
+        )
 
 
 def _unchecked(checkpoint: Checkpoint, values: bool) -> tuple[str, ...]:

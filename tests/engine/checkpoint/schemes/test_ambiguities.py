@@ -198,6 +198,32 @@ UNREAD: dict[str, dict[str, torch.Tensor]] = {
         "m.weight": torch.ones(64, 1).bfloat16(),
         "m.weight.absmax": torch.ones(4),
     },
+    "VPTQ": {
+        "m.indices": torch.ones(1, 8, 8, dtype=torch.int32),
+        "m.centroids.weight": torch.ones(1, 64),
+        "m.res_centroids.weight": torch.ones(1, 64),
+        "m.weight_scale": torch.ones(8),
+        "m.weight_bias": torch.ones(8),
+    },
+    "Nunchaku": {
+        "m.qweight": torch.ones(8, 4, dtype=torch.int8),
+        "m.wscales": torch.ones(1, 8),
+        "m.smooth_factor": torch.ones(8),
+        "m.proj_down": torch.ones(8, 2),
+        "m.proj_up": torch.ones(8, 2),
+    },
+    "ModelOpt with a low-rank part": {
+        "m.weight": torch.ones(8, 8, dtype=torch.uint8),
+        "m.weight_scale": _fp8(8, 1),
+        "m.svdquant_lora_a": torch.ones(2, 16),
+        "m.svdquant_lora_b": torch.ones(8, 2),
+    },
+    "scales of the key-value cache": {
+        "a.k_proj.weight": _fp8(8, 8),
+        "a.k_proj.strange_scale": torch.ones(1),
+        "a.k_scale": torch.ones(()),
+        "a.v_scale": torch.ones(()),
+    },
     "sparse": {"m.compressed": torch.ones(8, 4), "m.bitmask": torch.ones(8, 1, dtype=torch.uint8)},
 }
 """Tensors of weights that are not read, most of them floats."""
@@ -216,6 +242,8 @@ def test_floats_of_weights_that_are_not_read_are_not_plain_values(
     floats = [tensor for tensor in checkpoint.tree().tensors.values() if tensor.dtype.startswith(("float", "bfloat"))]
     assert floats
     assert all(tensor.uncastable_reason for tensor in floats)
+    report = check(checkpoint, "model")
+    assert report.findings or "can't be decoded here" in " ".join(report.unchecked)
 
 
 def test_float8_without_scales_is_plain(tmp_path: Path) -> None:
