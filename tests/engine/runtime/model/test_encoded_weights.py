@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtype_engine as de
 from dtype_engine.cli import cli
@@ -156,6 +157,39 @@ def test_decoded_values_do_not_outlive_their_operation(
     assert count >= 2 * sum(weight.decoded for weight in session.model.weights.values())
     assert most <= 2
     assert not alive
+
+
+class _Peak(TorchDispatchMode):
+    """Counts the bytes of all storages that torch operations make, for as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.most = dict[int, int](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in (result,) if isinstance(result, torch.Tensor) else result if isinstance(result, tuple) else ():
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage()).data_ptr() not in self.held:
+                self.held[storage.data_ptr()] = storage.nbytes()
+                weakref.finalize(storage, self.held.pop, storage.data_ptr(), None)
+        self.most = max(self.most, sum(self.held.values()))
+        return result
+
+
+def _wide() -> transformers.PreTrainedModel:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**_SMALL, "num_hidden_layers": 4}, intermediate_size=1024)
+    )
+
+
+def test_a_pass_holds_two_decoded_layers_at_most(tmp_path: Path) -> None:
+    """The activations, which are small here, included. The packed tensors are mapped from their file."""
+    values = quantised(_wide, folder := tmp_path / "fp8")
+    decoded = [weight.nbytes for name, weight in values.items() if name.endswith("_proj.weight")]
+    session, _ = _session(folder, tmp_path)
+    with (peak := _Peak()):
+        session.drift()
+    assert max(decoded) < peak.most < 2 * max(decoded) < sum(decoded) / 6
 
 
 def test_the_tree_has_weights_not_parts(tmp_path: Path) -> None:
