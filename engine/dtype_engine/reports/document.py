@@ -197,6 +197,10 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
             "values that are finite in the reference but not here",
         ),
     ]
+    if output.psnr_db is not None:
+        rows.append(("PSNR", decibels(output.psnr_db), "of the picture, by its full range"))
+    if output.ssim is not None:
+        rows.append(("SSIM", f"{output.ssim:.6f}", "structural similarity of the pictures, at most 1"))
     if output.kl_mean is not None:
         what = f"nats per position, {output.positions:,} positions, ± standard error"
         rows.append(("KL, mean", with_error(output.kl_mean, output.kl_mean_se), what))

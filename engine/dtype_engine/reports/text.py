@@ -25,7 +25,7 @@ from dtype_engine.results.coverage import Coverage
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Totals
-    from dtype_engine.results.drift import DriftReport, ImplicitCastStats
+    from dtype_engine.results.drift import DriftReport, ImplicitCastStats, OutputDrift
     from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow
     from dtype_engine.results.weights import SkippedTensor, WeightError
 
@@ -159,6 +159,7 @@ def drift_text(report: DriftReport) -> str:
         f"rel. L2    {output.rel_l2:.4e}",
         f"SQNR       {decibels(output.sqnr_db)}",
         f"cosine     {output.cosine:.8f}",
+        *picture_lines(output),
         f"non-finite {output.nonfinite}",
         *loss_lines(report.lost),
     ]
@@ -199,6 +200,14 @@ def drift_text(report: DriftReport) -> str:
             indent="  ",
         )
     return "\n".join(lines)
+
+
+def picture_lines(output: OutputDrift) -> list[str]:
+    """Return a line with the PSNR and the SSIM, or no line if the output is no picture."""
+    if output.psnr_db is None:
+        return []
+    ssim = "" if output.ssim is None else f", SSIM {output.ssim:.6f}"
+    return [f"picture    PSNR {decibels(output.psnr_db)}{ssim}"]
 
 
 def flow_text(casts: Sequence[ImplicitCastStats]) -> str:

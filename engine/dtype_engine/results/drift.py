@@ -109,6 +109,12 @@ class OutputDrift:
     """perplexity_candidate - perplexity_reference."""
     perplexity_difference_se: float | None = None
 
+    # The fields below are set where the output is a picture or a video (`runtime/numerics/compare/pictures.py`).
+    psnr_db: float | None = None
+    """The peak signal-to-noise ratio in dB: infinity for equal pictures."""
+    ssim: float | None = None
+    """The mean structural similarity, at most 1. None if the pictures are smaller than its window of 11 x 11 pixels."""
+
     nonfinite_reference: int = 0
     """The number of elements of the reference's output that are NaN or +infinity. -infinity is not counted, since masks have it."""
 

@@ -56,6 +56,10 @@ def _figures(experiment: Experiment, output: OutputDrift, extent: Extent) -> Ite
     yield "max |Δ|", f"{output.max_abs:.4e}" + _baseline(base, lambda other: f"{other.max_abs:.1e}")
     yield "rel. L2", f"{output.rel_l2:.2e}"
     yield "cosine", f"{output.cosine:.6f}"
+    if output.psnr_db is not None:
+        yield "PSNR", decibels(output.psnr_db)
+    if output.ssim is not None:
+        yield "SSIM", f"{output.ssim:.6f}"
     if output.nonfinite:
         yield "not finite", f"{output.nonfinite:,} of {output.elements:,}"
     if output.kl_mean is not None and not math.isnan(output.kl_mean):

@@ -189,7 +189,10 @@ class DriftMeter:
                     if totals is None:
                         name, output = reference.output_name, reference.output
                         classes_dim = classes_dimension(self.model.module, name, output, self.settings.classes_dim)
-                        totals = RunningTotals(name, output, classes_dim, len(batches), self._routing is not None)
+                        pixels = getattr(type(self.model.module), "picture_range", None)
+                        totals = RunningTotals(
+                            name, output, classes_dim, len(batches), self._routing is not None, pixels
+                        )
                     kept = KeptPositions.of(self.model.module, batches[step.number], self.model.device)
                     comparers.append((kept, self._comparer(step, reference, totals, listener, kept)))
                 assert totals is not None

@@ -47,11 +47,18 @@ class RunningTotals:
     output_name, output: the name of the main output, and its value for the first sequence. classes_dim: the dimension of this
     output with the logits of a distribution, or None. total: the number of all sequences. routed: whether the model routes tokens
     to experts. If so, no sampling error is given before all sequences are done: a rerouted token changes the output a hundred times
-    as much as other tokens, and the sequences added so far may not contain any.
+    as much as other tokens, and the sequences added so far may not contain any. picture_range: if the output is a picture, the
+    values of black and of full brightness.
     """
 
     def __init__(
-        self, output_name: str, output: torch.Tensor, classes_dim: int | None, total: int, routed: bool = False
+        self,
+        output_name: str,
+        output: torch.Tensor,
+        classes_dim: int | None,
+        total: int,
+        routed: bool = False,
+        picture_range: tuple[float, float] | None = None,
     ) -> None:
         self.output_name = output_name
         self.dimensions = output.ndim
@@ -60,7 +67,7 @@ class RunningTotals:
         """The indexes (among the inputs) of the added sequences, in the order in which they were added."""
         self._total = total
         self._routed = routed
-        self._comparison = OutputMetrics(classes_dim)
+        self._comparison = OutputMetrics(classes_dim, picture_range)
         self._kl_means: list[float] = []
         self._kl_within = 0.0
         self._modules: dict[int, dict[str, ModuleSums]] = {}

@@ -89,5 +89,10 @@ def run_decoder(module: nn.Module) -> None:
     def forward(self: Any, z: torch.Tensor) -> Any:
         return self.decode(z)
 
-    same = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    same = {
+        "forward": forward,
+        "picture_range": (-1.0, 1.0),
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+    }
     module.__class__ = type(original.__name__, (original,), same)

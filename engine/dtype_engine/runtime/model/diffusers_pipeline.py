@@ -27,6 +27,9 @@ class PipelineModule(nn.Module):
     tensors are again what they were.
     """
 
+    picture_range = (0.0, 1.0)
+    """The values of black and of full brightness."""
+
     def __init__(self, pipeline: Any) -> None:
         super().__init__()
         self.__dict__["pipeline"] = pipeline  # no module, and so no child

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,10 @@ def test_a_pipeline_is_what_diffusers_runs(pipelines: Path, family: str, monkeyp
     assert report.output.elements == reference.numel()
     assert report.output.mean_abs == pytest.approx((candidate - reference).abs().mean().item(), abs=1e-6)
     assert report.output.max_abs == pytest.approx((candidate - reference).abs().max().item(), abs=1e-6)
+    squares = (candidate.clamp(0, 1) - reference.clamp(0, 1)).square().mean().item()
+    assert report.output.psnr_db == pytest.approx(-10 * math.log10(squares), abs=1e-4)
+    assert report.output.ssim is not None
+    assert 0.5 < report.output.ssim < 1
     assert session.drift().output == report.output
     assert {module.name.partition(".")[0] for module in report.modules} >= parts - {"vae"}
     assert report.coverage is not None

@@ -316,6 +316,9 @@ def _other_figures(output: OutputDrift, has_kl: bool, columns: int) -> list[Text
     else:
         left = [values[0], ("mean |Δ|", scientific(output.mean_abs))]
         right = [values[1], ("rel. L2", scientific(output.rel_l2))]
+        if output.psnr_db is not None:
+            left.append(("PSNR", decibels(output.psnr_db)))
+            right.append(("SSIM", "" if output.ssim is None else f"{output.ssim:.5f}"))
     if columns < 2 * _SECOND:
         return [_figure(pair, _LABEL) for pair in (*left, *right)]
     lines = []

@@ -31,6 +31,7 @@ import torch
 
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.runtime.numerics.compare.element_sums import ElementSums
+from dtype_engine.runtime.numerics.compare.pictures import PictureSums, picture_sums
 from dtype_engine.runtime.numerics.compare.sequence_figures import SequenceFigures, sequence_figures
 
 FEWEST_FOR_PERCENTILES = 100
@@ -46,9 +47,13 @@ class OutputMetrics:
     Sequences may be added in any order: sums are always computed in the order of the sequence numbers.
     """
 
-    def __init__(self, classes_dim: int | None) -> None:
-        """Create an empty collection. classes_dim: the output dimension along which logits lie, or None for no distribution."""
+    def __init__(self, classes_dim: int | None, picture_range: tuple[float, float] | None = None) -> None:
+        """Create an empty collection. classes_dim: the output dimension along which logits lie, or None for no distribution.
+        picture_range: if the output is a picture, the values of black and of full brightness.
+        """
         self.classes_dim = classes_dim
+        self._picture_range = picture_range
+        self._pictures: dict[int, PictureSums] = {}
         self.sequences: dict[int, SequenceFigures] = {}
         """The comparisons of single sequences with the reference, keyed by sequence number."""
 
@@ -82,7 +87,10 @@ class OutputMetrics:
         if kept is not None:
             figures.left_out = kept.numel() - int(kept.sum())
             figures.sums.elements = reference.numel() // kept.numel() * int(kept.sum())
-        self.sequences[len(self.sequences) if number is None else number] = figures
+        place = len(self.sequences) if number is None else number
+        self.sequences[place] = figures
+        if self._picture_range is not None and reference.ndim >= 3:
+            self._pictures[place] = picture_sums(reference, candidate, *self._picture_range)
 
     def result(self) -> OutputDrift:
         """Return the metrics over all sequences added until now."""
@@ -103,6 +111,11 @@ class OutputMetrics:
             "nonfinite": sums.nonfinite,
             "nonfinite_reference": sums.nonfinite_reference,
         }
+        if self._pictures:
+            pictures = PictureSums()
+            for _, each in sorted(self._pictures.items()):
+                pictures.add(each)
+            figures |= {"psnr_db": pictures.psnr_db, "ssim": pictures.ssim}
         of_positions = [sequence.positions for sequence in sequences if sequence.positions is not None]
         if of_positions:
             kl = torch.cat([positions.kl for positions in of_positions])
