@@ -66,7 +66,8 @@ _NEAR = 1 << 16
 _MOST_BYTES = 1 << 30
 """Maximum number of bytes that are read of one model. The headers and the index of 671 B parameters have 20 MB."""
 _MOST_FILES = 20_000
-_TOGETHER = 16
+_TOGETHER, _TOGETHER_IN_A_FILE = 16, 4
+"""Number of files, and of ranges of each file, that are read at once: fewer requests than the client has connections (100)."""
 _TRIES = 3
 _PAUSE_S = 0.5
 _MEANINGS = {
@@ -407,7 +408,7 @@ class _Reader:
                 start = spans.pop()[0]
             spans.append((start, end))
         size = partial.stat().st_size
-        with ThreadPoolExecutor(_TOGETHER) as pool, open(partial, "r+b") as file:
+        with ThreadPoolExecutor(_TOGETHER_IN_A_FILE) as pool, open(partial, "r+b") as file:
             for (start, _), content in zip(
                 spans, pool.map(lambda span: self.read(url, span[0], span[1] - span[0], size), spans), strict=True
             ):
