@@ -38,3 +38,8 @@ def declared_formats(config: Mapping[str, object] | None) -> tuple[DeclaredForma
         if isinstance(module, str) and isinstance(of_module, Mapping)
         for part, form in _MODELOPT.get(str(of_module.get("quant_algo")), ())
     )
+
+
+def is_cache_scale(name: str) -> bool:
+    """Return whether a tensor of the files is a calibrated scale of a KV cache, which no module of transformers has."""
+    return name.endswith((".k_scale", ".v_scale"))

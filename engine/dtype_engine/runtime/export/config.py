@@ -43,7 +43,7 @@ def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
             raise UserError(
                 f"this checkpoint is quantized already ({method}): weights can't be given scales of another kind in it"
             )
-        if scaled:
+        if scaled or contents.cache_scheme is not None:
             config.pop("quantization_config", None)
             if (declared := quantization_config(contents)) is not None:
                 config["quantization_config"] = declared
@@ -79,7 +79,7 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
         if item.portable:
             groups.setdefault((item.dtype, item.quantised_inputs), []).append(item.name.removesuffix(".weight"))
     if not groups:
-        return None
+        return None if contents.cache_scheme is None else _compressed_tensors("dense", contents.cache_scheme, [], {})
     targeted = {module for modules in groups.values() for module in modules}
     others = [module for module in contents.linears if module not in targeted]
     first, _ = next(iter(groups))
@@ -93,23 +93,31 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
             "modules_to_not_convert": _targets(others, targeted, str),
         }
     formats = {dtype: layout(dtype) for dtype, _ in groups}
+    form = formats[first] if len(set(formats.values())) == 1 else "mixed-precision"
+    config_groups = {
+        f"group_{index}": {
+            "targets": _targets(modules, {*others, *targeted}.difference(modules)),
+            "format": formats[dtype],
+            "weights": weight_scheme(dtype),
+            "input_activations": activation_scheme(dtype) if inputs else None,
+            "output_activations": None,
+        }
+        for index, ((dtype, inputs), modules) in enumerate(groups.items())
+    }
+    return _compressed_tensors(form, contents.cache_scheme, _targets(others, targeted), config_groups)
+
+
+def _compressed_tensors(
+    form: str, cache_scheme: dict[str, Any] | None, ignore: list[str], config_groups: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
-        "format": formats[first] if len(set(formats.values())) == 1 else "mixed-precision",
+        "format": form,
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "kv_cache_scheme": None,
-        "ignore": _targets(others, targeted),
-        "config_groups": {
-            f"group_{index}": {
-                "targets": _targets(modules, {*others, *targeted}.difference(modules)),
-                "format": formats[dtype],
-                "weights": weight_scheme(dtype),
-                "input_activations": activation_scheme(dtype) if inputs else None,
-                "output_activations": None,
-            }
-            for index, ((dtype, inputs), modules) in enumerate(groups.items())
-        },
+        "kv_cache_scheme": cache_scheme,
+        "ignore": ignore,
+        "config_groups": config_groups,
     }
 
 

@@ -183,6 +183,8 @@ class Contents:
     """
     incomplete: tuple[str, ...] = ()
     """Sentences that name the tensors which the source lacks."""
+    cache_scheme: dict[str, Any] | None = None
+    """compressed-tensors' `kv_cache_scheme`, if the export has scales of KV caches; otherwise None."""
 
     @property
     def nbytes(self) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint, FileIdentity
+from dtype_engine.checkpoint.kv_settings import declared_formats
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
@@ -348,6 +349,8 @@ class LiveModel:
                 stored = QuantizedValues(original, scale.to(device), dtype)
             weights[info.name] = Weight(info, tensor, stored, info.dtype, stored.scale)
         tree = tree_of(module, [*infos, *unused_infos])
+        if checkpoint is not None:  # the module's own configuration may lack what quantised checkpoints declare
+            tree.kv_cache = dataclasses.replace(tree.kv_cache, declared=declared_formats(checkpoint.config))
         return cls(
             module,
             title,

@@ -20,6 +20,7 @@ from torch import nn
 
 from dtype_engine.checkpoint import ByteRange, Checkpoint, open_checkpoint
 from dtype_engine.checkpoint.completeness import what_is_missing
+from dtype_engine.checkpoint.kv_settings import declared_formats, is_cache_scale
 from dtype_engine.checkpoint.memory_fit import shortfall, usable_memory
 from dtype_engine.checkpoint.pickle_zip import is_compressed
 from dtype_engine.checkpoint.pickles import load_pickle
@@ -199,8 +200,9 @@ def load_module(
         model_class = type(made) if by_state else chosen.model_class
         on_step(f"loading {model_class.__name__}")
         more: dict[str, Any] = {"config": chosen.config}
-        if checkpoint.quantized or by_state:
-            # This program dequantizes weights with scales itself, so transformers must not use another package for it.
+        if checkpoint.quantized or by_state or declared_formats(checkpoint.config):
+            # This program dequantizes weights with scales itself, and rounds KV caches only by rules, so transformers must not use
+            # another package for it.
             more["config"] = without_quantization(chosen.config)
         if checkpoint.quantized:
             more["key_mapping"] = {rf"^(.+){OWN_SUFFIX}$": r"\1"}
@@ -249,7 +251,8 @@ def load_module(
         )
     parts = {part.name for weight in checkpoint.quantized.values() for part in weight.tensors}
     parts |= loading_names(module, parts)
-    if unused := sorted(set(loading_info.get("unexpected_keys") or ()) - parts):
+    unexpected = {name for name in loading_info.get("unexpected_keys") or () if not is_cache_scale(name)}
+    if unused := sorted(unexpected - parts):
         notices.append(
             f"{len(unused)} tensors of the checkpoint are not used by {type(module).__name__}, first {unused[0]}"
         )

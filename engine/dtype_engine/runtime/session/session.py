@@ -408,16 +408,23 @@ class Session:
             True
         """
         from dtype_engine.runtime.export import of_live
+        from dtype_engine.runtime.export.cache_scales import cache_scheme, module_in_files, with_cache_scales
         from dtype_engine.runtime.export.input_scales import needs_calibration
         from dtype_engine.runtime.measure.activation_ranges import input_ranges
 
-        planned = self.plan.dtypes
+        planned, caches = self.plan.dtypes, self.plan.caches
         contents = of_live(self.model, self.recipe, planned, self.settings)
-        if not needs_calibration(contents):
+        if needs_calibration(contents):
+            names = [item.name for item in contents.items if item.input_scale is not None]
+            ranges = input_ranges(self.model, self.need_inputs(), self.settings, names, cancelled, self._behavior)
+            contents = of_live(self.model, self.recipe, planned, self.settings, ranges)
+        if not caches:
             return contents
-        names = [item.name for item in contents.items if item.input_scale is not None]
-        ranges = input_ranges(self.model, self.need_inputs(), self.settings, names, cancelled, self._behavior)
-        return of_live(self.model, self.recipe, planned, self.settings, ranges)
+        if cache_scheme(self.tree, caches) is not None:
+            with ForwardRunner(self.model, self.settings, cancelled, behavior=self._behavior) as runner:
+                runner.calibrate_caches(self.need_inputs().batches)
+        file_name = functools.partial(module_in_files, self.model)
+        return with_cache_scales(contents, self.tree, caches, self._behavior.cache_amax, file_name)
 
     def need_inputs(self) -> Inputs:
         """Return the inputs with which the model is run. Raises NoForward if the model can't be run.

@@ -1,0 +1,76 @@
+"""The scales of KV caches in an export: compressed-tensors' `kv_cache_scheme`, with `k_scale` and `v_scale` of each attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe.kv_serving import cache_serving
+from dtype_engine.runtime.export.contents import Contents, ExportTensor
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.name_mapping import map_names
+from dtype_engine.runtime.numerics.quantize import amax_to_scale
+
+_FP8 = dtypes.BY_NAME["float8_e4m3fn"]
+_STRATEGIES = {"float8_e4m3fn@tensor": "tensor", "fp8@head": "attn_head"}
+
+
+def cache_scheme(tree: Tree, caches: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the `kv_cache_scheme` of a plan's KV caches, or None if it can't express them: it has one format, fp8 with calibrated
+    scales, for the keys and values of all layers. caches: the formats by name.
+    """
+    forms = {caches.get(tensor.name) for tensor in tree.kv_cache.tensors if tensor.castable}
+    parts = {tensor.part for tensor in tree.kv_cache.tensors if tensor.castable}
+    strategy = _STRATEGIES.get(next(iter(forms)) or "") if len(forms) == 1 else None
+    if strategy is None or parts != {"k", "v"}:
+        return None
+    return {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False, "symmetric": True}
+
+
+def with_cache_scales(
+    contents: Contents,
+    tree: Tree,
+    caches: Mapping[str, str],
+    amax: Mapping[str, torch.Tensor],
+    file_name: Callable[[str], str] = str,
+) -> Contents:
+    """Return the contents of an export with the scales of KV caches, if a scheme of compressed-tensors expresses the formats
+    `caches`. Otherwise, return them with a notice that says how a runtime is told the formats.
+
+    amax: the calibrated largest |value| of each head, float32 [heads], by the name of the cache's tensor. file_name: returns
+    the name that a module has in the files.
+    """
+    scheme = cache_scheme(tree, caches)
+    before = (contents.config or {}).get("quantization_config")
+    quantised = before is not None and not any(item.has_scales for item in contents.items)
+    if scheme is None or contents.config is None or quantised:
+        served = cache_serving(tree, caches, "vllm")
+        how = f"start vLLM with {' '.join(served.flags)}" if served.flags else served.problems[0].why
+        notice = f"the formats of KV caches are in recipe.yaml, not in the checkpoint: {how}"
+        return dataclasses.replace(contents, notices=(*contents.notices, notice))
+    items = {item.name: item for item in contents.items}
+    for tensor in tree.kv_cache.tensors:
+        if tensor.castable:
+            by_head = scheme["strategy"] == "attn_head"
+            largest = amax[tensor.name] if by_head else amax[tensor.name].max()
+            scale = amax_to_scale(largest.reshape(-1, 1, 1) if by_head else largest.reshape(1), _FP8.max).cpu()
+            name = f"{file_name(tensor.module)}.{tensor.part}_scale"
+            of_file = partial(torch.clone, scale)
+            items[name] = ExportTensor(name, tuple(scale.shape), "float32", "float32", False, False, (), of_file)
+    return dataclasses.replace(contents, items=tuple(items.values()), cache_scheme=scheme)
+
+
+def module_in_files(model: LiveModel, module: str) -> str:
+    """Return the name that a module of the live model has in the checkpoint's files."""
+    placements = {} if model.checkpoint is None else map_names(model.module, model.checkpoint.weights)
+    for name, place in placements.items():
+        local = place.name.removeprefix(f"{module}.")
+        if local != place.name and name.endswith(f".{local}"):
+            return name.removesuffix(f".{local}")
+    return module

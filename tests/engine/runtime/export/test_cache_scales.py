@@ -1,0 +1,59 @@
+"""Scales of KV caches in an export: compressed-tensors reads them, and rounds as the measurement did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import special
+
+import dtype_engine as de
+from dtype_engine.recipe.presets import preset
+
+PROMPT = "The sun rose over the harbour, and the first boats came in with fish."
+
+
+@pytest.mark.parametrize(("form", "shape"), [("fp8@tensor", (1,)), ("fp8@head", (2, 1, 1))])
+def test_compressed_tensors_reads_the_scales_and_rounds_alike(
+    form: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    session = de.open(options=de.Options(prompts=(PROMPT,)))
+    model: Any = session.model.module
+    ids = session.need_inputs().batches[0].kwargs["input_ids"]
+    with torch.no_grad():
+        before = special.log_softmax(model(ids).logits.double().numpy(), -1)
+    session.cast("*.kv_cache", form)
+    drift = session.drift().output.kl_mean
+    report = session.export(tmp_path / "export")
+    assert report.notices == ()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert loaded.model.layers[0].self_attn.k_scale.shape == shape
+    with torch.no_grad():
+        after = special.log_softmax(loaded(ids, use_cache=True).logits.double().numpy(), -1)
+    assert drift is not None
+    assert drift > 1e-4
+    assert special.rel_entr(np.exp(before), np.exp(after)).sum(-1).mean() == pytest.approx(drift, abs=1e-6)
+    again = de.open(str(tmp_path / "export"), options=session.options)
+    again.use_recipe(preset("kv-declared").recipe(again.tree))
+    assert again.recipe == session.recipe
+    assert again.model.notices == ()
+    assert again.drift().output.kl_mean == pytest.approx(drift, abs=1e-9)
+
+
+def test_formats_that_no_scheme_expresses_are_told_by_a_notice(tmp_path: Path) -> None:
+    session = de.open(options=de.Options(prompts=(PROMPT,)))
+    session.cast("*.kv_cache", "fp8")
+    session.cast("*.0.*.kv_cache", "bf16")
+    report = session.export(tmp_path / "export")
+    told = [notice for notice in report.notices if "KV caches" in notice]
+    assert len(told) == 1
+    assert told[0].endswith("start vLLM with --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0")
+    assert "quantization_config" not in json.loads((tmp_path / "export/config.json").read_text())
+    assert "kv_cache" in (tmp_path / "export/recipe.yaml").read_text()
