@@ -19,6 +19,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.core.units import human_bytes, plural, seconds_text
+from dtype_engine.recipe import make_plan
 from dtype_engine.reports.text import found_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.results.as_json import as_json
@@ -56,7 +57,7 @@ def export(
 
     With --quantize-activations=weights, the checkpoint tells runtimes to also round the inputs of matrix products, in the formats
     that support this (W8A8, W4A4).
-    Only NVFP4 requires running the model: one pass over the calibration inputs measures the activation scales that NVFP4 stores.
+    Only NVFP4 and KV caches in fp8 require running the model: one pass over the calibration inputs measures their scales.
     """
     from dtype_engine.checkpoint.export_folder import check_folder
     from dtype_engine.runtime.export import export as write
@@ -72,7 +73,8 @@ def export(
 
             recipe = request.with_preset(describe(source, request.options).tree)
         contents = of_checkpoint(checkpoint, source.title, recipe, request.options)
-    if contents is not None and not needs_calibration(contents):
+    with_caches = checkpoint is not None and bool(make_plan(checkpoint.tree(), recipe).caches)
+    if contents is not None and not with_caches and not needs_calibration(contents):
         report = write(contents, folder, max_shard_size, _rate("exporting"), force=force, incomplete=incomplete)
     else:
         session = request.open_session(source)

@@ -144,13 +144,13 @@ def _contents(context: SaveContext) -> Contents:
 
 
 def _contents_to_write(context: SaveContext) -> Contents:
-    """Return what an export of the recipe writes. If it includes scales for activations (NVFP4), these are computed first: the
-    model is cast to the recipe and run on the inputs.
+    """Return what an export of the recipe writes. If it includes scales for activations (NVFP4) or of KV caches, these are computed
+    first: the model is cast to the recipe and run on the inputs.
     """
     from dtype_engine.runtime.export.input_scales import needs_calibration
 
     contents, session = _contents(context), context.model.session
-    if session is None or not needs_calibration(contents):
+    if session is None or not (needs_calibration(contents) or make_plan(session.tree, context.recipe).caches):
         return contents
     context.on_progress("running the inputs", 0, 1)
     session.use_recipe(context.recipe, cancelled=context.cancelled)
