@@ -116,10 +116,20 @@ def parse_format(text: str) -> str:
         found = ""
     if found in KV_FORMATS or found == dtypes.STORED:
         return found
-    known = [name.replace(_FP8, "fp8") if "@" in name else dtypes.short_name(name) for name in KV_FORMATS]
+    known = list(map(_typed, KV_FORMATS))
     near = nearest(whole, known, cutoff=0.5)
     hint = f"did you mean {near}? It may be" if near else "it may be"
     raise UserError(f"a KV cache can't be {text.strip()!r}: {hint} {', '.join(known)}, or {dtypes.STORED}")
+
+
+def completions(begun: str) -> list[str]:
+    """Return the names of formats of KV caches, as a rule may have them, that begin with a partly typed name."""
+    whole = begun.strip().lower()
+    return [name for name in (*map(_typed, KV_FORMATS), dtypes.STORED) if name.startswith(whole)]
+
+
+def _typed(name: str) -> str:
+    return name.replace(_FP8, "fp8") if "@" in name else dtypes.short_name(name)
 
 
 def parse_scanned(text: str) -> str:

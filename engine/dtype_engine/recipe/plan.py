@@ -165,6 +165,10 @@ class Plan:
             f"  memory  stored {human_bytes(self.stored_bytes)} → planned {human_bytes(self.planned_bytes)}"
         )
 
+    def same_casts(self, other: Plan) -> bool:
+        """Return whether another plan for the same tree gives every tensor the same dtype, and every KV cache the same format."""
+        return self.dtypes == other.dtypes and self.caches == other.caches
+
     def effects(self, tree: Tree, among: Collection[str] | None = None) -> Iterator[RuleEffect]:
         """Yield the effect of each rule, in the recipe's order. among: if given, only tensors with these canonical names are
         considered, of weights and of KV caches.

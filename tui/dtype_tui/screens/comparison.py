@@ -159,17 +159,21 @@ def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right:
     """
     first, second = plans
     differ = [tensor for tensor in experiment.tree.order if first.dtypes[tensor.name] != second.dtypes[tensor.name]]
-    if not differ:
+    caches = [name for name in experiment.tree.caches if first.caches.get(name) != second.caches.get(name)]
+    if not differ and not caches:
         return _heading("tensors: all have the same dtype in both")
     page = PlainTable.grid()
-    page.add_row(_heading(f"{plural(len(differ), 'tensor')} of another dtype"))
+    page.add_row(_heading(f"{plural(len(differ) + len(caches), 'tensor')} of another dtype"))
     table = _columns("", left, right, f"bytes in {left}", f"in {right}")
     for tensor in differ[:MOST_ROWS]:
         names = [plan.dtypes[tensor.name] for plan in plans]
         sizes = [human_bytes(tensor_bytes(tensor, name)) for name in names]
         table.add_row(printable(tensor.name, 300), *map(dtypes.short_name, names), *sizes)
-    if len(differ) > MOST_ROWS:
-        table.add_row(f"and {len(differ) - MOST_ROWS:,} more", "", "", "", "")
+    for name in caches[: max(0, MOST_ROWS - len(differ))]:
+        forms = (dtypes.short_name(plan.caches.get(name, dtypes.STORED)) for plan in plans)
+        table.add_row(printable(name, 300), *forms, "", "")
+    if len(differ) + len(caches) > MOST_ROWS:
+        table.add_row(f"and {len(differ) + len(caches) - MOST_ROWS:,} more", "", "", "", "")
     page.add_row(table)
     return page
 

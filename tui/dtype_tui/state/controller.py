@@ -251,7 +251,7 @@ class Controller:
         is_known = not experiment.model.partial and not experiment.plan.pending_classes
         if is_known and experiment.refusal(rule) is None:
             after = make_plan(experiment.tree, experiment.rules.then(rule).recipe)
-            if after.dtypes == experiment.plan.dtypes:
+            if after.same_casts(experiment.plan):
                 has = "as stored" if dtype == dtypes.STORED else dtype
                 self.notify(f"{node or 'the model'} is {has} already", "information")
                 return

@@ -214,7 +214,7 @@ class Experiment:
         tree, or None. If both plans have the same dtypes, the results stay valid and are kept.
         """
         self.plan = make_plan(self.tree, self.recipe)
-        self.same_plan = before is not None and before.dtypes == self.plan.dtypes and self.results.report is not None
+        self.same_plan = before is not None and before.same_casts(self.plan) and self.results.report is not None
         if self.same_plan:
             return
         prepared, self._prepared = self._prepared, None

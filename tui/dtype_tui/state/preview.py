@@ -43,6 +43,8 @@ class Preview:
     """What happens to other weights if the rule casts only some of the weights that a runtime fuses into one, as text: for example,
     `k_proj, v_proj: new scale`. "" if nothing happens to them.
     """
+    caches: int = 0
+    """How many tensors of KV caches the rule would give a format."""
     counts: tuple[int, ...] = ()
     """How many of the first tensors of `Tree.order` the rule would cast, for each number of first tensors from 0 on."""
 
@@ -56,7 +58,7 @@ def preview(tree: Tree, plan: Plan, rule: Rule) -> Preview:
 
     Raises PatternError, also for a pattern that takes longer than `PREVIEW_S` to match, because keys wait for the preview.
     """
-    taken = select(tree, rule.pattern, PREVIEW_S)
+    taken = select(tree, rule.pattern, PREVIEW_S).for_dtype(rule.dtype)
     names = frozenset(taken.tensors)
     tensors = [tree.tensors[name] for name in taken.tensors]
     return Preview(
@@ -69,6 +71,7 @@ def preview(tree: Tree, plan: Plan, rule: Rule) -> Preview:
         uncast_words(tree, taken) if taken.uncastable else "",
         _overridden(plan, rule, tensors),
         fused_words(rule.dtype, names, plan.dtypes, tree.fused_groups),
+        len(taken.caches),
         tuple(accumulate((tensor.name in names for tensor in tree.order), initial=0)),
     )
 

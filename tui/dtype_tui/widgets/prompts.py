@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.timer import Timer
 from textual.widgets import Static
 
-from dtype_engine.core import dtypes
+from dtype_engine.core import dtypes, kv_formats
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.units import human_bytes, human_count, plural
 from dtype_engine.recipe import Rule
@@ -81,7 +81,8 @@ class CastPrompt(BottomPrompt):
         super().close()
 
     def _matches_something(self, pattern: str) -> bool:
-        return bool(preview(self.experiment.tree, self.experiment.plan, Rule(pattern, dtypes.STORED)).tensors)
+        found = preview(self.experiment.tree, self.experiment.plan, Rule(pattern, dtypes.STORED))
+        return bool(found.tensors or found.caches)
 
     @property
     def _rule_text(self) -> str:
@@ -104,9 +105,9 @@ class CastPrompt(BottomPrompt):
         if self.field.value == self._completion and len(self._completions) > 1:
             index = (self._completions.index(begun) + step) % len(self._completions)
         else:
-            self._completions = dtypes.completions(begun) if equals and begun.strip() else []
+            self._completions = _completions(pattern, begun) if equals and begun.strip() else []
             index = 0 if step > 0 else -1
-            if not self._completions or begun.strip().lower() in self._completions or _is_target(begun):
+            if not self._completions or begun.strip().lower() in self._completions or _is_target(pattern, begun):
                 self._completions = []
                 return False
         self._completion = f"{pattern}={self._completions[index]}"
@@ -125,8 +126,8 @@ class CastPrompt(BottomPrompt):
         try:
             shown = preview(self.experiment.tree, self.experiment.plan, Rule.parse(self.field.value))
         except UserError as error:
-            begun = self.field.value.rpartition("=")[2].strip()
-            names = dtypes.completions(begun) if begun and not _is_target(begun) else []
+            pattern, _, begun = (part.strip() for part in self.field.value.rpartition("="))
+            names = _completions(pattern, begun) if begun and not _is_target(pattern, begun) else []
             words = f"Tab: {'  '.join(names)}" if names else str(error)
             self.hint(Text(f" {words}", style="" if names else "bold", no_wrap=bool(names), overflow="ellipsis"))
         else:
@@ -149,9 +150,13 @@ class CastPrompt(BottomPrompt):
         self._enter(rule)
 
 
-def _is_target(text: str) -> bool:
+def _completions(pattern: str, begun: str) -> list[str]:
+    return kv_formats.completions(begun) if kv_formats.names_caches(pattern) else dtypes.completions(begun)
+
+
+def _is_target(pattern: str, text: str) -> bool:
     try:
-        dtypes.parse_target(text)
+        (kv_formats.parse_format if kv_formats.names_caches(pattern) else dtypes.parse_target)(text)
     except UserError:
         return False
     return True
@@ -159,6 +164,8 @@ def _is_target(text: str) -> bool:
 
 def preview_words(preview: Preview) -> str:
     """Return a description of a preview, as in `matches 12 tensors · 3.2 M parameters · 12.80 MiB → 6.40 MiB`."""
+    if preview.caches and not preview.tensors:
+        return f"matches {plural(preview.caches, 'tensor')} of KV caches"
     if not preview.tensors:
         if preview.uncastable_count:
             return (
@@ -168,6 +175,7 @@ def preview_words(preview: Preview) -> str:
     count = len(preview.tensors)
     more = f" · overrides {preview.overrides}" if preview.overrides else ""
     more += f" · {preview.fused}" if preview.fused else ""
+    more += f" · and {plural(preview.caches, 'tensor')} of KV caches" if preview.caches else ""
     return (
         f"matches {count:,} tensor{'s' if count != 1 else ''} · {human_count(preview.elements)} parameters · "
         f"{human_bytes(preview.bytes_before)} → {human_bytes(preview.bytes_after)}{more}"
