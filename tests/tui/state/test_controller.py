@@ -18,9 +18,11 @@ from dtype_tui.state import experiment as experiment_module
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
+from dtype_tui.state.preview import preview
 from dtype_tui.state.rule_list import RuleList
 from dtype_tui.state.session_store import SavedSession
 from dtype_tui.widgets.header import header_line
+from dtype_tui.widgets.prompts import preview_words
 
 BF16 = Recipe((Rule("*", "bfloat16"),))
 OTHER = Recipe((Rule("*", "float16"),))
@@ -177,3 +179,19 @@ def test_the_header_says_on_which_machine_the_model_is(monkeypatch: pytest.Monke
     alone.opened()
     assert header_line(alone.experiment, 120).plain.startswith(" demo  LlamaForCausalLM  707.8 k params  cpu on gpu  ")
     assert "Llama" not in header_line(alone.experiment, 60).plain, "the class is left out before the device"
+
+
+def test_a_rule_for_kv_caches_is_another_recipe_than_none(alone: Alone) -> None:
+    """It changes no weight, and its results are not those of the recipe before."""
+    alone.opened()
+    alone.controller.apply_recipe(BF16)
+    alone.controller.handle(events.Measured(BF16, report(BF16)))
+    assert alone.experiment.results.report is not None
+    alone.controller.add_rule(Rule.parse("*.0.*.kv_cache=fp8"))
+    assert alone.experiment.results.report is None
+    assert len(alone.experiment.plan.caches) == 2
+    shown = preview(alone.experiment.tree, alone.experiment.plan, Rule.parse("*.kv_cache=int4@kivi"))
+    assert shown.caches == 12
+    assert preview_words(shown) == "matches 12 tensors of KV caches"
+    alone.controller.undo()
+    assert not alone.experiment.plan.caches
