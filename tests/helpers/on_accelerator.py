@@ -17,6 +17,7 @@ from tests.helpers import fake_accelerator
 
 import dtype_engine as de
 from dtype_engine.runtime.device import pick_device
+from dtype_engine.runtime.model import encoded_loading
 
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "int8", "nvfp4", "int4@g32")
 
@@ -68,6 +69,21 @@ def shown(folder: Path, device: str) -> dict[str, Any]:
     return found
 
 
+def over_memory(folder: Path) -> list[Any]:
+    """Figures of a model on the accelerator with all of its memory, and with half of what the weights take."""
+    encoded_loading.SMALLEST = 1
+    found = []
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    for limits in ({}, {fake_accelerator.NAME: stored // 2}):
+        options = de.Options(device=fake_accelerator.NAME, max_memory=limits, sequence_length=16, sequences=3)
+        session = de.open(str(folder), options=options)
+        session.apply(de.Recipe.of(map(de.Rule.parse, ("*=int8", "*.mlp=float16", "*norm*=float32"))))
+        report = session.drift()
+        blocks = session.model.visits.blocks if session.model.visits is not None else ()
+        found.append([len(blocks) > 1, str(report.output), [str(module) for module in report.modules]])
+    return found
+
+
 def main() -> None:
     import transformers
 
@@ -85,6 +101,7 @@ def main() -> None:
     found: dict[str, Any] = {device: shown(folder, device) for device in (fake_accelerator.NAME, "cpu")}
     found["picked"] = {name: _told(lambda name=name: str(pick_device(name))) for name in sys.argv[2:]}  # type: ignore[misc]
     session = de.open(str(folder), options=de.Options(device=fake_accelerator.NAME, sequence_length=32, sequences=1))
+    found["over"] = over_memory(folder / "twin")
     fake_accelerator.device.limit = fake_accelerator.device.allocated + 2000
     found["full"] = _told(session.drift)
     fake_accelerator.device.limit = None

@@ -59,6 +59,12 @@ def test_what_the_device_holds_is_reported(found: dict[str, Any]) -> None:
     assert found["full"].endswith("not enough memory on fake (fake out of memory); use --device cpu")
 
 
+def test_a_model_larger_than_the_memory_to_use_has_the_same_figures(found: dict[str, Any]) -> None:
+    inside, over = found["over"]
+    assert (inside[0], over[0]) == (False, True)
+    assert over[1:] == inside[1:]
+
+
 def test_float64_is_refused_by_name(found: dict[str, Any]) -> None:
     said = "can't be cast to float64, which fake does not have; use --device cpu"
     assert found["fake"]["float64"] == f"model.layers.0.mlp.gate_proj.weight {said}"

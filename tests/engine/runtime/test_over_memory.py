@@ -180,3 +180,20 @@ def test_it_is_refused_with_an_estimate(llama: Path) -> None:
         de.open(str(llama), options=de.Options(max_memory={"cpu": 1 << 20}))
     assert "this machine may use 1.00 MiB of memory" in str(refused.value)
     assert "--over-memory runs it from the disk" in str(refused.value)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_quarter_of_a_models_memory_on_cuda(make_llama: Callable[..., Path]) -> None:
+    folder = make_llama(dtype="bfloat16", **SIZES | {"num_hidden_layers": 16})
+    limit = (folder / "model.safetensors").stat().st_size // 4
+    draw = torch.Generator().manual_seed(1)
+    inputs = [{"input_ids": torch.randint(0, 512, (1, length), generator=draw)} for length in LENGTHS]
+    found, peaks = [], []
+    for limits in ({}, {"cuda:0": limit}):
+        session = de.open(str(folder), options=de.Options(device="cuda:0", max_memory=limits), inputs=inputs)
+        torch.cuda.reset_peak_memory_stats()
+        found.append([measured(session, rules) for rules in RECIPES])
+        peaks.append(torch.cuda.max_memory_allocated())
+        del session
+    assert found[0] == found[1]
+    assert peaks[1] < peaks[0]

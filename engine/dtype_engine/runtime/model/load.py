@@ -82,6 +82,8 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
         if not options.over_memory:
             raise NoForward(reason)
         visits = BlockVisits(usable_memory(options.max_memory) // _BLOCK_SHARE)
+    elif checkpoint.stored_bytes > (most := _limit(device, options.max_memory, checkpoint.stored_bytes)):
+        visits = BlockVisits(most // _BLOCK_SHARE, keeps_pages=True)
     if checkpoint.form == "pickle" and source.trust_pickle and checkpoint.path.is_file():
         whole = load_pickle(checkpoint.path, trust=True)
         if isinstance(whole, nn.Module):
@@ -129,6 +131,12 @@ def _from_checkpoint(
     if visits is not None:
         visits.use_blocks(blocks(live, visits.most))
     return live
+
+
+def _limit(device: torch.device, limits: Mapping[str, int], default: int) -> int:
+    """Return how many bytes of an accelerator's memory weights may take, or `default` if nothing limits them."""
+    names = () if device.type == "cpu" else (f"{device.type}:{device.index or 0}", device.type)
+    return next((limits[name] for name in names if name in limits), default)
 
 
 def blocks(live: LiveModel, most: int) -> dict[str, tuple[ByteRange, ...]]:

@@ -41,12 +41,14 @@ class BlockVisits:
     Attributes:
         blocks: for each block, by the name of its module, the ranges of the files that it reads. `use_blocks` sets it.
         most: how many bytes a block takes at most, as float32.
+        keeps_pages: whether the files stay in memory, because only an accelerator's memory is too small for the weights.
         bytes_read: how many bytes of the files all visits until now were about.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, keeps_pages: bool = False) -> None:
         self.blocks: dict[str, tuple[ByteRange, ...]] = {}
         self.most = most
+        self.keeps_pages = keeps_pages
         self.bytes_read = 0
         self._inside = ""
         self._values: dict[Any, Any] = {}
@@ -90,7 +92,8 @@ class BlockVisits:
         self._values.clear()
         self._used.clear()
         self._inside = ""
-        _each_file(ranges, _forget)
+        if not self.keeps_pages:
+            _each_file(ranges, _forget)
 
     def once(self, key: Any, make: Callable[[], T], values: _InFiles) -> T:
         """Return `make()`, which is called only once for each key in a visit. Outside of all blocks, it is called each time.
@@ -110,7 +113,7 @@ class BlockVisits:
 
     def _ask(self, name: str) -> None:
         """Have a thread ask the system for the pages of a block."""
-        if not hasattr(os, "posix_fadvise"):
+        if self.keeps_pages or not hasattr(os, "posix_fadvise"):
             return
         self._asked = name
         if self._reader is None:
