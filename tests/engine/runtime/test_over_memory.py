@@ -72,6 +72,9 @@ def test_experts_that_loading_stacks(tmp_path: Path) -> None:
     config = transformers.MixtralConfig(**SIZES, num_hidden_layers=2, num_local_experts=4)
     transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "moe")
     inside, over = opened(tmp_path / "moe", None), opened(tmp_path / "moe", 1 << 22)
+    # Only the experts are read that tokens are sent to, one by one, so they are not computed by one grouped product.
+    inside.model.module.set_experts_implementation("eager")  # type: ignore[operator]
+    assert any("one by one" in notice for notice in over.model.notices)
     assert any(name.endswith(".experts") for name in over.model.visits.blocks)  # type: ignore[union-attr]
     for rules in RECIPES:
         assert measured(over, rules) == measured(inside, rules)

@@ -57,7 +57,7 @@ from dtype_engine.runtime.model.packed_parts import pack
 from dtype_engine.runtime.model.python_source import load_python
 from dtype_engine.runtime.model.quantized_loading import refuse_unread
 from dtype_engine.runtime.model.silence_libraries import no_stderr, quiet, silence_transformers
-from dtype_engine.runtime.model.stored_values import EncodedValues, StoredValues
+from dtype_engine.runtime.model.stored_values import EncodedValues, StoredValues, VisitedValues
 from dtype_engine.runtime.model.visits import BlockVisits, blocks_of
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name, torch_dtype
 
@@ -130,6 +130,12 @@ def _from_checkpoint(
     )
     if visits is not None:
         visits.use_blocks(blocks(live, visits.most))
+        stacks = (weight for weight in live.weights.values() if isinstance(weight.stored, VisitedValues))
+        large = any(len(weight.info.shape) > 2 and 4 * weight.info.numel > visits.most for weight in stacks)
+        choose: Any = getattr(live.module, "set_experts_implementation", None)
+        if large and choose is not None:
+            choose("eager")  # it reads only the experts that tokens are sent to
+            live.notices += ("experts are computed one by one, which rounds otherwise than grouped products",)
     return live
 
 

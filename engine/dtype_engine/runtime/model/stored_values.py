@@ -78,6 +78,12 @@ class StoredValues(ABC):
         the rows.
         """
 
+    def part(self, index: int, device: torch.device) -> torch.Tensor | None:
+        """Return the values at one index of the weight's first dimension, such as those of one expert, if they can be read without
+        the others. Otherwise return None.
+        """
+        return None
+
     def release(self) -> None:  # noqa: B027
         """Release what is kept of the files, so that their pages can leave the memory. Reading the values maps the files again."""
 
@@ -246,6 +252,13 @@ class StackedValues(StoredValues):
         for part in self.parts:
             part.release()
 
+    def part(self, index: int, device: torch.device) -> torch.Tensor | None:
+        each, rest = divmod(len(self.parts), self.shape[0])
+        if rest or len(self.shape) < 3 or not 0 <= index < self.shape[0]:
+            return None
+        read = [part.read(device).to(self.dtype) for part in self.parts[index * each : (index + 1) * each]]
+        return torch.cat([values.reshape(-1) for values in read]).view(self.shape[1:])
+
 
 class VisitedValues(StoredValues):
     """The values of a weight of a model that is larger than memory: they are read once in each visit to a block of the model.
@@ -277,6 +290,9 @@ class VisitedValues(StoredValues):
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         self.visits.note_use(self.values)
         return self.values.rows(ids)
+
+    def part(self, index: int, device: torch.device) -> torch.Tensor | None:
+        return self.visits.once((self, device, index), lambda: self.values.part(index, device), self.values)
 
     def release(self) -> None:
         self.values.release()

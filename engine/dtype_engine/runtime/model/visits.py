@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from dtype_engine.checkpoint import ByteRange, CheckpointTensor
@@ -20,6 +21,8 @@ T = TypeVar("T")
 
 SMALLEST = 1 << 16
 """Weights of fewer bytes, such as those of a norm, stay in memory."""
+_MOST_KEPT = 8
+"""Values are kept until they take the memory of this many blocks. Further ones are read or computed at each use."""
 _STEP = 1 << 17
 """How many bytes one request asks for. Linux reads no more than a device's largest transfer for each request."""
 
@@ -52,6 +55,7 @@ class BlockVisits:
         self.bytes_read = 0
         self._inside = ""
         self._values: dict[Any, Any] = {}
+        self._kept = 0
         self._used: dict[int, _InFiles] = {}
         self._next: dict[str, str] = {}
         self._asked = ""
@@ -90,6 +94,7 @@ class BlockVisits:
             values.release()
             ranges |= set(ranges_of(values.in_files))
         self._values.clear()
+        self._kept = 0
         self._used.clear()
         self._inside = ""
         if not self.keeps_pages:
@@ -103,9 +108,14 @@ class BlockVisits:
         if not self._inside:
             return make()
         self.note_use(values)
-        if key not in self._values:
-            self._values[key] = make()
-        return self._values[key]  # type: ignore[no-any-return]
+        if key in self._values:
+            return self._values[key]  # type: ignore[no-any-return]
+        made = make()
+        parts = made if isinstance(made, tuple) else (made,)
+        self._kept += sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
+        if self._kept <= _MOST_KEPT * self.most:
+            self._values[key] = made
+        return made
 
     def note_use(self, values: _InFiles) -> None:
         """Give the pages of these values back at the end of the visit."""
@@ -135,7 +145,8 @@ def blocks_of(
     if most of its weights are not in its submodules.
 
     in_files: for each weight that is read from files, by the `id` of its tensor, the headers of its tensors. The result has the
-    ranges of each block's weights, in the order of the modules. An embedding has none, since a look-up reads only a few rows.
+    ranges of each block's weights, in the order of the modules. It has none for embeddings and for stacked experts that are larger
+    than a block, since a look-up reads only a few rows, and a layer perhaps a few of its experts.
     """
     blocks: dict[str, tuple[ByteRange, ...]] = {}
     seen: set[int] = set()
@@ -153,8 +164,10 @@ def blocks_of(
         called = type(child) not in (nn.ModuleList, nn.ModuleDict)
         if name and called and (4 * size <= most or 2 * own > size):
             looked_up = isinstance(child, nn.Embedding)
-            tensors = () if looked_up else (tensor for key in weights for tensor in in_files[key])
-            blocks[name] = tuple(ranges_of(tensors))
+            whole = (
+                key for key, each in weights.items() if not looked_up and (each.ndim < 3 or 4 * each.numel() <= most)
+            )
+            blocks[name] = tuple(ranges_of(file for key in whole for file in in_files[key]))
             return
         for part, inner in children.items():
             divide(f"{name}.{part}" if name else part, inner)

@@ -61,6 +61,10 @@ class ReferenceMode(WeightMode):
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
         return reference_rows(weight, ids, self.device, self.compute)
 
+    def part_of(self, weight: Weight, index: int) -> torch.Tensor | None:
+        part = None if is_coded(weight) else weight.reference.part(index, self.device)
+        return None if part is None else part.to(reference_dtype(weight))
+
     def is_quantized(self, weight: Weight) -> bool:
         return is_coded(weight)
 

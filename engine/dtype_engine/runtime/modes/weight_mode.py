@@ -252,6 +252,12 @@ class WeightMode(TorchFunctionMode):
         """
         raise NotImplementedError
 
+    def part_of(self, weight: Weight, index: int) -> torch.Tensor | None:
+        """Return the values that replace a weight at one index of its first dimension, if they can be read without the others.
+        Otherwise return None.
+        """
+        return None
+
     def is_quantized(self, weight: Weight) -> bool:
         """Return whether a weight is now in a format with scales, such as float8, so that activations may have to be rounded."""
         return False
@@ -378,6 +384,8 @@ class WeightMode(TorchFunctionMode):
             table = id(args[1]) if name == "embedding" and takes_rows(args, kwargs) else 0
             if table in found and table not in self.written:
                 return self.rows_of(found[table], args[0])
+            if name == "__getitem__" and (part := self._indexed(args, found)) is not None:
+                return part
             args, kwargs = replace_tensors(
                 args, kwargs, self.current_values(found, self._activation_dtype(tensors), name)
             )
@@ -391,6 +399,18 @@ class WeightMode(TorchFunctionMode):
         if len(found) == 1 and isinstance(output, torch.Tensor) and base_of(output) is not None:
             self.standing_for[output] = next(iter(found))
         return output
+
+    def _indexed(self, args: Arguments, found: Mapping[int, Weight]) -> torch.Tensor | None:
+        """Return `weight[index]` if a weight in `found` is indexed by a number, and only this part of it can be read."""
+        key, index = id(args[0]), args[1]
+        if isinstance(index, torch.Tensor) and not index.ndim and not index.is_floating_point():
+            index = int(index)
+        if key not in found or key in self.written or type(index) is not int:
+            return None
+        part = self.part_of(found[key], index)
+        if part is not None:
+            self.standing_for[part] = key
+        return part
 
     def _activation_dtype(self, tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
         """Return the promoted dtype of the float tensors that are not weights, or None if there are none."""
