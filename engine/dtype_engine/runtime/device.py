@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.memory_share import memory_budget
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -76,6 +77,14 @@ def free_bytes(device: torch.device) -> int | None:
     """Return the free bytes of a device's memory, or None for the CPU and for a device that does not tell."""
     found = _ask(device, "mem_get_info")
     return None if found is None else found[0]
+
+
+def cache_budget(device: torch.device) -> int:
+    """Return the budget in bytes for what can be computed again, in the memory of the process or of a device: `memory_budget`, and
+    at most a quarter of what is free on the device.
+    """
+    free = free_bytes(device)
+    return memory_budget() if free is None else min(memory_budget(), free // 4)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def sqnr(reference: torch.Tensor, candidate: torch.Tensor) -> float:
 
 @contextmanager
 def room_for(size: int) -> Iterator[None]:
-    """Leave `size` bytes of the device's memory free."""
+    """Leave about `size` bytes of the device's memory free. CUDA's allocator has up to 10 MiB at hand for small tensors."""
     gc.collect()
     if DEVICE == "fake":
         device = fake_accelerator.device
@@ -73,8 +73,8 @@ def room_for(size: int) -> Iterator[None]:
 
 @pytest.fixture
 def wide(make_llama: Callable[..., Path]) -> Path:
-    """A model whose logits are its largest tensors: 32 MiB of float32 for 512 tokens."""
-    return make_llama(vocab_size=16384, hidden_size=64, max_position_embeddings=1024)
+    """A model whose logits for 64 tokens and whose embeddings in 16 bits take 16 MiB each: more than an allocator keeps at hand."""
+    return make_llama(vocab_size=65536, hidden_size=128)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -162,12 +162,12 @@ def test_an_export_is_byte_for_byte_that_of_the_cpu(make_llama: Callable[..., Pa
 
 
 def test_what_does_not_fit_is_named_and_the_session_goes_on(wide: Path) -> None:
-    session = de.open(str(wide), options=de.Options(sequence_length=512, sequences=1))
+    session = de.open(str(wide), options=de.Options(sequence_length=64, sequences=1))
     before = session.drift().output
     session.use_inputs(session.options)  # which forgets what was kept
     del session._meter
     session._meter = None
-    with room_for(16 << 20), pytest.raises(NoForward, match=f"^lm_head: not enough memory on {DEVICE}"):
+    with room_for(10 << 20), pytest.raises(NoForward, match=f"^lm_head: not enough memory on {DEVICE}"):
         session.drift()
     assert session.drift().output == before
     session.cast("*", "bfloat16")

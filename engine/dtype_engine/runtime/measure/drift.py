@@ -14,7 +14,6 @@ from torch import nn
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.kv_formats import KV_FORMATS, WINDOW
-from dtype_engine.core.memory_share import memory_budget
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
@@ -23,7 +22,7 @@ from dtype_engine.recipe import Recipe, make_plan
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
-from dtype_engine.runtime.device import free_bytes
+from dtype_engine.runtime.device import cache_budget
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.modules.comparer import ModuleComparer
@@ -56,10 +55,9 @@ _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Multihe
 
 def budget_for(device: torch.device, asked: int | None = None) -> int:
     """Return how many bytes of outputs may be kept between measurements: `asked` or, if it is None, a quarter of the free memory,
-    that of the device as well, at most `MOST_KEPT`.
+    at most `MOST_KEPT`.
     """
-    free = free_bytes(device)
-    return min(MOST_KEPT, memory_budget(), *([] if free is None else [free // 4])) if asked is None else asked
+    return min(MOST_KEPT, cache_budget(device)) if asked is None else asked
 
 
 @dataclass
@@ -79,9 +77,9 @@ class DriftMeter:
     inputs: Inputs
     settings: RunSettings = field(default_factory=RunSettings)
     budget: int = MOST_KEPT
-    working: int = field(default_factory=memory_budget)
+    working: int | None = None
     """Maximum number of bytes of reference outputs to hold while one sequence is compared. Unlike `budget`, it does not limit what
-    is kept for later measurements, and it may exceed what is left of `budget`.
+    is kept for later measurements, and it may exceed what is left of `budget`. If None, a quarter of the free memory.
     """
     reuse: bool = True
     """Whether outputs of the candidate's last pass are reused if they can't have changed since then."""
@@ -109,6 +107,7 @@ class DriftMeter:
         self._plan = MeasurementPlan(self.inputs.batches)
         self._modules = sum(1 for _ in self.model.module.modules()) - 1
         self._routing = Routing.of(self.model)
+        self._working = cache_budget(self.model.device) if self.working is None else self.working
 
     def measure(self, listener: MeasurementListener | None = None, cancelled: IsCancelled = never) -> RunningTotals:
         """Measure until all inputs were run, or until the metrics are as precise as the listener requires. Returns the totals.
@@ -222,7 +221,7 @@ class DriftMeter:
         group, nbytes = list[Step](), 0
         for step in steps:
             size = self.inputs.batches[step.number].elements * widest * _BYTES_SIDE_BY_SIDE
-            if group and (not over_memory or nbytes + size > self.working):
+            if group and (not over_memory or nbytes + size > self._working):
                 yield group
                 group, nbytes = [], 0
             group.append(step)
@@ -319,7 +318,7 @@ class DriftMeter:
             return self._records[step.number]
         main_alone = self._records.pop(step.number, None)
         left = self.budget - sum(record.nbytes for record in self._records.values())
-        recorder = ModuleRecorder(max(left, self.working) // side_by_side) if step.compares_modules else None
+        recorder = ModuleRecorder(max(left, self._working) // side_by_side) if step.compares_modules else None
         observer = progress.begin_pass("reference", step.number, step.compares_modules, recorder)
         options = PassOptions(watched=self._plan.watched(step), learns=True)
         call = runner.reference_call(self.inputs.batches[step.number])

@@ -33,10 +33,10 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.dtypes import quantizes_activations
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_formats import SCANNED
-from dtype_engine.core.memory_share import memory_budget
 from dtype_engine.core.options import STORED, RunSettings
 from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.results.scan import ScanReport, WeightScore
+from dtype_engine.runtime.device import cache_budget
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import equals_reference, reference_name
@@ -127,8 +127,8 @@ class Scan:
     settings: RunSettings = field(default_factory=RunSettings)
     draws: int | None = None
     """Number of backward passes per sequence. If None, `default_draws` decides."""
-    budget: int = field(default_factory=memory_budget)
-    """Maximum number of bytes for gradients and cast weights; by default, a quarter of the memory that is free at the start."""
+    budget: int = 0
+    """Maximum number of bytes for gradients and cast weights; if 0, a quarter of the memory that is free at the start."""
     save: Path | None = None
     """The file in which the results are saved. It is read at the start and written after every sequence. If None, results are not
     saved.
@@ -163,6 +163,7 @@ class Scan:
             name: tuple(dtype for dtype in targets if not self._free(name, dtype))
             for name, targets in self.wanted.items()
         }
+        self.budget = self.budget or cache_budget(self.model.device)
         compute = torch_dtype(self.settings.compute)
         self._local = LocalErrors(
             self.model.weights,
