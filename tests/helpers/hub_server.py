@@ -117,6 +117,13 @@ class Request(BaseHTTPRequestHandler):
         pass
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing: a client that waits no longer closes its connection."""
+
+
 def _etag(name: str) -> str:
     return hashlib.sha1(name.encode()).hexdigest()
 
@@ -129,8 +136,7 @@ def hub_of(cache: Path, **repositories: Path) -> Iterator[Hub]:
     from huggingface_hub import constants
 
     hub = Hub({name.replace("__", "/"): folder for name, folder in repositories.items()})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Request,), {"hub": hub}))
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), type("Handler", (Request,), {"hub": hub}))
     hub.address = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()

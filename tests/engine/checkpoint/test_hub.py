@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -387,6 +388,28 @@ def test_a_server_without_ranges_and_a_redirect_elsewhere(serve: Serve, small: P
         assert rows(locate(MODEL)) == rows(locate(str(small)))
     finally:
         del os.environ["HF_TOKEN"]
+
+
+def test_answers_that_do_not_say_their_length(serve: Serve, small: Path) -> None:
+    hub = serve(small)
+
+    def fault(request: Request) -> bool:
+        if request.path.endswith("config.json"):
+            request.send(200, gzip.compress((small / "config.json").read_bytes()), {"Content-Encoding": "gzip"})
+        elif request.path.endswith(".safetensors"):
+            content = (small / "model.safetensors").read_bytes()
+            request.send_response(200)
+            request.send_header("Transfer-Encoding", "chunked")
+            request.end_headers()
+            request.wfile.write(f"{len(content):x}\r\n".encode() + content + b"\r\n0\r\n\r\n")
+        else:
+            return False
+        return True
+
+    hub.fault = fault
+    found, expected = locate(MODEL), locate(str(small))
+    assert rows(found) == rows(expected)
+    assert found.open().config == {"model_type": "unknown"}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
