@@ -50,8 +50,8 @@ class _Commands(click.Group):
 def cli(verbose: bool) -> None:
     """What happens if these layers are in another dtype?
 
-    MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name or package.module:Name. Without MODEL,
-    the built-in demo is used.
+    MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, hf://org/name (a model on a hub, of which only
+    headers are read), file.py:Name or package.module:Name. Without MODEL, the built-in demo is used.
     """
     if verbose:
         raise click.UsageError("--verbose goes with --version")

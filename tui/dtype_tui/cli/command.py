@@ -91,6 +91,7 @@ def command(
 
     MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or `demo`, the
     built-in model. Without MODEL, a screen offers the models in this folder, in the Hugging Face cache and in recent sessions.
+    hf://org/name is a model on a hub: only its headers are read, and `:download` downloads it.
     ssh://HOST/PATH is a model on another machine that has dtype-tui installed: the engine runs on that machine, the screen on this
     one. `dtype-tui tour` teaches the keys on the built-in model, and `dtype-tui serve` opens the app in a browser.
     """
