@@ -110,6 +110,7 @@ class Checkpoint:
         return provenance(folder, self.config, self.metadata)
 
     @cached_property
+    @gc_paused()
     def weights(self) -> dict[str, CheckpointTensor]:
         """The tensors, keyed by the names that the model gives them. A tied weight appears under each of its names. A weight that
         is stored as codes appears as one tensor with the weight's shape. Its scales and its other tensors do not appear.
@@ -119,12 +120,13 @@ class Checkpoint:
         of_codes: dict[str, list[CheckpointTensor]] = {}
         for tensor, weight in self._headers_of_encoded().values():
             of_codes.setdefault(weight.parts[CODES].name, []).append(tensor)
-            besides |= {part.name for part in weight.tensors}
-        found = {}
+            besides.update(part.name for part in weight.tensors)
+        found, renamed = {}, self.renamed
         for name, tensor in self.tensors.items():
             if name not in besides:
-                found[own.get(name) or self.renamed.get(name, name)] = tensor
-            found |= {weight.name: weight for weight in of_codes.get(name, ())}
+                found[own.get(name) or renamed.get(name, name)] = tensor
+            for header in of_codes.get(name, ()):
+                found[header.name] = header
         for name in own.values():
             if found[name].shape != self.quantized[name].shape:  # its codes are packed
                 found[name] = dataclasses.replace(found[name], shape=self.quantized[name].shape)
@@ -157,8 +159,11 @@ class Checkpoint:
         for name, weight in self.encoded.items():
             if name in self.aliases:
                 continue
-            nbytes = sum(tensor.nbytes for tensor in weight.tensors if (tensor.name, tensor.start) not in seen)
-            seen |= {(tensor.name, tensor.start) for tensor in weight.tensors}
+            nbytes = 0
+            for part in weight.tensors:
+                if (part.name, part.start) not in seen:
+                    seen.add((part.name, part.start))
+                    nbytes += part.nbytes
             codes = weight.parts[CODES]
             found[name] = (
                 CheckpointTensor(name, weight.shape, weight.format, codes.file, None, nbytes, packed=True),
