@@ -72,6 +72,9 @@ class DtypeApp(BaseApp[None]):
             launch.tree if launch.tree is not None else Tree(()),
             settings=launch.settings,
             thresholds=launch.thresholds,
+            context=launch.context,
+            batch=launch.batch,
+            budget=launch.budget,
         )
         self._events = EventQueue(self._tell_main)
         self.controller = Controller(

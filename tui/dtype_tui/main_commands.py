@@ -11,6 +11,7 @@ from dtype_engine.core.atomic_write import is_taken
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.recipe import Rule
+from dtype_engine.search.constraints import parse_bytes
 from dtype_tui.config.bindings import KEYS
 from dtype_tui.state.commands import Completer, all_commands
 from dtype_tui.state.controller import Controller
@@ -32,6 +33,8 @@ class CommandWords:
             "go_to": self.go_to,
             "sort_by": self.sort_by,
             "show_columns": self.show_columns,
+            "use_context": self.use_context,
+            "use_budget": self.use_budget,
             "use_theme": self.use_theme,
             "use_preset": controller.use_preset,
             "export_to": lambda folder: self.save_to("checkpoint", folder),
@@ -58,6 +61,18 @@ class CommandWords:
             raise UserError(f"children are sorted by {', '.join(ORDERS)}")
         self._tree.sort_by(order)
         self._controller.notify(f"children in order of {'the model' if order == 'model' else order}", "information")
+
+    def use_context(self, tokens: str, sequences: str = "1") -> None:
+        """Show the bytes of KV caches at a context and a batch. Raises UserError for a text that is no such number."""
+        numbers = [text.replace(",", "").replace("_", "") for text in (tokens, sequences)]
+        if not all(text.isdecimal() and 0 < len(text) < 9 and int(text) for text in numbers):
+            raise UserError("write the number of tokens, and of sequences, such as context 8192 4")
+        context, batch = map(int, numbers)
+        self._controller.set_context(context, batch)
+
+    def use_budget(self, size: str = "") -> None:
+        """Say in the Memory pane up to which context the model fits in a size. Raises UserError for a text that is no size."""
+        self._controller.set_budget(parse_bytes(size, 0) if size else None)
 
     def show_columns(self, words: str = "") -> None:
         """Show only the columns that the text names, separated by blanks or commas. If the text is empty, show all of `COLUMNS`."""

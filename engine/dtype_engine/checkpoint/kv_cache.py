@@ -7,12 +7,13 @@ neither tells is said in `KVCache.notes` and never guessed.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from dtype_engine.checkpoint.kv_settings import declared_formats
+from dtype_engine.core import dtypes
 from dtype_engine.core.kv_cache import KV_CACHE, KVCache, KVCacheTensor
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import MOST_MODULES, Module, Tree, is_number
@@ -28,9 +29,14 @@ def kv_cache(tree: Tree, config: Mapping[str, Any] | None) -> KVCache:
         return KVCache(none_because="no config.json tells the model's architecture, so that its KV cache is unknown")
     architecture = _architecture(tree, config)
     if architecture is not None and not _generates(architecture, config):
-        return KVCache(none_because=f"{printable(architecture)} does not generate text, so that it keeps no KV cache")
-    found = _Reader(tree, config).read()
-    return dataclasses.replace(found, declared=declared_formats(config)) if found.tensors else found
+        found = KVCache(none_because=f"{printable(architecture)} does not generate text, so that it keeps no KV cache")
+    else:
+        found = _Reader(tree, config).read()
+        if found.tensors:
+            found = replace(found, declared=declared_formats(config))
+    text = _text_config(config)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype")).removeprefix("torch.")
+    return replace(found, dtype=dtype if dtype in dtypes.COMPUTE_DTYPES else None, longest=_first(text, *_LONGEST))
 
 
 _GENERATING = re.compile(
@@ -54,6 +60,7 @@ _TEXT_CONFIGS = ("thinker_config", "text_config", "llm_config", "language_config
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers", "num_layers")
 _QUERY_HEADS = ("num_attention_heads", "n_head", "decoder_attention_heads", "num_heads", "n_heads")
 _HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "seq_length")
 _EVERY_LAYER = ("mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2", "phi4_multimodal")
 """The model types in which every layer has the window of `sliding_window`."""
 _PATTERNS = {

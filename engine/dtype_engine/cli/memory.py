@@ -10,16 +10,14 @@ import click
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.source import Source
-from dtype_engine.cli.options import Bytes, ModelCommand, json_option
+from dtype_engine.cli.options import Bytes, ModelCommand, batch_option, context_option, json_option
 from dtype_engine.cli.program import answer, print_json, say
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.kv_formats import parse_format
 from dtype_engine.recipe.serving_memory import (
-    DEFAULT_CONTEXT,
-    MOST_TOKENS,
-    longest_context,
+    default_context,
     serving_dtype,
     serving_memory,
 )
@@ -31,15 +29,8 @@ DOES_NOT_FIT = 1
 
 
 @click.command(cls=ModelCommand, runs=False)
-@click.option(
-    "--context",
-    type=click.IntRange(1, MOST_TOKENS),
-    metavar="N",
-    help=f"Tokens of each sequence. By default {DEFAULT_CONTEXT:,}, or as many as the model was made for if they are fewer.",
-)
-@click.option(
-    "--batch", type=click.IntRange(1, 1 << 20), default=1, show_default=True, metavar="N", help="Number of sequences."
-)
+@context_option
+@batch_option
 @click.option(
     "--budget",
     type=Bytes(),
@@ -73,14 +64,12 @@ def memory(
     source = request.locate()
     planned = request.plan(source)
     tree, plan, checkpoint = planned.tree, planned.plan, planned.checkpoint
-    config = checkpoint.config if checkpoint is not None else None
-    compute = serving_dtype(plan, tree, config)
     form = parse_format(kv) if kv is not None else None
     if form == dtypes.STORED:
         raise UserError("--kv stored: leave out --kv for the dtype in which the model computes")
-    longest = longest_context(config)
-    context = context or min(DEFAULT_CONTEXT, longest or DEFAULT_CONTEXT)
-    compute_memory = partial(serving_memory, source.title, tree, plan, context, batch, compute, longest, form, budget)
+    context = context or default_context(tree)
+    compute_memory = partial(serving_memory, source.title, tree, plan, context, batch, form, budget)
+    compute = serving_dtype(tree.totals(plan.dtypes)[""], tree.kv_cache)
     notes: tuple[str, ...] = ()
     try:
         say("following a pass" if activations == "estimate" else "")

@@ -16,6 +16,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.input_limits import KINDS
 from dtype_engine.core.options import FLOAT32, STORED, ClassesDim
+from dtype_engine.recipe.serving_memory import DEFAULT_CONTEXT, MOST_TOKENS
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -250,6 +251,23 @@ _METRICS = (
         help="The examples for --metric: a file of texts, an image, audio or tensors, which may have labels beside the arguments "
         "of the forward pass; may be repeated. By default, the metric is measured on the inputs.",
     ),
+)
+
+
+context_option = click.option(
+    "--context",
+    type=click.IntRange(1, MOST_TOKENS),
+    metavar="N",
+    help=f"Tokens of each sequence in the KV cache. By default {DEFAULT_CONTEXT:,}, or as many as the model was made for if they "
+    "are fewer.",
+)
+batch_option = click.option(
+    "--batch",
+    type=click.IntRange(1, 1 << 20),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Number of sequences in the KV cache.",
 )
 
 

@@ -6,17 +6,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from dtype_engine.core.tree import Module, Tree, is_number
+from dtype_engine.core.tree import Module, Tree, ancestors, is_number
 
 
 class AlikeModules:
     """Finds the modules of a tree that are alike. Two modules are alike if they have the same class, the same children and the same
     tensors, in the same order. Tensors are the same if their local names, shapes, kinds, stored dtypes and planned dtypes are
-    equal. Modules are compared only when `runs` is called.
+    equal. Their KV caches have the same formats. Modules are compared only when `runs` is called.
     """
 
-    def __init__(self, tree: Tree, planned: Mapping[str, str]) -> None:
-        """planned: the dtype that the recipe gives each tensor, by tensor name."""
+    def __init__(self, tree: Tree, planned: Mapping[str, str], caches: Mapping[str, str] | None = None) -> None:
+        """planned: the dtype that the recipe gives each tensor, by tensor name. caches: the formats that it gives tensors of KV
+        caches, by name.
+        """
+        self._caches: dict[str, list[tuple[str, str]]] = {}
+        for name, form in (caches or {}).items():
+            for above in ancestors(name):
+                self._caches.setdefault(above, []).append((name[len(above) :], form))
         self._tree = tree
         self._planned = planned
         self._has_ties = any(tensor.aliases for tensor in tree.tensors.values())
@@ -40,6 +46,8 @@ class AlikeModules:
             return False
         order, planned = self._tree.order, self._planned
         mine, others = len(one.name), len(other.name)
+        if self._caches.get(one.name) != self._caches.get(other.name):
+            return False
         for a, b in zip(order[one.first : one.end], order[other.first : other.end], strict=True):
             if a.shape != b.shape or a.dtype != b.dtype or a.kind != b.kind or a.name[mine:] != b.name[others:]:
                 return False

@@ -97,6 +97,10 @@ class KVCache:
     """The formats that `config.json` declares: (the name of the attention module, or "" for all; the part, or "" for both; the
     format).
     """
+    dtype: str | None = None
+    """The dtype in which the model computes, as its configuration says, or None if it does not say."""
+    longest: int | None = None
+    """The number of tokens for which the model was made, as its configuration says, or None if it does not say."""
 
     def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
         """Return the bytes of all tensors if all are in `dtype`, without scales."""

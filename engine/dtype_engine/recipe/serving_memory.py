@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.kv_cache import KVCacheTensor
+from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
 from dtype_engine.core.kv_formats import KV_FORMATS
-from dtype_engine.core.tree import Tree
+from dtype_engine.core.tree import Totals, Tree
 from dtype_engine.recipe.plan import Plan
 from dtype_engine.results.memory import ActivationMemory, ServingMemory
 
@@ -18,25 +17,17 @@ MOST_TOKENS = 1 << 24
 """The longest context that is considered for a model that names no limit."""
 
 
-def longest_context(config: Mapping[str, Any] | None) -> int | None:
-    """Return the number of tokens for which a model was made, as its `config.json` says, or None if it does not say."""
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "seq_length"):
-        for part in (config, *(value for value in (config or {}).values() if isinstance(value, Mapping))):
-            value = (part or {}).get(name)
-            if isinstance(value, int) and 0 < value <= MOST_TOKENS:
-                return value
-    return None
-
-
-def serving_dtype(plan: Plan, tree: Tree, config: Mapping[str, Any] | None) -> str:
-    """Return the dtype in which the model computes when it is served: that of most weights if torch computes in it, otherwise the
-    one that `config.json` names, otherwise bfloat16.
+def serving_dtype(model: Totals, cache: KVCache) -> str:
+    """Return the dtype in which a model computes when it is served: that of most weights if torch computes in it, otherwise the one
+    that its configuration names, otherwise bfloat16. model: the totals of the whole model under the recipe.
     """
-    most = next(iter(tree.totals(plan.dtypes)[""].mix()), ("", 0.0))[0]
-    if most in dtypes.COMPUTE_DTYPES:
-        return most
-    named = str((config or {}).get("dtype") or (config or {}).get("torch_dtype")).removeprefix("torch.")
-    return named if named in dtypes.COMPUTE_DTYPES else "bfloat16"
+    most = next(iter(model.mix()), ("", 0.0))[0]
+    return most if most in dtypes.COMPUTE_DTYPES else cache.dtype or "bfloat16"
+
+
+def default_context(tree: Tree) -> int:
+    """Return the context for which memory is computed if the user gives none."""
+    return min(DEFAULT_CONTEXT, tree.kv_cache.longest or DEFAULT_CONTEXT)
 
 
 def cache_bytes(tree: Tree, formats: Mapping[str, str], dtype: str, context: int, batch: int) -> dict[str, int]:
@@ -78,7 +69,7 @@ def largest_context(
     low = 1
     known[high // 2 or 1] = activations(high // 2 or 1)
     for _ in range(5):
-        found = _largest(lambda context: fixed(context) + _interpolated(known, context), budget, high - 1)
+        found = _largest(lambda context: fixed(context) + interpolated(known, context), budget, high - 1)
         if found <= low:
             break
         known[found] = activations(found)
@@ -95,7 +86,7 @@ def _largest(total: Callable[[int], float], budget: int, high: int) -> int:
     return low
 
 
-def _interpolated(known: Mapping[int, int], context: int) -> float:
+def interpolated(known: Mapping[int, int], context: int) -> float:
     """Return the value at a context of the parabola through the three nearest known points, or of the line through two.
 
     Activations grow with the context or, where attention needs its whole matrix, with its square.
@@ -112,21 +103,20 @@ def serving_memory(
     tree: Tree,
     plan: Plan,
     context: int,
-    batch: int,
-    dtype: str,
-    longest: int | None,
+    batch: int = 1,
     kv: str | None = None,
     budget: int | None = None,
     activations: Callable[[int], ActivationMemory] | None = None,
+    totals: Totals | None = None,
 ) -> ServingMemory:
     """Return the memory that serving a model takes.
 
-    model: its name. context: tokens of each sequence. batch: the number of sequences. dtype: that in which the model computes.
-    longest: the tokens for which the model was made, or None if this is unknown. kv: the format of the KV cache where no rule gives
-    it one, or None for `dtype`. activations: returns the memory of a pass over a context, or
-    None to leave it out. Raises what `activations` raises.
+    model: its name. context: tokens of each sequence. batch: the number of sequences. kv: the format of the KV cache where no
+    rule gives it one, or None for the dtype in which the model computes. activations: returns the memory of a pass over a context,
+    or None to leave it out. totals: those of the whole model under the plan, if they are known. Raises what `activations` raises.
     """
-    cache = tree.kv_cache
+    cache, longest = tree.kv_cache, tree.kv_cache.longest
+    dtype = serving_dtype(tree.totals(plan.dtypes)[""] if totals is None else totals, cache)
     formats = {**({} if kv is None else dict.fromkeys(tree.caches, kv)), **plan.caches}
 
     def of_cache(tokens: int, sequences: int = batch) -> int:

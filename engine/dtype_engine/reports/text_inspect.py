@@ -44,7 +44,7 @@ class _Rows:
     def __init__(self, tree: Tree, plan: Plan, title: str, view: TreeView) -> None:
         self._tree, self._plan, self._title, self._view = tree, plan, title, view
         self._totals = tree.totals(plan.dtypes)
-        self._alike = AlikeModules(tree, plan.dtypes) if view.fold else None
+        self._alike = AlikeModules(tree, plan.dtypes, plan.caches) if view.fold else None
 
     def below(self, module: Module, level: int) -> Iterator[tuple[str, str, str, str]]:
         """Yield the row of a module, and those of its tensors and children. level: the number of modules above it."""

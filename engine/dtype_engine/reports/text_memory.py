@@ -11,20 +11,25 @@ from dtype_engine.results.memory import ServingMemory
 
 def memory_text(memory: ServingMemory) -> str:
     """Return weights, KV cache, activations and their sum, what fits in the budget, and what is not known."""
-    size = f"{plural(memory.batch, 'sequence')} of {memory.context:,} tokens"
     rows = [
         ("weights", human_bytes(memory.weights_bytes), ""),
-        ("KV cache", human_bytes(memory.kv_bytes), _cache_words(memory)),
+        ("KV cache", human_bytes(memory.kv_bytes), cache_words(memory)),
     ]
     if (peak := memory.activations) is not None:
         how = "at most" if peak.estimated else "measured"
         where = f"the peak is in {printable(peak.module)}" if peak.module else ""
         rows.append(("activations", human_bytes(peak.nbytes), f"{how}, {where}".removesuffix(", ")))
-    rows.append(("together", human_bytes(memory.total_bytes), size))
+    rows.append(("together", human_bytes(memory.total_bytes), size_words(memory)))
     return "\n".join([*table_lines(rows, (1,)), *budget_words(memory), *memory.notes])
 
 
-def _cache_words(memory: ServingMemory) -> str:
+def size_words(memory: ServingMemory) -> str:
+    """Return the number and the length of the sequences."""
+    return f"{plural(memory.batch, 'sequence')} of {memory.context:,} tokens"
+
+
+def cache_words(memory: ServingMemory) -> str:
+    """Return the formats of the KV cache, and how much one more token takes."""
     if not memory.kv_dtypes:
         return "none"
     more = (

@@ -78,6 +78,10 @@ def _shown_whole(event: object) -> Iterator[tuple[int, int]]:
 
 def check_kv_cache(cache: KVCache) -> None:
     """Raise ValueError if no KV cache has tensors of such sizes."""
+    if cache.dtype is not None:
+        _check_dtypes((cache.dtype,))
+    if not 0 < (cache.longest or 1) < 1 << 40:
+        raise ValueError(f"no model was made for {cache.longest} tokens")
     for tensor in cache.tensors:
         sizes = (
             tensor.layer,

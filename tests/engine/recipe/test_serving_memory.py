@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from dtype_engine.core.kv_cache import KVCache
 from dtype_engine.core.tree import TensorInfo, from_tensors
 from dtype_engine.recipe import Recipe, Rule, make_plan
-from dtype_engine.recipe.serving_memory import largest_context, longest_context, serving_dtype
+from dtype_engine.recipe.serving_memory import default_context, largest_context, serving_dtype
 
 
 @pytest.mark.parametrize("budget", [0, 999, 1000, 1010, 5000, 12345, 10**6, 10**9])
@@ -37,18 +38,17 @@ def test_the_largest_context_fits_and_hardly_more_would(
 def test_the_dtype_of_a_served_model() -> None:
     tree = from_tensors([TensorInfo("a.weight", (64, 64), "bfloat16"), TensorInfo("norm.weight", (64,), "float32")])
 
-    def dtype(*rules: Rule, config: dict[str, object] | None = None) -> str:
-        return serving_dtype(make_plan(tree, Recipe(rules)), tree, config)
+    def dtype(*rules: Rule, named: str | None = None) -> str:
+        return serving_dtype(tree.totals(make_plan(tree, Recipe(rules)).dtypes)[""], KVCache(dtype=named))
 
     assert dtype() == "bfloat16"
     assert dtype(Rule("*", "float16")) == "float16"
-    assert dtype(Rule("a", "int8"), config={"dtype": "float16"}) == "float16"
-    assert dtype(Rule("a", "int8"), config={"torch_dtype": "torch.float32"}) == "float32"
+    assert dtype(Rule("a", "int8"), named="float16") == "float16"
     assert dtype(Rule("a", "int8")) == "bfloat16"
 
 
-def test_the_longest_context_is_what_the_configuration_says() -> None:
-    assert longest_context({"max_position_embeddings": 4096}) == 4096
-    assert longest_context({"text_config": {"max_position_embeddings": 77}}) == 77
-    assert longest_context({"n_positions": "many"}) is None
-    assert longest_context(None) is None
+def test_the_context_is_at_most_that_of_the_model() -> None:
+    tree = from_tensors([])
+    assert default_context(tree) == 8192
+    tree.kv_cache = KVCache(longest=77)
+    assert default_context(tree) == 77

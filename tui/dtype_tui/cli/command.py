@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from textual.binding import Binding
 
-from dtype_engine.cli.options import ModelCommand
+from dtype_engine.cli.options import Bytes, ModelCommand, batch_option, context_option
 from dtype_engine.cli.parallel import workers_option
 from dtype_engine.cli.program import BAD_INPUT
 from dtype_engine.cli.request import RunRequest
@@ -75,6 +75,11 @@ class _Opening:
     is_flag=True,
     help="For a screen that is shown to others: they can look and cast, but not name, read or write files, nor save a session.",
 )
+@context_option
+@batch_option
+@click.option(
+    "--budget", type=Bytes(), metavar="BYTES", help="Say which context fits in BYTES, such as 24GiB, with the weights."
+)
 @workers_option
 @threshold_options
 def command(
@@ -84,6 +89,9 @@ def command(
     in_process: bool,
     engine_command: str | None,
     read_only: bool,
+    context: int | None,
+    batch: int,
+    budget: int | None,
     workers: int | str | None,
     **limits: Any,
 ) -> int:
@@ -153,6 +161,9 @@ def command(
         partial=opening.partial,
         settings=options.settings,
         thresholds=thresholds_from(limits, options.metrics),
+        context=context,
+        batch=batch,
+        budget=budget,
         recipe=request.recipe,
         preset=request.preset,
         saved=saved,

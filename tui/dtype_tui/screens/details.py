@@ -97,7 +97,7 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
                 grid.add_row("values lost", f"{loss_words(loss)}{rounding}{before}")
     effects = effects_on(experiment.tree, experiment.plan, node)
     for effect in effects:
-        won, taken = effect.decides, len(effect.tensors)
+        won, taken = effect.decides, effect.matches
         verdict = (
             "decides" if won == taken else "loses to a later rule" if won == 0 else f"decides {won} of {taken} tensors"
         )

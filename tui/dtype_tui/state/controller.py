@@ -334,6 +334,16 @@ class Controller:
         if not self.apply_recipe(recipe):
             self.notify("this preset is already applied", "information")
 
+    def set_context(self, context: int, batch: int) -> None:
+        """Show the bytes of KV caches for `batch` sequences of `context` tokens."""
+        self.experiment.context, self.experiment.batch = context, batch
+        self._changed()
+
+    def set_budget(self, budget: int | None) -> None:
+        """Say up to which context all fits in a budget of bytes. None: no longer."""
+        self.experiment.budget = budget
+        self._changed()
+
     def use_preset(self, name: str) -> None:
         """Replace all rules by those of a preset. Raises UserError for an unknown name, and until the tensors are known."""
         from dtype_engine.recipe.presets import preset

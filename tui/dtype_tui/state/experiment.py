@@ -5,28 +5,32 @@ This module uses neither widgets nor torch: it computes only with the engine's p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtype_engine.core.options import RunSettings
+from dtype_engine.core.tree import Totals
 from dtype_engine.recipe import History, Plan, Recipe, Rule, explain_no_match, make_plan
 from dtype_engine.recipe.regexes import shortened
+from dtype_engine.recipe.serving_memory import cache_tensor_bytes, default_context, serving_dtype, serving_memory
 from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
 from dtype_tui.rendering.hint_keys import with_keys
+from dtype_tui.state.cache_nodes import CacheNodes, add_cache_nodes
 from dtype_tui.state.measurement_log import MeasuredRecipe, ModuleLog, mark, measured, remember
 from dtype_tui.state.results import Losses, Results, measured_modules
 from dtype_tui.state.rule_list import RuleList
 from dtype_tui.state.scan import ScanState
 
 if TYPE_CHECKING:
+    from dtype_engine.core.kv_cache import KVCacheTensor
     from dtype_engine.core.tree import NodeTotals, Tree
     from dtype_engine.results.attribution import NoiseFloor
     from dtype_engine.results.drift import DriftReport, ModuleDrift
     from dtype_engine.results.inputs import InputsSummary
-    from dtype_engine.results.memory import MemoryStats
+    from dtype_engine.results.memory import MemoryStats, ServingMemory
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
 """Events that are handled even if they belong to a recipe that is no longer the current one."""
@@ -89,6 +93,14 @@ class Experiment:
     new drift is known, and then compared with it. None if there was none.
     """
     memory: MemoryStats | None = None
+    context: int | None = None
+    """The tokens of each sequence for which the bytes of KV caches are shown. None: as `default_context` says."""
+    batch: int = 1
+    """The number of sequences for which they are shown."""
+    budget: int | None = None
+    """The bytes into which weights, KV cache and activations are to fit, or None."""
+    caches: CacheNodes = field(init=False)
+    """The tensors of KV caches at or below a node of the tree, by the node's name."""
     floor: NoiseFloor | None = None
     measured: tuple[MeasuredRecipe, ...] = ()
     module_log: ModuleLog = field(default_factory=ModuleLog)
@@ -102,6 +114,8 @@ class Experiment:
     valid.
     """
 
+    _serving: tuple[object, ServingMemory] | None = field(default=None, init=False)
+    """The memory that `serving` returned last, and what it was computed for."""
     _prepared: tuple[Plan, NodeTotals] | None = field(default=None, init=False)
     """The plan of the current recipe for a tree that is about to replace `tree`, and the totals (such as bytes by dtype) of each
     node. `prepare` computes both in advance for the next call of `replace_tree`.
@@ -112,7 +126,38 @@ class Experiment:
     """
 
     def __post_init__(self) -> None:
+        self.caches = add_cache_nodes(self.tree)
         self._replan()
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of each sequence for which the bytes of KV caches are shown."""
+        return self.context or default_context(self.tree)
+
+    def cache_totals(self, tensors: Iterable[KVCacheTensor]) -> Totals:
+        """Return the bytes of tensors of KV caches under the recipe, by format, at the current context."""
+        found, compute = Totals(), serving_dtype(self.totals[""], self.tree.kv_cache)
+        for tensor in tensors:
+            form = self.plan.caches.get(tensor.name, compute)
+            elements = tensor.elements(self.tokens, self.batch)
+            found.add(form, elements, cache_tensor_bytes(tensor, form, self.tokens, self.batch))
+        return found
+
+    def serving(self) -> ServingMemory:
+        """Return the memory that serving the model takes under the recipe, at the current context."""
+        known = (self.plan, self.tokens, self.batch, self.budget)
+        if self._serving is None or self._serving[0] != known:
+            memory = serving_memory(
+                self.model.title,
+                self.tree,
+                self.plan,
+                self.tokens,
+                self.batch,
+                budget=self.budget,
+                totals=self.totals[""],
+            )
+            self._serving = known, memory
+        return self._serving[1]
 
     @property
     def rules(self) -> RuleList:
@@ -157,11 +202,13 @@ class Experiment:
         """
         plan = make_plan(tree, self.recipe)
         self._prepared = plan, tree.totals(plan.dtypes)
+        add_cache_nodes(tree)
         assert tree.names  # computes the cached list of names, which the first frame of a filter needs
 
     def replace_tree(self, tree: Tree) -> None:
         """Replace the tree by a complete one, and plan the current recipe again."""
         self.tree, self.model = tree, replace(self.model, has_tree=True, partial=False)
+        self.caches = add_cache_nodes(tree)
         self._replan()
 
     # -- the current recipe and settings -------------------------------------------------------------------------

@@ -38,13 +38,20 @@ class Folds:
     found only when the node is opened.
 
     planned: the planned dtype of each tensor, by tensor name. drift: the drift of each measured module, by module name. A module
-    whose SQNR differs from its neighbours' by more than `NEAR_DB` is not folded with them.
+    whose SQNR differs from its neighbours' by more than `NEAR_DB` is not folded with them. caches: the planned formats of KV
+    caches, by the names of their tensors.
     """
 
-    def __init__(self, tree: Tree, planned: Mapping[str, str], drift: Mapping[str, ModuleDrift]) -> None:
+    def __init__(
+        self,
+        tree: Tree,
+        planned: Mapping[str, str],
+        drift: Mapping[str, ModuleDrift],
+        caches: Mapping[str, str] | None = None,
+    ) -> None:
         self._tree = tree
         self._drift = drift
-        self._alike = AlikeModules(tree, planned)
+        self._alike = AlikeModules(tree, planned, caches)
         self._below: dict[str, list[Members]] = {}
 
     def below(self, parent: Module) -> list[Members]:

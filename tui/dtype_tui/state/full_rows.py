@@ -14,6 +14,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import change_text, decibels, human_bytes, percent_with_error, plural
 from dtype_engine.reports.text_drift import extent_text, floor_text, kl_text, modules_extent_text, sqnr_text
+from dtype_engine.reports.text_memory import budget_words, cache_words, size_words
 from dtype_engine.results.meaning import meaning
 
 if TYPE_CHECKING:
@@ -121,7 +122,17 @@ def memory_rows(experiment: Experiment) -> Rows:
     ]
     if experiment.baseline is not None:
         rows.append(("P planned", human_bytes(experiment.baseline.planned_bytes)))
-    return [*rows, *_measured_memory(experiment)]
+    return [*rows, *_serving(experiment), *_measured_memory(experiment)]
+
+
+def _serving(experiment: Experiment) -> Iterator[tuple[str, str]]:
+    """Yield what serving the model takes beside its weights."""
+    memory = experiment.serving()
+    if memory.kv_dtypes:
+        yield "KV cache", f"{human_bytes(memory.kv_bytes)}  {cache_words(memory)}; {size_words(memory)}"
+        yield "together", human_bytes(memory.total_bytes)
+    for line in (*budget_words(memory), *memory.notes):
+        yield "serving", printable(line, 500)
 
 
 def _measured_memory(experiment: Experiment) -> Iterator[tuple[str, str]]:

@@ -31,6 +31,11 @@ class Launch:
     """Whether `tree` covers only some headers of a large checkpoint."""
     settings: RunSettings = field(default_factory=RunSettings)
     thresholds: Thresholds = field(default_factory=Thresholds)
+    context: int | None = None
+    """The tokens of each sequence for which the bytes of KV caches are shown, or None for the default."""
+    batch: int = 1
+    budget: int | None = None
+    """The bytes into which the model is to fit when it is served, or None."""
     recipe: Recipe = field(default_factory=Recipe)
     """The rules from the command line, which are appended to the rules of `preset` or of `saved`."""
     preset: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.kv_cache import KV_CACHE
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Plan, Rule, RuleEffect, generalisations
 from dtype_tui.state.folds import modules_at
@@ -18,15 +19,24 @@ def tensor_names(tree: Tree, node: str) -> set[str]:
     return {found.name} if found else set()
 
 
+def touched_names(tree: Tree, node: str) -> set[str]:
+    """Return the names of all that rules may cast at or below a node: its tensors, and those of KV caches if the node is one."""
+    return tensor_names(tree, node) | {
+        tensor.name
+        for tensor in tree.kv_cache.tensors
+        if KV_CACHE in node and (tensor.name == node or tensor.name.startswith(f"{node}."))
+    }
+
+
 def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int]]:
     """Return two lists of indices of rules: first the rules that match only tensors at or below a node, then the rules that match
     such tensors and also others.
     """
-    inside_node = tensor_names(tree, node)
+    inside_node = touched_names(tree, node)
     inside: list[int] = []
     beyond: list[int] = []
     for index, taken in enumerate(plan.selections):
-        touched = set(taken.tensors)
+        touched = {*taken.tensors, *taken.caches}
         if touched & inside_node:
             (inside if touched <= inside_node else beyond).append(index)
     return inside, beyond
@@ -57,8 +67,8 @@ def never_cast_count(tree: Tree, node: str) -> int:
 
 def effects_on(tree: Tree, plan: Plan, node: str) -> list[RuleEffect]:
     """Return what each rule does to the tensors of a node, the last rule first. Rules that match none of them are left out."""
-    effects = plan.effects(tree, tensor_names(tree, node))
-    return [effect for effect in effects if effect.tensors][::-1]
+    effects = plan.effects(tree, touched_names(tree, node))
+    return [effect for effect in effects if effect.matches][::-1]
 
 
 def cast_nodes(tree: Tree, plan: Plan) -> list[str]:

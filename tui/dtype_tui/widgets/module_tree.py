@@ -160,7 +160,7 @@ class ModuleTree(ScrollView, can_focus=True):
         experiment = self.experiment
         if self._folds_are_old:
             drift = {} if self._report is None else {module.name: module for module in self._report.modules}
-            self._folds = Folds(experiment.tree, experiment.plan.dtypes, drift)
+            self._folds = Folds(experiment.tree, experiment.plan.dtypes, drift, experiment.plan.caches)
             self._folds_made_for = experiment.plan, self._report
 
     def _groups(self, parent: Module) -> list[Members]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -24,7 +24,8 @@ from dtype_tui.widgets.tree_columns import EDGE, Columns
 from dtype_tui.widgets.tree_rows import Row, worst_drift
 
 if TYPE_CHECKING:
-    from dtype_engine.core.tree import Totals
+    from dtype_engine.core.kv_cache import KVCacheTensor
+    from dtype_engine.core.tree import Module, Totals
     from dtype_engine.results.drift import ModuleDrift, OutputDrift
     from dtype_tui.state.experiment import Experiment
 
@@ -162,15 +163,32 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
         failed = "failed here" if row.name and experiment.results.failed_module in row.nodes else ""
         kept = "keep f32" if row.module.keep_in_fp32 else ""
         totals = experiment.totals.of(row.modules)
+        cache = experiment.caches.get(row.name, ())
         elsewhere = experiment.tree.tied_into(row.module.name) if totals.tied and not totals.nbytes else []
         tied = f"= {', '.join(tensor.name.removesuffix('.weight') for tensor in elsewhere)}" if elsewhere else ""
-        about = " ".join(word for word in (failed, tied, kept, _class_words(row)) if word)
+        about = " ".join(
+            word for word in (failed, tied, kept, _cache_words(cache, row.module), _class_words(row)) if word
+        )
     else:
         twist = "  "
         label = name_cell(row.label, width)
         about = f"= {row.tensor.name}" if row.alias else row.about
     width -= len(label) + 2
     return twist, label, name_cell(about, width) if width >= min(len(about), 5) else ""
+
+
+def _cache_words(cache: Sequence[KVCacheTensor], node: Module) -> str:
+    """Return the size for one token of a tensor of a KV cache, such as `[2 heads × 64]`. Returns "" for any other node."""
+    if len(cache) != 1 or node.children:
+        return ""
+    tensor = cache[0]
+    if tensor.shared_with is not None:
+        return f"= {tensor.shared_with}"
+    if tensor.fixed:
+        return f"[{tensor.fixed:,}]"
+    heads = f"{tensor.heads} × " if tensor.heads > 1 else ""
+    window = f", window {tensor.window:,}" if tensor.window is not None else ""
+    return f"[{heads}{tensor.per_token // tensor.heads}]{window}"
 
 
 def _class_words(row: Row) -> str:
@@ -185,7 +203,9 @@ def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
     """Add the dtype column: a module's dtypes, or a tensor's cast, such as `f32→bf16`. For a tensor, the layers that share its
     scale follow. If the reference is another checkpoint, the dtype in that checkpoint comes first.
     """
-    if row.tensor is None:
+    if cache := experiment.caches.get(row.name):
+        _add_mix(line, experiment.cache_totals(cache), end)
+    elif row.tensor is None:
         _add_mix(line, experiment.totals.of(row.modules), end)
     else:
         planned = experiment.plan.dtypes[row.tensor.name]
@@ -231,7 +251,9 @@ def _add_pill(line: _Line, dtype: str, end: int) -> None:
 def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
     """Add the number of parameters, the bytes, and the bar of the share of the parent's bytes."""
     whole = 0
-    if row.tensor is None:
+    if cache := experiment.caches.get(row.name):
+        parameters, size = "", experiment.cache_totals(cache).total_bytes
+    elif row.tensor is None:
         totals = experiment.totals.of(row.modules)
         parameters = totals.parameters_text if totals.parameters or totals.unknown else ""
         size = totals.total_bytes

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.units import change_text, human_bytes, percent
+from dtype_engine.reports.text_memory import budget_words
 from dtype_tui.rendering.cells import short_bytes, stacked
 from dtype_tui.rendering.palette import colour
 from dtype_tui.state.full_rows import memory_rows
@@ -22,6 +23,7 @@ class MemoryPane(Pane):
     HELP = (
         "stored: the checkpoint's tensors. planned: the same under the recipe, including scales, with tied weights counted once; "
         "percentages are shares of these bytes, or the change from stored. "
+        "KV cache: what the model keeps of earlier tokens, at the context that :context sets. "
         "resident: all tensors of the live model now. process: the resident set; anonymous is the process's private memory, mapped "
         "are pages of the checkpoint's files, which the system can reclaim. peak: of the process since the last "
         "measurement began. cache: outputs of modules that the next measurement reuses, and their limit (--keep); they "
@@ -52,6 +54,11 @@ class MemoryPane(Pane):
         if line.cell_len + len(" stored") <= self.columns:
             line.append(" stored", "dim")
         lines.append(line)
+        serving = experiment.serving()
+        if serving.kv_dtypes:
+            times = f" × {serving.batch}" if serving.batch > 1 else ""
+            lines.append(_row("KV cache", human_bytes(serving.kv_bytes), f" {serving.context:,} tokens{times}"))
+        lines += [Text(sentence, "dim") for sentence in budget_words(serving)]
         if memory is not None and memory.resident_bytes is not None:
             devices = ", ".join(name for name, size in memory.resident_by_device if size)
             lines.append(_row("resident", human_bytes(memory.resident_bytes), f" {devices}"))

@@ -128,7 +128,7 @@ class RecipePane(Pane):
         self._top = max(0, min(self._top, len(rows) - room))
         if self.has_focus:
             self._top = max(self.cursor - room + 1, min(self._top, self.cursor))
-        counts = [f"{len(plan.selections[at].tensors):,}" if at is not None else "off" for at in indices]
+        counts = [f"{len(plan.selections[at]):,}" if at is not None else "off" for at in indices]
         badges = [pill(row.rule.dtype)[0] for row in rows]
         widths = len(str(len(rows))), max(map(len, badges)), max(map(len, counts))
         lines: list[Text] = []
@@ -192,7 +192,7 @@ class RecipePane(Pane):
         tree, plan = self.experiment.tree, self.experiment.plan
         verdicts = []
         for effect in effects_on(tree, plan, node):
-            won, taken = effect.decides, len(effect.tensors)
+            won, taken = effect.decides, effect.matches
             verdict = "decides" if won == taken else "loses" if won == 0 else f"decides {won} of {taken}"
             verdicts.append(f"rule {effect.index + 1} {verdict}")
         verdicts = verdicts or ["as stored"]
