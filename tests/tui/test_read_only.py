@@ -35,9 +35,8 @@ HARMLESS_KEYS = """
 """
 REFUSED_KEYS = {"leave-with": "e", "suspend-process": "ctrl+z", "tour": "ctrl+t"}
 HARMLESS_COMMANDS = {
-    "cast": "*.mlp bf16", "filter": "mlp", "go": "model", "sort": "bytes", "columns": "bytes", "context": "8192 2", "budget": "24GiB",
-    "theme": "high-contrast",
-    "preset": "all-bf16", "check": "", "inputs": "",
+    "cast": "*.mlp bf16", "filter": "mlp", "go": "model", "sort": "bytes", "columns": "bytes", "context": "8192 2",
+    "budget": "24GiB", "theme": "high-contrast", "preset": "all-bf16", "check": "", "activations": "", "inputs": "",
 }  # fmt: skip
 """Commands of the `:` line without a key, with arguments that a read-only session takes."""
 WRITING = {"export", "recipe", "report", "download"}

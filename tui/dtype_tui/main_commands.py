@@ -35,6 +35,7 @@ class CommandWords:
             "show_columns": self.show_columns,
             "use_context": self.use_context,
             "use_budget": self.use_budget,
+            "estimate_activations": controller.estimate_activations,
             "use_theme": self.use_theme,
             "use_preset": controller.use_preset,
             "export_to": lambda folder: self.save_to("checkpoint", folder),

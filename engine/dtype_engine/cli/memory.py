@@ -22,7 +22,7 @@ from dtype_engine.recipe.serving_memory import (
     serving_memory,
 )
 from dtype_engine.results.as_json import as_json
-from dtype_engine.results.memory import ActivationMemory
+from dtype_engine.results.serving_memory import ActivationMemory
 
 DOES_NOT_FIT = 1
 """The exit status if the model does not fit in the budget."""

@@ -10,7 +10,7 @@ from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
 from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.tree import Totals, Tree
 from dtype_engine.recipe.plan import Plan
-from dtype_engine.results.memory import ActivationMemory, ServingMemory
+from dtype_engine.results.serving_memory import ActivationMemory, ServingMemory
 
 DEFAULT_CONTEXT = 8192
 MOST_TOKENS = 1 << 24

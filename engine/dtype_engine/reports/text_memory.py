@@ -6,7 +6,7 @@ from dtype_engine.core.dtypes import short_name
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.reports.text_table import table_lines
-from dtype_engine.results.memory import ServingMemory
+from dtype_engine.results.serving_memory import ServingMemory
 
 
 def memory_text(memory: ServingMemory) -> str:

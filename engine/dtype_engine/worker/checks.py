@@ -46,6 +46,9 @@ def check_event(event: object) -> None:
             if not event.report.dtypes:
                 raise ValueError("a scan of no dtypes")
             _check_dtypes((*event.report.dtypes, *{score.dtype for score in event.report.weights}))
+        case events.ActivationsEstimated():
+            if not event.peaks or min(min(peak.nbytes, peak.context - 1, peak.batch - 1) for peak in event.peaks) < 0:
+                raise ValueError("no pass takes such memory")
         case events.FilesChecked():
             if unknown := {finding.kind for finding in event.report.findings} - KINDS.keys():
                 raise ValueError(f"there is no finding of the kind {min(unknown)}")
@@ -70,6 +73,8 @@ def _shown_whole(event: object) -> Iterator[tuple[int, int]]:
         case events.SpeedMeasured():
             yield len(event.report.rows), _MOST_SHOWN
             yield len(event.report.notices), _MOST_NOTICES
+        case events.ActivationsEstimated():
+            yield len(event.peaks), _MOST_SHOWN
         case events.FilesChecked():
             yield len(event.report.unchecked), _MOST_NOTICES
         case events.WeightInspected():

@@ -21,6 +21,7 @@ JobName = Literal[
     "causes",
     "generate",
     "speed",
+    "activations",
     "check",
     "download",
     "scan",
@@ -198,6 +199,14 @@ class MeasureSpeed(Command, frozen=True):
     name = "speed"
 
 
+class EstimateActivations(Command, frozen=True):
+    """Estimate the memory of passes over each of `contexts` tokens in `batch` sequences."""
+
+    name = "activations"
+    contexts: tuple[int, ...]
+    batch: int
+
+
 class CheckFiles(Command, frozen=True):
     """Check the files of the model for problems, such as missing or damaged tensors."""
 
@@ -281,6 +290,7 @@ FromTheApp = (
     | TraceCasts
     | AttributeDrift
     | MeasureSpeed
+    | EstimateActivations
     | CheckFiles
     | Download
     | Generate

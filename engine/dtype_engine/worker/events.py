@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import dtype_engine.results.memory
     import dtype_engine.results.runs
     import dtype_engine.results.scan
+    import dtype_engine.results.serving_memory
     import dtype_engine.results.weights
 
 
@@ -240,6 +241,13 @@ class SpeedMeasured(Event, frozen=True):
 
     recipe: Recipe
     report: dtype_engine.results.runs.SpeedReport
+
+
+class ActivationsEstimated(Event, frozen=True):
+    """Reports the memory of activations at several contexts: the answer to `EstimateActivations`."""
+
+    recipe: Recipe
+    peaks: tuple[dtype_engine.results.serving_memory.ActivationMemory, ...]
 
 
 class FilesChecked(Event, frozen=True):

@@ -23,6 +23,7 @@ from dtype_engine.worker.commands import (
     CompareWeights,
     CountStoredLosses,
     Download,
+    EstimateActivations,
     FindLossRemedy,
     FindNonfinite,
     Generate,
@@ -146,6 +147,10 @@ class CommandRunner:
                     self._emit(events.WorkingProgress(recipe, f"timing: {variant}", done, total))
 
                 self._emit(events.SpeedMeasured(recipe, session.speed(on_passes, token)))
+            case EstimateActivations():
+                self._emit(events.WorkingProgress(recipe, "following passes", 0, 0))
+                peaks = session.estimated_activations(command.contexts, command.batch, token)
+                self._emit(events.ActivationsEstimated(recipe, peaks))
             case Scan():
                 self._many.scan(session, recipe, command, token)
             case MeasureRecipes():

@@ -48,6 +48,7 @@ REQUESTS: list[messages.Request] = [
     commands.TraceCasts(),
     commands.AttributeDrift(),
     commands.MeasureSpeed(),
+    commands.EstimateActivations((64, 128), 2),
     commands.CheckFiles(),
     commands.Download(),
     commands.Generate(48),
@@ -127,6 +128,7 @@ def test_every_event_of_a_real_worker_arrives_as_it_was_sent() -> None:
             commands.TraceCasts(),
             commands.AttributeDrift(),
             commands.MeasureSpeed(),
+            commands.EstimateActivations((16, 32), 1),
             commands.Generate(2),
             commands.Scan(("int8",)),
             commands.InspectWeight("lm_head.weight", ("int8",)),
@@ -136,6 +138,7 @@ def test_every_event_of_a_real_worker_arrives_as_it_was_sent() -> None:
         recorded.wait_for(events.ScanUpdated, lambda event: event.finished)
         recorded.wait_for(events.ExportPlanned)
         recorded.wait_for(events.WeightInspected)
+        assert [peak.context for peak in recorded.wait_for(events.ActivationsEstimated).peaks] == [16, 32]
         told = list(recorded.events)
     assert len({type(event) for event in told}) > 18
     for event in told:
@@ -214,7 +217,8 @@ def test_a_large_tree_comes_in_parts_that_are_small() -> None:
 HOSTILE = "\x1b]0;owned\x07\u202e\u3164\u1160\ufe0f\nb"
 SAFE = "\\x1b]0;owned\\x07\\u202e\\u3164\\u1160\\ufe0f\nb"
 NAMES = {
-    "Contribution.name", "ExponentHistogram.name", "Failed.module", "Finding.tensor", "ImplicitCastStats.module",
+    "ActivationMemory.module", "Contribution.name", "ExponentHistogram.name", "Failed.module", "Finding.tensor",
+    "ImplicitCastStats.module",
     "LossRemedy.tensors", "ModuleDrift.name", "NonFiniteDiagnosis.first_module", "NonFiniteDiagnosis.module",
     "NonFiniteDiagnosis.weights", "Rule.pattern", "TensorInfo.aliases", "TensorInfo.name", "TensorInfo.stored_as",
     "ValueLoss.tensor", "WeightError.name", "WeightInspected.name", "WeightScore.name",

@@ -87,7 +87,7 @@ def test_what_can_not_be_read_is_a_sentence(line: str, says: str) -> None:
     ("line", "first"),
     [
         ("u", ["undo"]),
-        ("c", ["cast", "check", "columns"]),
+        ("c", ["cast", "check", "columns", "context"]),
         ("cast ", ["cast model.layers.3.mlp", "cast model.layers.*.mlp", "cast *.mlp", "cast type:LlamaMLP"]),
         ("cast model.la", ["cast model.layers.3.mlp", "cast model.layers.*.mlp", "cast model.layers"]),
         ("go model.layers.", ["go model.layers.0", "go model.layers.1"]),

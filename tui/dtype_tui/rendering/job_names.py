@@ -12,6 +12,7 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "causes": ("running each module as cast by itself", "causes", "d runs them again"),
     "generate": ("generating", "text", "g generates again"),
     "speed": ("timing", "timing", "t times again"),
+    "activations": ("following passes", "activations", ":activations estimates again"),
     "check": ("checking the files", "check", ":check checks again"),
     "download": ("downloading", "download", ":download goes on with it"),
     "scan": ("scan", "scan", "s resumes it"),

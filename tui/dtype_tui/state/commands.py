@@ -66,6 +66,7 @@ WITH_ARGUMENTS = (
     Command("recipe", "save_recipe_to", ("file",), "Write the rules and their measurement"),
     Command("report", "save_report_to", ("file",), "Write a report, .html or .md"),
     Command("preset", "use_preset", ("preset",), "Apply a preset, which replaces all rules"),
+    Command("activations", "estimate_activations", (), "Estimate the memory of activations at the context"),
     Command("check", "check_files", (), CHECK),
     Command("download", "download_model", (), DOWNLOAD),
     Command("inputs", "inputs", ("line",), "Run on a prompt, or on a file; alone: show the current inputs", 0),

@@ -18,6 +18,7 @@ from dtype_engine.recipe import History, Recipe, Rule, explain_no_match, make_pl
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import (
     Command,
+    EstimateActivations,
     FollowRecipe,
     Measure,
     MeasureRecipes,
@@ -343,6 +344,12 @@ class Controller:
         """Say up to which context all fits in a budget of bytes. None: no longer."""
         self.experiment.budget = budget
         self._changed()
+
+    def estimate_activations(self) -> None:
+        """Ask the engine for the memory of activations at the context and at two longer ones, between which it is interpolated."""
+        context = self.experiment.tokens
+        contexts = sorted({context, 2 * context, max(4 * context, self.experiment.tree.kv_cache.longest or 0)})
+        self.engine.request(EstimateActivations(tuple(contexts), self.experiment.batch))
 
     def use_preset(self, name: str) -> None:
         """Replace all rules by those of a preset. Raises UserError for an unknown name, and until the tensors are known."""

@@ -14,7 +14,13 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.tree import Totals
 from dtype_engine.recipe import History, Plan, Recipe, Rule, explain_no_match, make_plan
 from dtype_engine.recipe.regexes import shortened
-from dtype_engine.recipe.serving_memory import cache_tensor_bytes, default_context, serving_dtype, serving_memory
+from dtype_engine.recipe.serving_memory import (
+    cache_tensor_bytes,
+    default_context,
+    interpolated,
+    serving_dtype,
+    serving_memory,
+)
 from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
 from dtype_tui.rendering.hint_keys import with_keys
@@ -30,7 +36,8 @@ if TYPE_CHECKING:
     from dtype_engine.results.attribution import NoiseFloor
     from dtype_engine.results.drift import DriftReport, ModuleDrift
     from dtype_engine.results.inputs import InputsSummary
-    from dtype_engine.results.memory import MemoryStats, ServingMemory
+    from dtype_engine.results.memory import MemoryStats
+    from dtype_engine.results.serving_memory import ActivationMemory, ServingMemory
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
 """Events that are handled even if they belong to a recipe that is no longer the current one."""
@@ -99,6 +106,8 @@ class Experiment:
     """The number of sequences for which they are shown."""
     budget: int | None = None
     """The bytes into which weights, KV cache and activations are to fit, or None."""
+    peaks: tuple[ActivationMemory, ...] = ()
+    """The memory of activations at several contexts, or () while it is unknown."""
     caches: CacheNodes = field(init=False)
     """The tensors of KV caches at or below a node of the tree, by the node's name."""
     floor: NoiseFloor | None = None
@@ -145,7 +154,7 @@ class Experiment:
 
     def serving(self) -> ServingMemory:
         """Return the memory that serving the model takes under the recipe, at the current context."""
-        known = (self.plan, self.tokens, self.batch, self.budget)
+        known = (self.plan, self.tokens, self.batch, self.budget, self.peaks)
         if self._serving is None or self._serving[0] != known:
             memory = serving_memory(
                 self.model.title,
@@ -154,10 +163,16 @@ class Experiment:
                 self.tokens,
                 self.batch,
                 budget=self.budget,
+                activations=self._activations if self.peaks and self.peaks[0].batch == self.batch else None,
                 totals=self.totals[""],
             )
             self._serving = known, memory
         return self._serving[1]
+
+    def _activations(self, context: int) -> ActivationMemory:
+        """Return the memory of activations at a context, interpolated between those that the engine estimated."""
+        known = {peak.context: peak.nbytes for peak in self.peaks}
+        return replace(self.peaks[0], nbytes=max(0, round(interpolated(known, context))), context=context)
 
     @property
     def rules(self) -> RuleList:
@@ -356,6 +371,8 @@ class Experiment:
             case events.AttributionReady():
                 self.results = replace(results, causes=event.report, partial_causes=None)
                 self._remember(causes=event.report)
+            case events.ActivationsEstimated():
+                self.peaks = event.peaks
             case events.SpeedMeasured():
                 self.results = replace(results, speed=event.report)
                 self._remember(speed=event.report)

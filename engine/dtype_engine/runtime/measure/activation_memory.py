@@ -21,7 +21,7 @@ from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.options import Options
-from dtype_engine.results.memory import ActivationMemory
+from dtype_engine.results.serving_memory import ActivationMemory
 from dtype_engine.runtime.model.load import build_on_meta
 from dtype_engine.runtime.model.torch_private import FakeTensorMode, TorchDispatchMode, storage_id
 from dtype_engine.runtime.numerics.quantize import torch_dtype

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from dtype_engine.checkpoint import unchanged
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
-from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.input_args import data_options
 from dtype_engine.core.options import ClassesDim, Options, RunSettings
@@ -21,19 +21,21 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
 from dtype_engine.recipe.minimize import minimize
+from dtype_engine.recipe.serving_memory import serving_dtype
 from dtype_engine.reports.notebook import session_html
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
 from dtype_engine.results.export import ExportReport
 from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.results.memory import ActivationMemory, MemoryStats
+from dtype_engine.results.memory import MemoryStats
 from dtype_engine.results.runs import Generation, SpeedReport
 from dtype_engine.results.scan import Prediction, ScanReport, SearchReport
+from dtype_engine.results.serving_memory import ActivationMemory
 from dtype_engine.runtime.inputs import Inputs, make_inputs, one_of_each_shape, summarize
 from dtype_engine.runtime.inputs.text import with_next_tokens
 from dtype_engine.runtime.inputs.validate import with_labels
-from dtype_engine.runtime.measure.activation_memory import measured
+from dtype_engine.runtime.measure.activation_memory import estimator_of, measured
 from dtype_engine.runtime.measure.attribution import Attribution, OnCauses, Part, PartDrift
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
 from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
@@ -681,10 +683,38 @@ class Session:
 
         Example:
             >>> session.activation_memory(64).module
-            'lm_head'
+            'model.layers.5.mlp.up_proj'
         """
         with stored_values(self.model):
             return measured(self.model.module, context, batch)
+
+    def estimated_activations(
+        self, contexts: Sequence[int], batch: int = 1, cancelled: IsCancelled = never
+    ) -> tuple[ActivationMemory, ...]:
+        """Estimate what `activation_memory` measures at several contexts, without running the model.
+
+        Args:
+            contexts: Tokens of each sequence.
+            batch: The number of sequences.
+            cancelled: Checked between two contexts.
+
+        Returns:
+            An upper estimate for each context. Raises NoForward if the operations of a pass depend on values.
+
+        Example:
+            >>> [peak.context for peak in session.estimated_activations([64, 128])]
+            [64, 128]
+        """
+        checkpoint = self.model.checkpoint
+        if checkpoint is None:
+            raise NoForward(f"{self.model.title} is code, and only checkpoints can be estimated")
+        dtype = serving_dtype(self.tree.totals(self.plan.dtypes)[""], self.tree.kv_cache)
+        estimator, found = estimator_of(checkpoint, self.options, dtype), []
+        for context in contexts:
+            if cancelled():
+                raise Cancelled
+            found.append(estimator.estimate(context, batch))
+        return tuple(found)
 
     @reading_weights
     def speed(

@@ -24,6 +24,7 @@ class MemoryPane(Pane):
         "stored: the checkpoint's tensors. planned: the same under the recipe, including scales, with tied weights counted once; "
         "percentages are shares of these bytes, or the change from stored. "
         "KV cache: what the model keeps of earlier tokens, at the context that :context sets. "
+        "together: the weights, this cache, and the activations of a pass over this context, which :activations estimates. "
         "resident: all tensors of the live model now. process: the resident set; anonymous is the process's private memory, mapped "
         "are pages of the checkpoint's files, which the system can reclaim. peak: of the process since the last "
         "measurement began. cache: outputs of modules that the next measurement reuses, and their limit (--keep); they "
@@ -58,6 +59,9 @@ class MemoryPane(Pane):
         if serving.kv_dtypes:
             times = f" × {serving.batch}" if serving.batch > 1 else ""
             lines.append(_row("KV cache", human_bytes(serving.kv_bytes), f" {serving.context:,} tokens{times}"))
+        if serving.activations is not None:
+            beside = f", a pass {short_bytes(serving.activations.nbytes)}"
+            lines.append(_row("together", human_bytes(serving.total_bytes), beside))
         lines += [Text(sentence, "dim") for sentence in budget_words(serving)]
         if memory is not None and memory.resident_bytes is not None:
             devices = ", ".join(name for name, size in memory.resident_by_device if size)

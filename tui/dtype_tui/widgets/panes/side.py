@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dtype_tui.widgets.panes.base import Pane
     from dtype_tui.widgets.panes.recipe import RecipePane
 
-_MEMORY_LINES = 7
+_MEMORY_LINES = 8
 _MOST_DRIFT_LINES = 15
 
 

@@ -1,0 +1,107 @@
+"""KV caches in the tree and the Memory pane: their nodes, badges and bytes at a context."""
+
+from __future__ import annotations
+
+import pytest
+from tests.helpers.recording_engine import engine, make_app, say
+from tests.helpers.screen_text import lines, notices, screen
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
+from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.results.serving_memory import ActivationMemory
+from dtype_engine.worker import events
+from dtype_tui.app import DtypeApp
+from dtype_tui.state.cache_nodes import add_cache_nodes
+from dtype_tui.widgets.command_line import CommandLine
+from dtype_tui.widgets.module_tree import ModuleTree
+
+# The demo: 2 heads of keys with 24 values each, float32, made for 1,024 tokens, 6 layers.
+CACHE = "model.layers.0.self_attn.kv_cache"
+
+
+async def enter(app: DtypeApp, pilot: Pilot[None], line: str) -> None:
+    await pilot.press("colon")
+    app.query_one(CommandLine).query_one(Input).value = line
+    await pilot.press("enter")
+    await pilot.pause()
+
+
+def row_of(app: DtypeApp, label: str) -> str:
+    return next(line for line in lines(app) if line.strip(" ▌│").removeprefix("▾ ").startswith(label))
+
+
+@pytest.mark.slow
+async def test_a_cache_has_badges_and_bytes_at_the_context() -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await enter(app, pilot, f"go {CACHE}.k")
+        assert f"{1024 * 48 * 4 / 1024:.1f} KiB" in row_of(app, "k  [2 × 24]")
+        await enter(app, pilot, "context 512 3")
+        assert f"{3 * 512 * 48 * 4 / 1024:.1f} KiB" in row_of(app, "k  [2 × 24]")
+        await enter(app, pilot, "cast *.kv_cache.v fp8")
+        assert "fp8" in row_of(app, "v  [2 × 24]")
+        assert f"{3 * 512 * 48 * 5 / 1024:.1f} KiB" in row_of(app, "kv_cache")
+        assert f"{6 * 3 * 512 * 48 * 5 / 2**20:.2f} MiB 512 tokens × 3" in screen(app)
+        await pilot.press("u")
+        assert "fp8" not in row_of(app, "v  [2 × 24]")
+        await pilot.press("enter")  # the details
+        assert "none: as stored" in screen(app)
+
+
+@pytest.mark.slow
+async def test_the_pane_says_what_fits_and_the_commands_what_is_wrong() -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await enter(app, pilot, "budget 4MiB")
+        assert "fits 4.00 MiB up to 591 tokens" in screen(app)
+        await enter(app, pilot, "context 100 2")
+        assert "fits 4.00 MiB up to 295 tokens" in screen(app)
+        await enter(app, pilot, "budget")
+        assert "fits" not in screen(app)
+        for wrong in ("context many", "context 0", "context 10 0", "budget much"):
+            await enter(app, pilot, wrong)
+            assert notices(app)[-1].startswith(("write the number", "can't read the budget"))
+
+
+@pytest.mark.slow
+async def test_activations_are_what_the_engine_estimates_and_between() -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await enter(app, pilot, "activations")
+        assert engine(app).commands[-1:] == ["activations"]
+        experiment = app.controller.experiment
+        peaks = tuple(ActivationMemory(tokens * 1000, "mlp", tokens, 1, True) for tokens in (1024, 2048, 4096))
+        await say(app, pilot, events.ActivationsEstimated(experiment.recipe, peaks))
+        assert "together 5.93 MiB, a pass 1000.0 KiB" in screen(app)
+        await enter(app, pilot, "context 300")
+        assert experiment.serving().activations == ActivationMemory(300_000, "mlp", 300, 1, True)
+        await enter(app, pilot, "context 300 2")
+        assert experiment.serving().activations is None
+
+
+@pytest.mark.slow
+async def test_layers_whose_caches_differ_share_no_row() -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await pilot.pause()
+        assert "0 … 5  6 alike" in screen(app)
+        await enter(app, pilot, "cast *.0.*.kv_cache.k bf16")
+        assert "1 … 5  5 alike" in screen(app)
+        await enter(app, pilot, "filter kv_cache.k")
+        assert app.query_one(ModuleTree).current.name == f"{CACHE}.k"
+
+
+def test_nodes_are_added_once_and_hold_no_weights() -> None:
+    tree = Tree([TensorInfo("a.k_proj.weight", (4, 4), "float32"), TensorInfo("b.kv_cache.weight", (4,), "float32")])
+    parts = [f"{name}.kv_cache.{part}" for name in ("a", "b", "missing") for part in "kv"]
+    tree.kv_cache = KVCache(tuple(KVCacheTensor(name, 0, per_token=4) for name in parts))
+    before = tree.totals()["a"].total_bytes
+    found = add_cache_nodes(tree)
+    assert list(found) == ["a.kv_cache", "a.kv_cache.k", "a.kv_cache.v"]
+    assert add_cache_nodes(tree) == found
+    assert list(tree.modules["a"].children) == ["k_proj", "kv_cache"]
+    assert tree.totals()["a.kv_cache"].total_bytes == 0
+    assert tree.totals()["a"].total_bytes == before
+    assert not list(tree.below("a.kv_cache.k"))
