@@ -62,7 +62,15 @@ MISSED = 1
     metavar="FILE",
     help="Also write a report of this measurement. Its extension, .html or .md, determines the format.",
 )
-@click.option("--force", is_flag=True, help="With --save-recipe or --report: replace an existing file.")
+@click.option(
+    "--save-pictures",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Write the pictures that the reference and the candidate make to this folder, as PNG files.",
+)
+@click.option(
+    "--force", is_flag=True, help="With --save-recipe, --report or --save-pictures: replace an existing file."
+)
 @click.option(
     "--causes", "with_causes", is_flag=True, help="Also cast one module at a time, to find the sources of the drift."
 )
@@ -79,6 +87,7 @@ def drift(
     tokens: int | None,
     save_recipe: Path | None,
     report_file: Path | None,
+    save_pictures: Path | None,
     force: bool,
     with_causes: bool,
     suggest: bool,
@@ -114,6 +123,10 @@ def drift(
     report = session.drift(MeasurementListener(on_progress=say_progress))
     if save_recipe is not None:
         _save_measured(session, report, save_recipe, force)
+    if save_pictures is not None:
+        from dtype_engine.runtime.session import saved_pictures
+
+        note(tuple(f"{file} is written" for file in saved_pictures.save_pictures(session, save_pictures, force)))
     texts = (
         session.generate(tokens, lambda which, done, most: say_share(f"generating: {which}", done, most))
         if tokens

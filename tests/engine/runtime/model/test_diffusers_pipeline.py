@@ -8,12 +8,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.helpers.pipelines import FAMILIES, save_pipeline
 from torch import nn
 
 import dtype_engine as de
+from dtype_engine.cli import cli
+from dtype_engine.cli.program import run
 from dtype_engine.core.errors import NoForward, UserError
 
 pytest.importorskip("diffusers")
@@ -153,3 +156,24 @@ def test_prompts_are_inputs_and_what_is_refused(
         (copied / "model_index.json").write_text(json.dumps(index | change))
         with pytest.raises(NoForward, match=reason):
             de.open(str(copied))
+
+
+def test_the_pictures_of_both_sides_are_saved(
+    pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from PIL import Image
+
+    session = opened(saved(pipelines, "dit"), monkeypatch)
+    cast = dict.fromkeys(("transformer", "vae"), torch.bfloat16)
+    reference, candidate = in_diffusers("dit", session, {}), in_diffusers("dit", session, cast)
+    arguments = ["drift", str(pipelines / "dit"), "--cast", "*=bf16", "--save-pictures", str(tmp_path / "out")]
+    assert run(cli, "dtype-engine", arguments) == 0
+    for name, picture in (("reference", reference), ("candidate", candidate)):
+        held = np.asarray(Image.open(tmp_path / "out" / f"1-{name}.png"))
+        wanted = (255 * picture[0].clamp(0, 1)).round().movedim(0, -1).numpy()
+        assert np.abs(held - wanted).max() <= 1
+    capsys.readouterr()
+    assert run(cli, "dtype-engine", arguments) == 2
+    assert "1-reference.png exists; replace it with --force" in capsys.readouterr().err
+    assert run(cli, "dtype-engine", ["drift", "--sequences", "1", "--save-pictures", str(tmp_path / "none")]) == 2
+    assert "makes no pictures" in capsys.readouterr().err
