@@ -205,7 +205,8 @@ class ForwardRunner:
         result = self._run(call, mode, options, observer, cache, reused, self._autocast, caches)
         # Reused calls recorded no first uses, so those of the earlier pass still hold.
         known = earlier.first_use if earlier is not None and reused else {}
-        self._refuse_unwritten(known.keys() | result.first_use.keys())
+        if self.model.cache_formats:
+            self._refuse_unwritten(known.keys() | result.first_use.keys())
         if cache is not None:
             cache.first_use = earliest(known, result.first_use)
         return result
