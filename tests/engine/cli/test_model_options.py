@@ -10,7 +10,15 @@ from dtype_engine.cli.program import run
 from dtype_engine.cli.recipe import recipe as recipe_group
 from dtype_tui.cli.command import command as app_command
 
-MODEL_OPTIONS = {"--trust-pickle", "--download", "--weights", "--trust-remote-code", "--architecture", "--revision"}
+MODEL_OPTIONS = {
+    "--trust-pickle",
+    "--download",
+    "--weights",
+    "--trust-remote-code",
+    "--architecture",
+    "--revision",
+    "--component",
+}
 RULE_OPTIONS = {"--cast", "--recipe", "--preset"}
 
 
