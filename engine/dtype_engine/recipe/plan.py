@@ -305,7 +305,8 @@ NO_CLASSES = "but this model's architecture is unknown: put a config.json that n
 def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
     """Return a sentence that says why a pattern selects nothing. taken: the result of `select`, if it was computed before."""
     if names_caches(pattern) and not tree.caches:
-        return f"pattern {shortened(pattern)} names KV caches, of which this model has none that is known here"
+        reason = tree.kv_cache.none_because or "this model has none that a rule can give a format"
+        return f"pattern {shortened(pattern)} names KV caches: {reason}"
     if taken is not None and taken.uncastable:
         return f"pattern {shortened(pattern)} matches only tensors that it does not cast ({uncast_words(tree, taken)})"
     compiled = compile_pattern(pattern)

@@ -9,7 +9,7 @@ from dtype_engine.checkpoint.kv_cache import kv_cache
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_formats import KV_FORMATS, KVFormat
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
-from dtype_engine.recipe import make_plan
+from dtype_engine.recipe import make_plan, require_matches
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
@@ -114,3 +114,11 @@ def test_bytes_by_hand(name: str, keys: int, values: int) -> None:
     form: KVFormat = KV_FORMATS[name]
     shape = (2, 4, 300, 64)
     assert (form.nbytes(shape, keys=True), form.nbytes(shape, keys=False)) == (keys, values)
+
+
+def test_a_model_without_a_cache_says_why() -> None:
+    bare = from_tensors([TensorInfo("encoder.layer.0.attention.self.key.weight", (64, 64), "float32")])
+    bare.kv_cache = kv_cache(bare, {"architectures": ["BertModel"]})
+    with pytest.raises(UserError) as raised:
+        require_matches(bare, Recipe.of([Rule.parse("*.kv_cache=fp8")]))
+    assert "names KV caches: BertModel does not generate text" in str(raised.value)
