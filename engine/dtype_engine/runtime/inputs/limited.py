@@ -37,6 +37,7 @@ _EXPANDING = ('"Replace"', '"Regex"', '"Precompiled"')
 text.
 """
 _DECODER_GROWTH = 1000
+_TEMPLATE_COPIES = 16
 _TIME_IS_UP = getattr(signal, "SIGPROF", 0)
 _tried: set[bytes] = set()
 """SHA-256 digests of the tokenizers and texts that were tried in this process and stayed within the limits."""
@@ -91,12 +92,18 @@ def run_template(
 
 def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: InputLimits) -> None:
     """Try the normalizers and regular expressions of a tokenizer on the texts, in a child process. Raises NoForward if they exceed
-    the limits on time or memory, or if the decoder can expand a text too much, and PartFails if they fail.
+    the limits on time or memory, or if the decoder or the post-processor expands a text too much, and PartFails if they fail.
 
     Tokenizers without replacements and regular expressions are not tried, because they need little time and memory. Tokenizers
     written in Python are not tried either.
     """
-    growth = _growth(_state(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)))
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    copies = _copies(_state(getattr(backend, "post_processor", None)))
+    if copies > _TEMPLATE_COPIES:
+        raise NoForward(
+            f"{title}: no forward pass: the post-processor in its tokenizer.json repeats a text {copies:,} times; {hint('tensors')}"
+        )
+    growth = _growth(_state(getattr(backend, "decoder", None)))
     if growth > _DECODER_GROWTH:
         raise NoForward(
             f"{title}: no forward pass: the decoder in its tokenizer.json may make {growth:,} characters of one; {hint('tensors')}"
@@ -161,6 +168,15 @@ def _growth(decoder: Any) -> int:
         taken = len(decoder["pattern"].get("String", ""))
         return max(1, math.ceil(len(decoder["content"]) / taken) if taken else len(decoder["content"]) + 1)
     return math.prod(map(_growth, decoder.get("decoders", ())))
+
+
+def _copies(processor: Any) -> int:
+    """Return how many times a post-processor repeats a text at most. processor: its settings in tokenizer.json."""
+    if not isinstance(processor, dict):
+        return 1
+    templates = (processor.get("single", ()), processor.get("pair", ()))
+    copies = max(1, *(sum("Sequence" in piece for piece in pieces) for pieces in templates))
+    return copies * math.prod(map(_copies, processor.get("processors", ())))
 
 
 def _run(job: dict[str, Any], limits: InputLimits, memory: int, allowances: int) -> list[dict[str, Any]]:

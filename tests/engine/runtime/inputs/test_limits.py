@@ -229,6 +229,17 @@ MANY = [replacing({"String": "a"}, "a" * 60)] * 5
 PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "replacements": ({"normalizer": {"type": "Sequence", "normalizers": MANY}}, "its tokenizer.json needs "),
     "decoder": ({"decoder": {"type": "Sequence", "decoders": MANY}}, "may make 777,600,000 characters of one"),
+    "template": (
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 3000,
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+                "special_tokens": {},
+            }
+        },
+        "the post-processor in its tokenizer.json repeats a text 3,000 times",
+    ),
     "expression": (
         {
             "pre_tokenizer": {
