@@ -39,6 +39,19 @@ async def test_it_falls_with_depth_and_names_the_worst_module() -> None:
         assert "layers.0" in rows[-2]
 
 
+async def test_the_axis_reaches_to_the_worst_module_where_one_layer_is_measured() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await ready(app, pilot)
+        app.controller.apply_recipe(BF16)
+        found = (ModuleDrift("model.layers.0", 50.0, 1e-3, 0), ModuleDrift("model.layers.0.mlp", 20.0, 1e-2, 0))
+        await say(app, pilot, events.Measured(BF16, report(BF16, 1e-3, found)), events.Idle())
+        rows = drawn(app)
+        (mark,) = [y for y, line in enumerate(rows) if "○" in line]
+        assert all(y < mark for y, line in enumerate(rows) if any(0x2800 < ord(each) < 0x2900 for each in line))
+        assert "▲ layers.0 mlp  20.00 dB" in "".join(rows)
+
+
 async def test_it_grows_while_modules_are_measured() -> None:
     app = make_app()
     async with running(app) as pilot:

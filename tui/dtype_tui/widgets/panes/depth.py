@@ -18,7 +18,7 @@ from dtype_tui.widgets.panes.base import Pane
 # The first paint plots nothing, so what plots is imported where it is used.
 if TYPE_CHECKING:
     from dtype_engine.results.drift import ModuleDrift
-    from dtype_tui.rendering.canvas import Axes, Note, Series
+    from dtype_tui.rendering.canvas import Axes, Note
     from dtype_tui.state.experiment import Experiment
 
 _LOWER_SHARE = 0.12
@@ -26,14 +26,14 @@ _LOWER_SHARE = 0.12
 
 
 class DepthPane(Pane):
-    """Plots the SQNR of the layers in order of depth, coloured by how bad it is, and marks the layer of the worst module.
+    """Plots the SQNR of the layers in order of depth, coloured by how bad it is, and marks the worst module.
 
     A dim line shows the baseline recipe or, if there is none, the recipe before the current one.
     """
 
     HELP = (
         "SQNR of the output of each layer, of the embedding, the last norm and the head, in the order of the forward pass; of a "
-        "model without numbered layers, of its topmost modules. ○ is the layer of the module that drifts most. The dim line is the "
+        "model without numbered layers, of its topmost modules. ○ is the module that drifts most. The dim line is the "
         "baseline (P in the history) or else the recipe before. Layers that do not drift are left out."
     )
 
@@ -63,7 +63,8 @@ class DepthPane(Pane):
             )
         from dtype_tui.rendering.canvas import Series, plot
 
-        axes = _axes([*whole, *dim], len(names))
+        notes = self._worst_note(names, whole)
+        axes = _axes([*whole, *dim, *((note.x, note.y) for note in notes)], len(names))
         limits = self.experiment.results.sqnr_limits
         series = [
             Series(dim, style="dim"),
@@ -71,7 +72,7 @@ class DepthPane(Pane):
         ]
         broken = [(x, axes.low) for (x, _), drift in zip(whole, drifts, strict=True) if drift and drift.nonfinite]
         series.append(Series(broken, "✗", ramp("broken")))
-        notes = self._worst_note(names, whole, series)
+        series += [Series([(note.x, note.y)], "○", "bold") for note in notes]
         labels = [(float(place), depth_label(name)) for place, name in enumerate(names)]
         return plot(series, axes, self.columns, max(4, self.lines), names=labels, unit="dB", notes=notes)
 
@@ -93,10 +94,8 @@ class DepthPane(Pane):
         before = self.experiment.before
         return {drift.name: drift for drift in before.modules} if before is not None else {}
 
-    def _worst_note(
-        self, names: Sequence[str], whole: Sequence[tuple[float, float]], series: list[Series]
-    ) -> Sequence[Note]:
-        """Return the note about the module that drifts most, and add the mark of its layer to `series`."""
+    def _worst_note(self, names: Sequence[str], whole: Sequence[tuple[float, float]]) -> Sequence[Note]:
+        """Return the note about the module that drifts most, at its layer's place and its own SQNR."""
         worst = self.experiment.results.worst_modules(1)
         if not worst or worst[0].nonfinite:
             return ()
@@ -104,14 +103,12 @@ class DepthPane(Pane):
         place = next((names.index(above) for above in (name, *ancestors(name)) if above in names), None)
         if place is None or not math.isfinite(whole[place][1]):
             return ()
-        from dtype_tui.rendering.canvas import Note, Series
+        from dtype_tui.rendering.canvas import Note
 
         layer = names[place]
         inside = printable(name[len(layer) :].strip("."), 60)
         words = " ".join(part for part in (depth_label(layer), inside) if part)
-        x, y = whole[place]
-        series.append(Series([(x, y)], "○", "bold"))
-        return (Note(x, y, f"▲ {words}  {decibels(worst[0].sqnr_db)}", "bold"),)
+        return (Note(whole[place][0], _sqnr(worst[0]), f"▲ {words}  {decibels(worst[0].sqnr_db)}", "bold"),)
 
 
 def _sqnr(drift: ModuleDrift | None) -> float:

@@ -34,7 +34,7 @@ class SidePanes(Vertical):
     SidePanes { width: 1fr; min-width: 38; layers: base over; }
     SidePanes > MessageLine { split: none; layer: over; dock: bottom; height: 2; max-height: 100%; }
     SidePanes > #tabs { display: none; height: 1; }
-    SidePanes.narrow { width: 100%; height: 1fr; max-height: 11; min-width: 0; }
+    SidePanes.narrow { width: 100%; height: 1fr; max-height: 9; min-width: 0; }
     SidePanes.narrow > #tabs { display: block; }
     SidePanes.narrow > Pane, SidePanes.zoomed > Pane { display: none; }
     SidePanes.narrow > Pane.active, SidePanes.zoomed > Pane.active { display: block; }
