@@ -79,7 +79,7 @@ COMPRESSED = Layout(
     ("_shape", "_zero_point", "_g_idx", "_global_scale"), ("input_global_scale",), ("weight_packed",),
 )  # fmt: skip
 SCALED = Layout(
-    "quantised with scales (compressed-tensors)", "", "_scale", _FP8 | _BYTES | {"int32"},
+    "quantized with scales (compressed-tensors)", "", "_scale", _FP8 | _BYTES | {"int32"},
     ("_zero_point", "_scale_2", "_offset", "_shape"),
     ("input_scale", "output_scale", "input_zero_point", "input_offset", "pre_quant_scale", "deq_scale", "quant_bias",
      "comfy_quant"),
@@ -106,11 +106,11 @@ MLX = Layout("packed by MLX", "weight", "scales", frozenset({"uint32"}), ("biase
 DEEPSEEK_V4 = Layout("fp4 or fp8 with block scales (DeepSeek-V4)", "weight", "scale", _FP8 | {"int8"})
 GPT_OSS = Layout("MXFP4 (gpt-oss)", "_blocks", "_scales", frozenset({"uint8"}))
 TORCHAO = Layout(
-    "quantised by torchao", "_weight_qdata", "_weight_scale", _CODES, ("_weight_zero_point", "_weight_per_tensor_scale"),
+    "quantized by torchao", "_weight_qdata", "_weight_scale", _CODES, ("_weight_zero_point", "_weight_per_tensor_scale"),
     alone=("._weight_qdata",),
 )  # fmt: skip
 QUANTO = Layout(
-    "quantised by optimum-quanto", "._data", "._scale", _FP8 | _BYTES, ("._shift",), ("input_scale", "output_scale"),
+    "quantized by optimum-quanto", "._data", "._scale", _FP8 | _BYTES, ("._shift",), ("input_scale", "output_scale"),
     ("weight._data",),
 )  # fmt: skip
 COMFY_MARK = "scaled_fp8"
@@ -215,7 +215,7 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
             layout = next(each for each in LAYOUTS if each.alone and name.endswith(each.alone))
             found[name] = f"part of a weight that is {described or layout.what}"
         elif tensor.dtype == "float8_e8m0fnu":
-            found[name] = "holds exponents of two (E8M0), which are the scales of a quantised weight"
+            found[name] = "holds exponents of two (E8M0), which are the scales of a quantized weight"
         elif tensor.dtype in _CODES and len(tensor.shape) > 1:
             in_module.setdefault(module_of(name), []).append(name)
     holders = {module_of(name): name for name, each in tensors.items() if each.dtype in _CODES and len(each.shape) > 1}
@@ -260,7 +260,7 @@ def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
     bits = declared.get("bits") or (4 if declared.get("load_in_4bit") else 8 if declared.get("load_in_8bit") else None)
     if method == "fp8" and declared.get("weight_block_size"):
         return "fp8 with block scales"
-    return f"quantised by {printable(method, 40)}" + (f", {bits} bit" if isinstance(bits, int) else "")
+    return f"quantized by {printable(method, 40)}" + (f", {bits} bit" if isinstance(bits, int) else "")
 
 
 def names_of_parts(weights: Iterable[PackedWeight], tensors: Mapping[str, Stored]) -> set[str]:

@@ -58,7 +58,7 @@ class Provenance:
         parts = [f"written by {self.producer}"] if self.producer else []
         if self.ignored:
             more = f" and {len(self.ignored) - _SHOWN} more" if len(self.ignored) > _SHOWN else ""
-            parts.append(f"not quantised: {', '.join(self.ignored[:_SHOWN])}{more}")
+            parts.append(f"not quantized: {', '.join(self.ignored[:_SHOWN])}{more}")
         return tuple(line for line in (made, "; ".join(parts)) if line)
 
     @property
@@ -165,7 +165,7 @@ def _codes(group: Mapping[str, Any]) -> str:
     mapping = _text(group.get("mapping_type"))
     words.append(mapping.lower() if mapping else {True: "symmetric", False: "asymmetric", None: ""}[symmetric])
     words.append("activation order" if group.get("desc_act") or group.get("actorder") else "")
-    words.append("quantised scales" if group.get("bnb_4bit_use_double_quant") and group.get("load_in_4bit") else "")
+    words.append("quantized scales" if group.get("bnb_4bit_use_double_quant") and group.get("load_in_4bit") else "")
     scale = _text(group.get("scale_fmt"))
     words.append(f"scales as {scale}" if scale else "")
     return ", ".join(filter(None, words))

@@ -30,7 +30,7 @@ _MOST_TENSORS = 10_000
 def check(
     request: RunRequest, against: str | None, values: bool, modules: bool | None, sarif: bool, as_object: bool
 ) -> int:
-    """Check a checkpoint's headers and scales for errors: missing tensors, missing or misshapen parts of quantised weights,
+    """Check a checkpoint's headers and scales for errors: missing tensors, missing or misshapen parts of quantized weights,
     invalid scales, and inconsistent dtypes.
 
     Exit status 1 if there is a finding.

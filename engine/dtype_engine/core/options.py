@@ -62,7 +62,7 @@ class RunSettings:
         parts = [f"autocast {self.autocast}"] if self.autocast else []
         parts += ["floating inputs follow the model"] if self.float_inputs == "model" else []
         parts += [f"storage-only weights compute in {self.compute}"] if self.compute != "float32" else []
-        parts += ["activations quantised as their weights"] if self.quantize_activations == "weights" else []
+        parts += ["activations quantized as their weights"] if self.quantize_activations == "weights" else []
         parts += ["no distribution"] if self.classes_dim == "none" else []
         parts += [f"classes in dimension {self.classes_dim}"] if isinstance(self.classes_dim, int) else []
         return ", ".join(parts) or "defaults"

@@ -129,7 +129,7 @@ PRESETS: dict[str, Preset] = {
         Preset("islands-fp32", "In float32 what the model's own code keeps in float32, the rest as stored.", True, _islands),
         Preset(
             "modelopt",
-            "Linear layers in fp8; norms, embeddings and the layers that ModelOpt does not quantise (head, routers, "
+            "Linear layers in fp8; norms, embeddings and the layers that ModelOpt does not quantize (head, routers, "
             "convolutional mixers, vision towers) in bfloat16.",
             True,
             _modelopt,

@@ -112,10 +112,10 @@ def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str |
         return f"no checkpoint layout has {dtypes.short_name(dtype)}"
     if not (experts and _packed_experts(tree, name)):
         if len(tensor.shape) == 2 and tensor.aliases:
-            return "a tied weight is one tensor, and only linear layers are quantised"
+            return "a tied weight is one tensor, and only linear layers are quantized"
         module = tree.modules[name.rpartition(".")[0]]
         if len(tensor.shape) != 2 or name.rpartition(".")[2] != "weight" or module.class_name != "Linear":
-            return "only the weights of linear layers are quantised"
+            return "only the weights of linear layers are quantized"
     if blocks is not None and blocks.rows == 1 and dtypes.padded(tensor.shape, dtype):
         return f"its rows are not a multiple of {blocks.columns} values"
     return None
@@ -149,7 +149,7 @@ def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
     names = tuple(name for name in quantised if layer_name(name) in _ROUTERS)
     if names:
         where = "vllm/model_executor/models/mixtral.py" if runtime == "vllm" else "python/sglang/srt/models/mixtral.py"
-        yield Finding("refused", "routers are not quantised", f"{where}: ReplicatedLinear(quant_config=None)", names)
+        yield Finding("refused", "routers are not quantized", f"{where}: ReplicatedLinear(quant_config=None)", names)
 
 
 def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
@@ -219,7 +219,7 @@ def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) ->
     written = _written(context, quantised)
     source = _source(runtime, "utils/w8a8_utils.py: requantize_with_max_scale" if runtime == "vllm" else "fp8_utils.py")
     for group in fused_groups(name for name, dtype in written.items() if dtype == "float8_e4m3fn@tensor"):
-        yield Finding("other values", "fused, and quantised again with the largest scale of the members", source, group)
+        yield Finding("other values", "fused, and quantized again with the largest scale of the members", source, group)
 
 
 def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
@@ -310,12 +310,12 @@ def _always_quantised(runtime: Runtime, quantised: dict[str, str]) -> Iterator[F
     deepseek = tuple(name for name, dtype in quantised.items() if layout(dtype) == "fp8")
     if deepseek:
         source = _source(runtime, "fp8.py: Fp8Config, activation_scheme dynamic" if runtime == "vllm" else "fp8.py")
-        why = "always served with quantised activations (W8A8): measure with --quantize-activations weights"
+        why = "always served with quantized activations (W8A8): measure with --quantize-activations weights"
         yield Finding("other values", why, source, deepseek)
     names = tuple(name for name, dtype in quantised.items() if layout(dtype).startswith("mxfp"))
     if runtime == "vllm" and names:
         source = _source(runtime, "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
-        why = "always served with quantised activations (W4A4, W8A8): measure with --quantize-activations weights"
+        why = "always served with quantized activations (W4A4, W8A8): measure with --quantize-activations weights"
         yield Finding("other values", why, source, names)
 
 

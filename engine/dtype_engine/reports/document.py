@@ -379,7 +379,7 @@ def _made_with(
             ("inputs", printable(drift.inputs_run, 500)),
             ("reference", drift.reference),
             ("settings", printable(drift.settings, 500)),
-            *([("quantised", WEIGHTS_ONLY)] if drift.weights_only else []),
+            *([("quantized", WEIGHTS_ONLY)] if drift.weights_only else []),
             ("device", drift.device),
         ]
         if drift.seconds.reference is not None and drift.seconds.candidate is not None:

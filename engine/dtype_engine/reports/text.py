@@ -150,7 +150,7 @@ def drift_text(report: DriftReport) -> str:
     lines = [
         f"model      {report.model} on {report.device}; reference {report.reference}{found_text(report.coverage)}",
         f"rules      {', '.join(report.rules) or 'none: as stored'}",
-        *([f"quantised  {WEIGHTS_ONLY}"] if report.weights_only else []),
+        *([f"quantized  {WEIGHTS_ONLY}"] if report.weights_only else []),
         *([f"settings   {report.settings}"] if report.settings != "defaults" else []),
         f"inputs     {report.inputs_run}",
         f"output     {report.output_name}, {output.elements:,} elements",

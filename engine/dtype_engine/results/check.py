@@ -110,7 +110,7 @@ KINDS: dict[str, Kind] = {
     ),
     "against-new": Kind(
         "tensors that the source does not have",
-        "They are no parts of quantised weights, so nothing of the source became them.",
+        "They are no parts of quantized weights, so nothing of the source became them.",
     ),
 }
 """All kinds of findings, keyed by the names that they have in JSON and SARIF."""

@@ -59,12 +59,12 @@ TORCHAO = {
             (
                 "compressed-tensors mixed-precision; 8-bit float, a scale for each channel, symmetric; "
                 "4-bit int, groups of 128, symmetric; scales by minmax, mse",
-                "written by compressed-tensors 0.12.2; not quantised: lm_head",
+                "written by compressed-tensors 0.12.2; not quantized: lm_head",
             ),
         ),
         (
             {"quantization_config": TORCHAO},
-            ("torchao IntxWeightOnlyConfig; int4, groups of 32, symmetric", "not quantised: lm_head"),
+            ("torchao IntxWeightOnlyConfig; int4, groups of 32, symmetric", "not quantized: lm_head"),
         ),
         (
             {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}},

@@ -79,7 +79,7 @@ def test_packed_experts_are_linear_layers_of_an_export_in_one_format() -> None:
     ]
     stored_so = Tree([TensorInfo(tensors[0].name, (2, 512, 128), "bfloat16")], {f"{AT}.mlp.experts": "MixtralExperts"})
     assert found(read("*.experts=nvfp4", of=stored_so)) == [
-        ("refused", "only the weights of linear layers are quantised")
+        ("refused", "only the weights of linear layers are quantized")
     ]
 
 
@@ -96,7 +96,7 @@ def test_fused_siblings_in_several_formats_are_refused(runtime: Runtime) -> None
 
 def test_what_no_layout_has_is_refused_with_the_reason() -> None:
     reasons = dict.fromkeys(why for _, why in found(read("*=nvfp4")))
-    assert list(reasons) == ["only the weights of linear layers are quantised", "routers are not quantised"]
+    assert list(reasons) == ["only the weights of linear layers are quantized", "routers are not quantized"]
     assert found(read("*.o_proj=mxfp6_e2m3")) == [("refused", "no checkpoint layout has mxfp6e2")]
     assert found(read("*.o_proj=float8_e5m2")) == [("refused", "no checkpoint layout has fp8e5")]
     assert found(read("*.o_proj=nvfp4", of=tree(heads_out=250))) == [

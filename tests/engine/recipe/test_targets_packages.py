@@ -146,7 +146,7 @@ def test_torchao_has_our_floats_in_blocks(dtype: str) -> None:
         default = json.loads(alone.text)["quantization_config"]["quant_type"]["default"]
         assert config_to_dict(config_from_dict(default)) == default
     else:
-        assert "with quantised activations only" in " ".join(entry.why for entry in alone.left_out)
+        assert "with quantized activations only" in " ".join(entry.why for entry in alone.left_out)
     quantization.quantize_(model, config_from_dict(default), filter_fn=None)
     ours = values_in(stored["0.weight"], dtype, torch.float32)
     theirs = dict(model.named_parameters())["0.weight"].dequantize(torch.float32)  # type: ignore[call-arg]

@@ -249,6 +249,7 @@ async def test_the_pane_names_what_mends_an_output_that_is_not_finite(size: tupl
         await say(app, pilot, events.NonfiniteFound(BF16, found))
         words = " ".join(" ".join(line.split()) for line in screen(app).splitlines())
         assert "a applies" in words, screen(app)
+        assert screen(app).splitlines()[-1].lstrip().startswith("a make it finite")
         assert "mul" in words
         assert "model.layers.1.mlp →" in words, screen(app)
         await pilot.press("w")

@@ -10,7 +10,7 @@ from dtype_tui.state.node_rules import effects_on, never_cast_count
 from dtype_tui.state.preview import preview
 from dtype_tui.widgets.prompts import preview_words
 
-WHY = "part of a weight that is quantised by gptq, 4 bit"
+WHY = "part of a weight that is quantized by gptq, 4 bit"
 PARTS = {"qweight": "int32", "scales": "float16", "qzeros": "int32"}
 TREE = Tree(
     [

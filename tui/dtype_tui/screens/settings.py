@@ -31,9 +31,9 @@ CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
     (
         "quantize_activations",
         "activations",
-        (("none", "not quantised"), ("weights", "as weights")),
+        (("none", "not quantized"), ("weights", "as weights")),
         "`as weights` rounds the input of a matrix product to the weight's format, like runtimes that serve W8A8 and W4A4. "
-        "`not quantised` casts only the weights.",
+        "`not quantized` casts only the weights.",
     ),
     (
         "compute",
@@ -46,7 +46,7 @@ CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
         "classes",
         (("auto", "auto"), ("none", "none"), (1, "dim 1"), (-1, "last dim")),
         "The dimension of the output along which classes or tokens have a distribution. With `none`, drift has no KL and no same "
-        "top. `auto` follows the model's class and configuration.",
+        "top-1. `auto` follows the model's class and configuration.",
     ),
 )
 """The settings, each as (field of RunSettings, title, possible values as (value, label), explanation)."""

@@ -101,7 +101,7 @@ def _run(report: DriftReport) -> Iterator[tuple[str, str]]:
     if report.settings != str(RunSettings()):
         yield "settings", report.settings
     if report.weights_only:
-        yield "quantised", "weights only"
+        yield "quantized", "weights only"
     if extent := modules_extent_text(report):
         yield "modules", extent
     yield "of", printable(f"{report.output_name}, {report.inputs}", 200)

@@ -151,7 +151,7 @@ class ScanState:
         if report is not None and report.inputs != inputs:
             return "the inputs differ from those of the scan"
         if report is not None and report.activations != settings.quantize_activations:
-            were = "not quantised" if report.activations == "none" else "quantised"
+            were = "not quantized" if report.activations == "none" else "quantized"
             return f"activations were {were} in the scan, unlike now"
         return ""
 

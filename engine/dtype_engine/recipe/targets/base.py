@@ -220,7 +220,7 @@ def split(
                 why = "transformers keeps this module in float32 when it loads the model"
         if why is None and dtype != instead:
             why = (
-                f"{tool} has one dtype for everything it does not quantise"
+                f"{tool} has one dtype for everything it does not quantize"
                 if tensor.persistent
                 else f"{tool} leaves non-persistent buffers as they are"
             )
@@ -237,11 +237,11 @@ def _refusal(
     """
     module = context.module_of(tensor.name)
     if tensor.kind != "parameter" or not tensor.name.endswith("weight") or tensor.name.rpartition(".")[2] != "weight":
-        return f"{tool} quantises the parameters named 'weight' only"
+        return f"{tool} quantizes the parameters named 'weight' only"
     if not context.is_kind(module, kinds):
-        return f"{tool} quantises {', '.join(sorted(kinds))} only"
+        return f"{tool} quantizes {', '.join(sorted(kinds))} only"
     if len(tensor.shape) < 2:
-        return f"{tool} quantises matrices only"
+        return f"{tool} quantizes matrices only"
     if tensor.aliases:
         return f"the weight is tied, and {tool} would untie it"
     if dtype not in formats:
@@ -313,7 +313,7 @@ def wide_inputs_note(context: Context, tool: str, written: Collection[str] = ())
         return ()
     of = f" of weights in {', '.join(map(dtypes.short_name, sorted(left)))}" if left != wide else ""
     return (
-        f"activations{of} stay wide in this file for {tool}, which quantises only weights, but the recipe quantises activations",
+        f"activations{of} stay wide in this file for {tool}, which quantizes only weights, but the recipe quantizes activations",
     )
 
 

@@ -55,7 +55,7 @@ def convert(context: Context) -> Conversion:
     if groups:
         modifiers["QuantizationModifier"] = {"ignore": [], "config_groups": groups}
     else:
-        notes.append("there is nothing to quantise in this plan")
+        notes.append("there is nothing to quantize in this plan")
     recipe = {"quant_stage": {"quant_modifiers": modifiers}}
     text = as_comment(notes) + yaml.safe_dump(recipe, sort_keys=False, width=1 << 20)
     return Conversion(text, tuple(patterns), parts.base, parts.losses.result(), tuple(notes))

@@ -101,7 +101,7 @@ def _refusal(quantised_inputs: bool, module: Module, dtype: str) -> str | None:
     if dtype in BLOCKS and module.class_name != "Linear":
         return f"{NAME} has {dtypes.short_name(dtype)} for Linear only"
     if dtype in SCALING and not quantised_inputs:
-        return f"{NAME} has {dtypes.short_name(dtype)} with quantised activations only (--quantize-activations weights)"
+        return f"{NAME} has {dtypes.short_name(dtype)} with quantized activations only (--quantize-activations weights)"
     return None
 
 

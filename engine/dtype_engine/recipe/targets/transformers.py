@@ -30,7 +30,7 @@ def convert(context: Context) -> Conversion:
         planned = context.plan.dtypes[tensor.name]
         if planned in dtypes.STORAGE_DTYPES:
             losses.add(
-                tensor.name, planned, tensor.dtype, "transformers has no weights with scales without a quantiser"
+                tensor.name, planned, tensor.dtype, "transformers has no weights with scales without a quantizer"
             )
             planned = tensor.dtype
         if tensor.persistent or planned != tensor.dtype:

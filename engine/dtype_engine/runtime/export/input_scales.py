@@ -95,9 +95,9 @@ def refuse_uncalibrated(contents: Contents) -> None:
     """Raise UserError if the scale of any layer's inputs is unknown."""
     if unknown := _uncalibrated(contents):
         raise UserError(
-            f"{printable(unknown[0].name)} is in {unknown[0].dtype} with quantised activations, whose scale in the file comes from "
+            f"{printable(unknown[0].name)} is in {unknown[0].dtype} with quantized activations, whose scale in the file comes from "
             "calibration inputs, and no input has reached it: open the model with inputs and export it from there, or export it "
-            "without quantised activations"
+            "without quantized activations"
         )
 
 
@@ -111,16 +111,16 @@ def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> 
     notices = []
     if wide := sorted({item.dtype for item in written if not dtypes.quantizes_activations(item.dtype)}):
         notices.append(
-            f"activations of weights in {', '.join(wide)} are not quantised, which is how they were measured"
+            f"activations of weights in {', '.join(wide)} are not quantized, which is how they were measured"
         )
     if by_rule := sorted({item.dtype for item in written if _has_other_rule(item.dtype)}):
         notices.append(
-            f"activations of weights in {', '.join(by_rule)} were measured with that rule for scales, and other programs quantise "
+            f"activations of weights in {', '.join(by_rule)} were measured with that rule for scales, and other programs quantize "
             "them with their own"
         )
     if undeclared := [item for item in written if keeps_input_scale(item.dtype) and not item.quantised_inputs]:
         notices.append(
-            f"activations of {len(undeclared)} weights in nvfp4, first {printable(undeclared[0].name)}, are not quantised, "
+            f"activations of {len(undeclared)} weights in nvfp4, first {printable(undeclared[0].name)}, are not quantized, "
             "although they were measured so: the model packs these weights into one, so the range of each one's inputs is not known"
         )
     if calibrated := [item for item in written if item.input_scale is not None]:

@@ -171,11 +171,11 @@ def _from_pretrained_lines(contents: Contents) -> list[str]:
         lines += _scaled_weights(contents)
         if experts(contents.items):
             lines.append(
-                "transformers packs the experts of a layer into one weight and does not quantise their activations."
+                "transformers packs the experts of a layer into one weight and does not quantize their activations."
             )
         if any(item.quantised_inputs for item in contents.items):
             lines.append(
-                "Activations are quantised as its `config.json` says: by runtimes that serve it, and by `from_pretrained` without "
+                "Activations are quantized as its `config.json` says: by runtimes that serve it, and by `from_pretrained` without "
                 "`dequantize=True`. Here that is `--quantize-activations weights`, which `recipe.yaml` says as well."
             )
     if computed - {config_dtype}:

@@ -396,4 +396,4 @@ def _quantized_notices(tree: Tree, recipe: Recipe) -> tuple[str, ...]:
         return ()
     modules = plural(len({tensor.name.rpartition(".")[0] for tensor in left}), "module")
     first = f"first {printable(left[0].name)}: {left[0].why_not_cast}"
-    return (f"the rules match quantised weights of {modules}, which no rule casts: they stay as stored ({first})",)
+    return (f"the rules match quantized weights of {modules}, which no rule casts: they stay as stored ({first})",)

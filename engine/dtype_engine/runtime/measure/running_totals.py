@@ -212,5 +212,5 @@ class RunningTotals:
             )
         if self._left_wide:
             names = ", ".join(sorted(self._left_wide))
-            notices.append(f"inputs of {names} are not quantised: runtimes quantise only inputs of matrix products")
+            notices.append(f"inputs of {names} are not quantized: runtimes quantize only inputs of matrix products")
         return tuple(notices)

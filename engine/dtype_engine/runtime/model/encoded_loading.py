@@ -134,7 +134,7 @@ def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
     )
     if not checkpoint.encoded or not rounded:
         return ()
-    return ("the inputs of quantised layers, which config.json declares as rounded, are not rounded here",)
+    return ("the inputs of quantized layers, which config.json declares as rounded, are not rounded here",)
 
 
 def state_to_load(

@@ -55,7 +55,7 @@ def _load_weights(
         raise UserError(f"{file} has none of the tensors of {title}: it has {', '.join(list(values)[:3])}, ...")
     notices = list(checkpoint.notices)
     if checkpoint.encoded:
-        notices.append(f"decoded to float32: {plural(len(checkpoint.encoded), 'quantised weight')} of {file.name}")
+        notices.append(f"decoded to float32: {plural(len(checkpoint.encoded), 'quantized weight')} of {file.name}")
     tied = _tie_again(module, ties, values)
     if missing := [name for name in mismatch.missing_keys if name not in tied]:
         notices.append(f"{len(missing)} weights are not in {file.name}, first {missing[0]}")

@@ -235,6 +235,6 @@ def test_what_others_do_otherwise_is_said(make_llama: Callable[..., Path], ids: 
     session.cast("*.mlp", "int4@g128")
     notices = " ".join(session.export(tmp_path / "out").notices)
     assert "activations of weights in mxfp4:floor were measured with that rule" in notices
-    assert "activations of weights in int4@g128 are not quantised" in notices
+    assert "activations of weights in int4@g128 are not quantized" in notices
     session.settings = RunSettings()
     assert not any("activations" in notice for notice in session.export_contents().notices)

@@ -380,7 +380,7 @@ def test_quantised_activations_are_declared_where_a_file_needs_no_scale_of_them(
     (group,) = config_of(tmp_path / "nvfp4")["config_groups"].values()
     assert group["input_activations"] is None
     assert any(
-        "activations of 33 weights in nvfp4" in notice and "are not quantised" in notice for notice in report.notices
+        "activations of 33 weights in nvfp4" in notice and "are not quantized" in notice for notice in report.notices
     )
     assert not any("input_global_scale" in name for name in load_file(tmp_path / "nvfp4" / "model.safetensors"))
     assert verify(tmp_path / "nvfp4", locate(str(folder))).same

@@ -240,7 +240,7 @@ def test_activations_are_quantised_by_transformers_unless_it_dequantises(
     for name, given in (("weights", "none"), ("both", "weights")):
         options = de.Options(settings=de.RunSettings(quantize_activations=given))
         export_checkpoint(source, "model", Recipe((Rule("*.mlp", "float8_e4m3fn"),)), tmp_path / name, options=options)
-        said = "Activations are quantised as its `config.json` says" in (tmp_path / name / "README.md").read_text()
+        said = "Activations are quantized as its `config.json` says" in (tmp_path / name / "README.md").read_text()
         assert said == (name == "both")
         for dequantize in (False, True):
             logits[name, dequantize] = loaded(tmp_path / name, dequantize)(IDS).logits
@@ -256,7 +256,7 @@ def test_weights_that_were_quantised_before_load_as_they_did(make_llama: Callabl
     exported(make_llama(**WIDE), before, "*.mlp=int8")
     save_file(load_file(before / "model.safetensors"), before / "model.safetensors", {"format": "pt"})
     readme = exported(before, out)
-    assert "Its weights are quantised by compressed-tensors already, as they were in the source" in readme
+    assert "Its weights are quantized by compressed-tensors already, as they were in the source" in readme
     expected = loaded(before, False)(IDS).logits
     assert torch.equal(loaded(out, False)(IDS).logits, expected)
     assert torch.equal(de.load_pretrained(out)(IDS).logits, expected)
@@ -341,7 +341,7 @@ def test_the_base_model_of_an_adapter_is_no_markdown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [HOSTILE, "```", "`", "A`B", "Net\n```\n<script>", "N" * 200])
 def test_class_names_and_methods_of_quantisation_are_no_markdown(name: str, tmp_path: Path) -> None:
-    component, quantised = tmp_path / "component", tmp_path / "quantised"
+    component, quantised = tmp_path / "component", tmp_path / "quantized"
     component.mkdir()
     save_file({"b.weight": torch.ones(4, 4)}, component / "diffusion_pytorch_model.safetensors")
     (component / "config.json").write_text(json.dumps({"_class_name": name}))

@@ -35,4 +35,4 @@ def test_every_architecture_runs_in_block_formats(place: int, name: str) -> None
         output = session.drift().output
         assert output.nonfinite == 0
         if output.elements > 1:  # one logit alone, a cosine, can be anywhere
-            assert output.sqnr_db > 0, f"{recipe}: the result has to do with the reference, activations quantised too"
+            assert output.sqnr_db > 0, f"{recipe}: the result has to do with the reference, activations quantized too"

@@ -113,7 +113,7 @@ WRONG = {
     "labels that are a number": ({"id2label": 5}, "int"),
     "an unknown dtype": ({"dtype": "nope"}, "nope"),
     "padding outside the vocabulary": ({"pad_token_id": 9999}, "Padding_idx"),
-    "a quantisation that is a number": ({"quantization_config": 7}, "int"),
+    "a quantization that is a number": ({"quantization_config": 7}, "int"),
     "a type that is a list": ({"model_type": ["llama"], "architectures": None}, "does not know the architecture"),
     "another width than the files": ({"hidden_size": 34}, "the files have [64, 32]"),
     "another vocabulary than the files": ({"vocab_size": 65}, "the files have [64, 32]"),

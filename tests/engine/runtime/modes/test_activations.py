@@ -175,7 +175,7 @@ def test_a_reading_says_which_it_is() -> None:
     both = session.drift()
     assert alone.weights_only
     assert not both.weights_only
-    assert both.settings == "activations quantised as their weights"
+    assert both.settings == "activations quantized as their weights"
     assert both.output.kl_mean > alone.output.kl_mean  # type: ignore[operator]
 
 
@@ -252,9 +252,9 @@ def test_what_is_not_rounded_is_named() -> None:
     session = de.open(module, inputs=given)
     session.cast("*", "int8")
     session.settings = QUANTISED
-    assert any("inputs of conv2d are not quantised" in notice for notice in session.drift().notices)
+    assert any("inputs of conv2d are not quantized" in notice for notice in session.drift().notices)
     session.settings = RunSettings()
-    assert not any("not quantised" in notice for notice in session.drift().notices)
+    assert not any("not quantized" in notice for notice in session.drift().notices)
 
 
 def test_under_autocast_what_it_computes_in_is_rounded() -> None:

@@ -38,7 +38,7 @@ class RecipePane(Pane):
         "that it saves; the last rule that matches wins. r goes to the rules: Enter changes the one under the cursor, 1 to 8 its "
         "dtype, K and J move it, space disables it, x deletes it, u undoes. A disabled rule has no number. It casts nothing, and a "
         "saved recipe leaves it out; only the session keeps it. Below: the rules that match the node under the tree's cursor, and "
-        "how many of its tensors are never cast, such as those of quantised weights."
+        "how many of its tensors are never cast, such as those of quantized weights."
     )
 
     BINDINGS: ClassVar[list[BindingType]] = [

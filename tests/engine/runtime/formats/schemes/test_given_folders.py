@@ -66,7 +66,7 @@ def _found(values: Mapping[str, np.ndarray], name: str) -> np.ndarray | None:
     return None
 
 
-@pytest.mark.skipif(not _FOLDERS, reason="DTYPE_TUI_QUANTISED names no folder of quantised checkpoints")
+@pytest.mark.skipif(not _FOLDERS, reason="DTYPE_TUI_QUANTISED names no folder of quantized checkpoints")
 @pytest.mark.parametrize("folder", _FOLDERS)
 def test_every_value_equals_the_truth(folder: str) -> None:
     path = _GIVEN / folder
@@ -91,7 +91,7 @@ def test_every_value_equals_the_truth(folder: str) -> None:
     for name, plain in json.loads((path / "truth.json").read_text())["plain"].items():
         got = _found(values, name)
         if got is None or hashlib.sha256(np.ascontiguousarray(got).tobytes()).hexdigest() != plain["sha256"]:
-            faults.append(f"{name} (not quantised)")
+            faults.append(f"{name} (not quantized)")
     for name, weight in encoded.items():
         rows = weight.shape[0]
         part = read_encoded(weight, rows // 3, rows - 1).numpy()
