@@ -38,6 +38,7 @@ COMMANDS: dict[str, list[str]] = {
     "flow": ["NET", "--cast", "*=bf16"],
     "speed": ["NET", "--cast", "*=bf16", "--repeats", "3"],
     "inspect": ["NET"],
+    "memory": ["NET", "--activations", "none"],
     "weights": ["NET", "--cast", "*=bf16"],
     "export": ["NET", "--cast", "*=bf16", "-o", "OUT"],
     "verify": ["OUT", "--against", "NET"],

@@ -12,7 +12,7 @@ import dtype_tui
 
 OLD = re.compile(
     r"same top(?!-1)|takes \d+ tensors|[GM] params|up to that of q8_0|model is scanned|leaves with|puts? in force|opened lately"
-    r"|quantis",
+    r"|quanti[s]",
     re.IGNORECASE,
 )
 """For each of these there are better words, such as `matches 6 tensors`, `671 B params` and `recent`."""

@@ -130,7 +130,7 @@ def _undecoded(checkpoint: Checkpoint, parts: Mapping[str, str], reported: set[s
     ]
     if left and checkpoint.form == "safetensors":
         yield (
-            f"{plural(len(left), 'tensor')} of quantised weights that can't be decoded here, first {printable(left[0])}: "
+            f"{plural(len(left), 'tensor')} of quantized weights that can't be decoded here, first {printable(left[0])}: "
             f"{parts[left[0]]}"
         )
 

@@ -123,7 +123,7 @@ def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
     """
     if any(input_format(weight, checkpoint.config) for weight in checkpoint.encoded.values()):
         return (
-            "the inputs of quantised layers are rounded when this checkpoint is served, as it declares; they are here with "
+            "the inputs of quantized layers are rounded when this checkpoint is served, as it declares; they are here with "
             "--quantize-activations weights",
         )
     settings = declared(checkpoint.config or {})
