@@ -9,6 +9,7 @@ and torch. The pages of the model are dropped from the system's cache before eac
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import resource
@@ -108,7 +109,7 @@ def measured(folder: Path, job: str, limited: bool) -> dict[str, Any]:
         session.apply(de.Recipe.of(map(de.Rule.parse, JOBS["drift mixed fp8"])))
         session.export(target, force=True)
         shown = []
-    return {
+    found = {
         "shown": shown,
         "seconds": time.perf_counter() - began,
         "processor": time.process_time() - processor,
@@ -117,6 +118,11 @@ def measured(folder: Path, job: str, limited: bool) -> dict[str, Any]:
         "data": _counted("VmData") << 10,
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     }
+    if job == "export":
+        for file in sorted(target.glob("*.safetensors")):
+            with file.open("rb") as opened:
+                shown.append(hashlib.file_digest(opened, "sha256").hexdigest())
+    return found
 
 
 def _child(folder: Path, job: str, limited: bool) -> dict[str, Any]:
