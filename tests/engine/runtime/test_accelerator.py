@@ -111,6 +111,28 @@ def test_weights_in_fp8_compute_in_float32() -> None:
     assert (held.dtype, held.device.type) == (torch.float8_e4m3fn, DEVICE)
 
 
+class Masked(nn.Module):
+    """Masks a narrow bias by the most negative number of the inputs' wider dtype, as T5 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = torch.ones(4, 4, dtype=torch.bool, device=x.device).tril()
+        return x + torch.where(seen, self.bias, torch.finfo(x.dtype).min).softmax(-1)
+
+
+@on_cuda
+def test_a_number_that_the_device_refuses_is_rounded_as_on_the_cpu() -> None:
+    module, x = Masked(), torch.ones(4, 4)
+    with torch.no_grad():
+        expected = x + torch.where(torch.ones(4, 4).bool().tril(), module.bias.bfloat16(), -math.inf).softmax(-1)
+    session = de.open(module, inputs=(x,))
+    session.cast("bias", "bfloat16")
+    torch.testing.assert_close(candidate_output(session).cpu(), expected)
+
+
 @on_cuda
 def test_autocast_is_torchs_own() -> None:
     module, inputs = architectures.make("llama")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from dtype_engine.core.errors import KernelError
+from dtype_engine.runtime.device import has_float64
 from dtype_engine.runtime.numerics.quantize import dtype_name
 
 Arguments = tuple[Any, ...]
@@ -39,6 +40,12 @@ _MISSING_KERNEL = re.compile(
 )
 
 
+_NUMBER_TOO_LARGE = re.compile(r"value cannot be converted to type .* without overflow")
+"""Raised by CUDA's kernels for a number among the arguments, such as a mask's most negative float32, that is too large for the
+dtype of the result. The CPU's kernels round the number to an infinity.
+"""
+
+
 class CallSite(Protocol):
     """The module and device from which a torch function is called, for error messages."""
 
@@ -62,13 +69,21 @@ def recover(
     """Handle a call of a torch function that raised `error`: repeat it in another way if there is one, and return the result.
 
     Under autocast, the call is repeated without it: autocast fails for float64 and, on the CPU, for recurrent layers. A grouped
-    product is computed one product at a time. Otherwise, raises KernelError if a kernel is missing, and else `error`.
+    product is computed one product at a time. A number that CUDA refuses is passed as a tensor, and is then rounded as on the CPU.
+    Otherwise, raises KernelError if a kernel is missing, and else `error`.
     """
     if torch.is_autocast_enabled(site.device.type):
         with torch.autocast(site.device.type, enabled=False):
             return call_torch(func, name, args, kwargs, site)
     if name in ("_grouped_mm", "grouped_mm"):
         return _grouped_mm(*args, **kwargs)
+    if _NUMBER_TOO_LARGE.search(str(error)) is not None and any(isinstance(value, float) for value in args):
+        # A tensor without dimensions takes part in promotion as a number does.
+        wide = torch.float64 if has_float64(site.device) else torch.float32
+        rounded = [
+            torch.tensor(value, dtype=wide, device=site.device) if isinstance(value, float) else value for value in args
+        ]
+        return func(*rounded, **kwargs)
     if _MISSING_KERNEL.search(str(error)) is None:
         raise error
     raise _kernel_error(func, name, args, kwargs, site, error) from error
