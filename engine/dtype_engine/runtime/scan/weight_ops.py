@@ -267,7 +267,10 @@ class WeightOpRecorder(ReferenceMode):
                 self.topk_calls += [topk_call] if topk_call is not None else []
                 self._topk_count += 1
             return call_mixed(func, name, given, given_kwargs, self)
-        return self._weighted(func, name, args, kwargs, given, given_kwargs, sources)
+        try:
+            return self._weighted(func, name, args, kwargs, given, given_kwargs, sources)
+        finally:
+            self._replacing.clear()  # a pass that waits for others must not keep a weight in memory
 
     def _write(self, key: int, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
         """Run a call that writes to a weight, record it so that it can be repeated on other values of the weight, and return its
