@@ -83,7 +83,7 @@ def mean_kl(reference: Sequence[torch.Tensor], candidate: Sequence[torch.Tensor]
 
 
 def by_modelopt(model: Any, sequences: Sequence[torch.Tensor], method: str) -> tuple[Any, dict[str, str], float]:
-    """The quantised model, the format of every linear layer that has one, and the seconds that it took."""
+    """The quantized model, the format of every linear layer that has one, and the seconds that it took."""
     import modelopt.torch.quantization as mtq
     import torch
 

@@ -136,7 +136,7 @@ def errors(check: Checks) -> None:
 
 
 def blocks(check: Checks) -> None:
-    """Formats with blocks, for weights alone and with activations quantised too. Scores in one of them lie so near to each other
+    """Formats with blocks, for weights alone and with activations quantized too. Scores in one of them lie so near to each other
     that the chance in 24 draws, about 15 %, changes their ranks: with 64 only the method is left.
     """
     import dtype_engine as de

@@ -165,7 +165,7 @@ def weights_against(job: Job) -> str:
 
 
 def check(job: Job) -> str:
-    """Nothing is wrong with these files, except where a quantised layer has a plain sibling. After somebody else has written a NaN
+    """Nothing is wrong with these files, except where a quantized layer has a plain sibling. After somebody else has written a NaN
     into one of them, that is found as well.
     """
     known = known_findings(job.made)
@@ -526,7 +526,7 @@ SCHEME_WAYS: dict[str, Way] = {
     "drift --against": drift_against,
     "generate": generate,
 }
-"""The ways to use each scheme of quantised weights."""
+"""The ways to use each scheme of quantized weights."""
 
 
 # -- the same for a module that is in memory -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from .screens import SCREENS
 WAYS = (*COMMANDS, *SCREENS)
 """The ways to use a form."""
 OF_SCHEMES = tuple(SCHEME_WAYS)
-"""The ways to use a scheme of quantised weights."""
+"""The ways to use a scheme of quantized weights."""
 _RUNNING = ("drift", "drift --against", "flow", "scan", "app: Drift", "app: depth", "app: d", "app: g")
 
 
@@ -29,7 +29,7 @@ REFUSED_SCHEMES: dict[str, dict[str, str]] = {
         ("drift", "drift --against", "flow", "scan", "generate"), "does not know the architecture"
     ),
 }
-"""The same for the schemes of quantised weights. A scheme without a row is refused nowhere."""
+"""The same for the schemes of quantized weights. A scheme without a row is refused nowhere."""
 
 REFUSED: dict[str, dict[str, str]] = {
     "safetensors file": _NO_CONFIG,

@@ -403,7 +403,7 @@ def _adapter(folder: Path) -> Made:
     return Made(str(target), found, "safetensors.torch.load_file", parameters, linears=None)
 
 
-# -- quantised already -------------------------------------------------------------------------------------------------
+# -- quantized already -------------------------------------------------------------------------------------------------
 
 _UP = "model.layers.0.mlp.up_proj"
 _PLACES = {
@@ -627,7 +627,7 @@ _ALONE = "ct int4 stacked"  # no model of transformers has a weight of this shap
 SCHEMES: dict[str, Callable[[Path], Made]] = {
     name: partial(_without_model if name == _ALONE else quantized, make=make) for name, make in CASES.items()
 }
-"""Every way to store a quantised weight, in a small model."""
+"""Every way to store a quantized weight, in a small model."""
 
 
 def made(name: str, folder: Path) -> Made:

@@ -59,5 +59,5 @@ def fill(form: str, folder: Path, in_the_app: Sequence[str] = SCREENS) -> dict[s
 
 
 def fill_scheme(scheme: str, folder: Path) -> dict[str, Cell | str]:
-    """The row of a scheme of quantised weights."""
+    """The row of a scheme of quantized weights."""
     return commands(OF_SCHEMES, made(scheme, folder / "made"), folder / "work")

@@ -78,8 +78,8 @@ class Checkpoint:
 
     @cached_property
     def encoded(self) -> dict[str, EncodedWeight]:
-        """The weights that other programs quantised and that can be decoded here. The keys are the names that the weights have in
-        the unquantised checkpoint, such as `model.layers.0.mlp.down_proj.weight`. Empty for pickles.
+        """The weights that other programs quantized and that can be decoded here. The keys are the names that the weights have in
+        the unquantized checkpoint, such as `model.layers.0.mlp.down_proj.weight`. Empty for pickles.
 
         Raises UserError if a tensor that describes a weight can't be read.
         """
@@ -103,7 +103,7 @@ class Checkpoint:
 
     @cached_property
     def provenance(self) -> Provenance:
-        """What the files say about how the weights were quantised."""
+        """What the files say about how the weights were quantized."""
         from dtype_engine.checkpoint.provenance import provenance  # the first screen needs no YAML parser
 
         folder = self.path if self.path.is_dir() else self.path.parent
@@ -151,7 +151,7 @@ class Checkpoint:
         return found
 
     def _headers_of_encoded(self) -> dict[str, tuple[CheckpointTensor, EncodedWeight]]:
-        """Return a pair for each weight that another program quantised, keyed by the weight's name. The pair consists of a
+        """Return a pair for each weight that another program quantized, keyed by the weight's name. The pair consists of a
         header, which describes the weight as one tensor in its format, and the weight itself. If several weights share a tensor,
         only the first weight counts its bytes.
         """

@@ -56,7 +56,7 @@ _ENDINGS = (
     r"|channel_wise|group_size|optimize|round_zero|quant_scale|quant_zero|unpack_view_dtype|offload_meta|compute_dtype))"
 )
 _DESCRIBING = re.compile(rf"{_ENDINGS}$")
-"""Matches the names of small tensors that the readers of quantised weights need, such as those with the shape of packed codes."""
+"""Matches the names of small tensors that the readers of quantized weights need, such as those with the shape of packed codes."""
 _DESCRIBED = re.compile(rf'{_ENDINGS}"'.encode())
 _LARGEST_DESCRIPTION = 1 << 18
 _FIRST_RANGE = 1 << 16

@@ -1,4 +1,4 @@
-"""Reads the formats of KV caches that the `config.json` of a quantised checkpoint declares. Does not import torch."""
+"""Reads the formats of KV caches that the `config.json` of a quantized checkpoint declares. Does not import torch."""
 
 from __future__ import annotations
 

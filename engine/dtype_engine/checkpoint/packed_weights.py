@@ -1,4 +1,4 @@
-"""Recognises weights that other programs quantised: which tensors of a file form such a weight. These tensors are never cast.
+"""Recognises weights that other programs quantized: which tensors of a file form such a weight. These tensors are never cast.
 
 A layout is recognised by the names that a program gives to a weight's tensors, and by the dtype of the codes. The names are taken
 from AutoGPTQ, AutoAWQ, bitsandbytes, compressed-tensors, torchao, optimum-quanto, HQQ, NVIDIA ModelOpt, ComfyUI, mlx-lm, and from
@@ -47,7 +47,7 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The names that one quantisation program gives to the tensors of a weight: a stem that all of them share, followed by one of
+    """The names that one quantization program gives to the tensors of a weight: a stem that all of them share, followed by one of
     the suffixes below.
     """
 
@@ -65,7 +65,7 @@ class Layout:
     suffixes are added to the weight's stem.
     """
     alone: tuple[str, ...] = ()
-    """Suffixes that the name of an unquantised tensor never has. A tensor with such a suffix is part of a quantised weight, even if
+    """Suffixes that the name of an unquantized tensor never has. A tensor with such a suffix is part of a quantized weight, even if
     other parts are missing.
     """
 
@@ -144,14 +144,14 @@ _ALONE_ENDS = tuple(end for layout in LAYOUTS for end in layout.alone)
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight that another program quantised, with the names of its tensors in the file."""
+    """A weight that another program quantized, with the names of its tensors in the file."""
 
     layout: Layout
     stem: str
 
     @property
     def name(self) -> str:
-        """The weight's name before quantisation, such as `x.weight` for `x.weight_packed` or `x.qweight`."""
+        """The weight's name before quantization, such as `x.weight` for `x.weight_packed` or `x.qweight`."""
         return f"{self.stem}weight" if self.stem.endswith(".") else self.stem
 
     @property
@@ -177,7 +177,7 @@ class PackedWeight:
 
 
 def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
-    """Find the weights that other programs quantised, by the names and dtypes of their tensors. Weights that lack their codes or
+    """Find the weights that other programs quantized, by the names and dtypes of their tensors. Weights that lack their codes or
     their scales are left out. tensors: all tensors of a file, by name.
     """
     found = []
@@ -196,10 +196,10 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
 
 
 def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Find the tensors that belong to weights which other programs quantised. Such tensors are never cast. Returns the reason for
+    """Find the tensors that belong to weights which other programs quantized. Such tensors are never cast. Returns the reason for
     each, by tensor name.
 
-    tensors: all tensors of a file, by name. config: the content of config.json. If it describes the quantisation method, the
+    tensors: all tensors of a file, by name. config: the content of config.json. If it describes the quantization method, the
     reasons contain this description.
     """
     described = declared_scheme(config)
@@ -250,7 +250,7 @@ def declared_method(config: Mapping[str, Any] | None) -> str | None:
 
 
 def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
-    """Return how `quantization_config` says that the weights are quantised, such as "quantised by gptq, 4 bit", or None if it says
+    """Return how `quantization_config` says that the weights are quantized, such as "quantized by gptq, 4 bit", or None if it says
     nothing. The words complete "a weight that is ...".
     """
     method = declared_method(config)
@@ -265,6 +265,6 @@ def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
 
 def names_of_parts(weights: Iterable[PackedWeight], tensors: Mapping[str, Stored]) -> set[str]:
     """Return the names of all tensors of a file that store one of the given weights: codes, scales, zero points and so on. weights:
-    the weights that another program quantised. tensors: all tensors of the file, by name.
+    the weights that another program quantized. tensors: all tensors of the file, by name.
     """
     return {name for weight in weights for name in weight.names if name in tensors}

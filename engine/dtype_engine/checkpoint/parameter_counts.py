@@ -1,4 +1,4 @@
-"""Computes how many parameters each tensor of a quantised weight represents. It is used for weights that can't be decoded."""
+"""Computes how many parameters each tensor of a quantized weight represents. It is used for weights that can't be decoded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _CODES_ALONE = (".qweight", ".weight_packed", ".W_q")
 
 
 def parameters_meant(tensors: Mapping[str, Stored], parts: Iterable[str]) -> dict[str, Count]:
-    """Return the number of parameters that each tensor of a quantised weight represents, keyed by tensor name. The codes
+    """Return the number of parameters that each tensor of a quantized weight represents, keyed by tensor name. The codes
     represent all parameters of the weight, so the number is 0 for its other tensors, such as scales and zero points. For codes
     that are packed in bytes or words, the number is "unknown", because the names and shapes don't tell how many codes an element
     holds.
 
-    parts: the names of the tensors to count, which all belong to quantised weights. tensors: all tensors of the file.
+    parts: the names of the tensors to count, which all belong to quantized weights. tensors: all tensors of the file.
     """
     counts: dict[str, Count] = dict.fromkeys(parts, 0)
     for weight in packed_weights(tensors):

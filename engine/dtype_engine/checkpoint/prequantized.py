@@ -1,7 +1,7 @@
 """Finds the weights that this program's export stored with scales, and for each of them the tensors in the file: codes, scales, ...
 
 The export writes each weight's name and dtype to the file's metadata, so that `runtime` can dequantize the weight. The module
-`packed_weights` handles weights that other programs quantised.
+`packed_weights` handles weights that other programs quantized.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a checkpoint was quantised, as far as its files say: the method, the layout of its codes, the rule for its scales, the
+"""How a checkpoint was quantized, as far as its files say: the method, the layout of its codes, the rule for its scales, the
 calibration data, the layers left out, and the program that wrote it.
 
 The facts are read from `config.json`, `hf_quant_config.json`, `quantize_config.json`, `recipe.yaml` of llm-compressor, the metadata
@@ -24,13 +24,13 @@ _LARGEST_FILE = 16 << 20
 _LONGEST = 120
 _SHOWN = 3
 OWN_FILES = ("hf_quant_config.json", "quantize_config.json", "quantization_config.json", "quant_config.json")
-"""Files beside `config.json` that hold quantisation settings. Some programs write the settings only to such a file."""
+"""Files beside `config.json` that hold quantization settings. Some programs write the settings only to such a file."""
 _IGNORED = ("ignore", "modules_to_not_convert", "exclude", "exclude_modules", "llm_int8_skip_modules", "skip_modules")
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What the files of a checkpoint say about its quantisation. A field is None or empty if the files do not say it."""
+    """What the files of a checkpoint say about its quantization. A field is None or empty if the files do not say it."""
 
     method: str | None = None
     """The method or layout, in the words of the program that wrote it, such as "gptq", "modelopt NVFP4" or "GGUF Q4_K_M"."""
@@ -41,7 +41,7 @@ class Provenance:
     calibration: str | None = None
     """The data with which scales or codes were calibrated, such as "wikitext2, 128 samples of 2048 tokens"."""
     ignored: tuple[str, ...] = ()
-    """The modules that were not quantised. They are names or patterns, such as "lm_head" or "re:.*gate", in the notation of the
+    """The modules that were not quantized. They are names or patterns, such as "lm_head" or "re:.*gate", in the notation of the
     program that wrote the file.
     """
     producer: str | None = None
@@ -68,7 +68,7 @@ class Provenance:
 
 
 def provenance(folder: Path, config: Mapping[str, Any] | None, metadata: Mapping[str, str]) -> Provenance:
-    """Return what the files of a checkpoint say about how it was quantised. Files that can't be read are ignored.
+    """Return what the files of a checkpoint say about how it was quantized. Files that can't be read are ignored.
 
     folder: the folder of the files. config: the content of config.json. metadata: the metadata of safetensors headers, or the
     fields of a GGUF header.
@@ -88,7 +88,7 @@ def provenance(folder: Path, config: Mapping[str, Any] | None, metadata: Mapping
 
 
 def _declared(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the quantisation settings of all files as pairs of a name and a value. The settings of config.json come last. If the
+    """Yield the quantization settings of all files as pairs of a name and a value. The settings of config.json come last. If the
     caller makes a dict of the pairs, they therefore replace settings of the same name in other files.
     """
     for name in OWN_FILES:
@@ -191,7 +191,7 @@ def _calibration(declared: Mapping[str, Any]) -> str | None:
 
 
 def _ignored(declared: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names or patterns of the modules that were not quantised."""
+    """Return the names or patterns of the modules that were not quantized."""
     found = (each for name in _IGNORED if isinstance(each := declared.get(name), list) and each)
     return tuple(text for each in next(found, []) if (text := _text(each)))
 

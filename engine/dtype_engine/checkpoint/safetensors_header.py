@@ -55,7 +55,7 @@ class CheckpointTensor:
     nbytes: int
     packed: bool = False
     """Whether the tensor has a GGUF block type, or this header describes a whole weight, with codes and scales, that another
-    program quantised.
+    program quantized.
     """
     refusal: str | None = None
     """Why the tensor's values can't be read or written, such as "is sparse", or None if they can."""

@@ -2,7 +2,7 @@
 
 Names are torch's. A storage dtype is a dtype that is only stored and not computed in, such as float8 or int8. It has one scale for
 each output channel or, if its name ends in `@tensor`, one for the whole tensor. Formats with a scale for each block have the names
-that quantisers and runtimes use; `block_formats` describes their blocks. Ranges are from the definitions of the formats (IEEE 754;
+that quantizers and runtimes use; `block_formats` describes their blocks. Ranges are from the definitions of the formats (IEEE 754;
 OCP FP8 for the float8 types; OCP MX for 4 and 6 bits); tests compare them with `torch.finfo` and `ml_dtypes`.
 """
 

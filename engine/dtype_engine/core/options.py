@@ -42,8 +42,8 @@ class RunSettings:
     `inputs.to(model.dtype)` does.
     """
     quantize_activations: Literal["none", "weights"] = "none"
-    """Whether activations are quantised. "weights": the input of each matrix product with a quantised weight is rounded to the
-    weight's format, as in runtimes that serve W8A8 and W4A4. For a weight that another program quantised, it is rounded as the
+    """Whether activations are quantized. "weights": the input of each matrix product with a quantized weight is rounded to the
+    weight's format, as in runtimes that serve W8A8 and W4A4. For a weight that another program quantized, it is rounded as the
     checkpoint's configuration declares. "none": inputs are not rounded.
     """
     classes_dim: ClassesDim = "auto"

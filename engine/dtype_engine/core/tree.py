@@ -46,7 +46,7 @@ class TensorInfo:
     None.
     """
     uncastable_reason: str | None = None
-    """Why no rule can cast the tensor, for example because it is part of a quantised weight. None if it can be cast, or if its
+    """Why no rule can cast the tensor, for example because it is part of a quantized weight. None if it can be cast, or if its
     dtype alone prevents that.
     """
     quantized: bool = False
@@ -62,7 +62,7 @@ class TensorInfo:
     stored tensors into this one. Patterns match `name` and these names.
     """
     logical_numel: int | Literal["unknown"] | None = None
-    """The number of parameters that this tensor represents, if it stores a quantised weight; "unknown" if that can't be computed.
+    """The number of parameters that this tensor represents, if it stores a quantized weight; "unknown" if that can't be computed.
     If None, each element of the tensor is one parameter.
     """
     reference_dtype: str | None = None
@@ -421,7 +421,7 @@ class Tree:
     @cached_property
     def never_cast(self) -> list[int]:
         """Running sum over `order`: entry i says how many of the first i tensors no rule can cast, for example because they are
-        parts of quantised weights. Tensors that can't be cast merely because of their dtype are not counted.
+        parts of quantized weights. Tensors that can't be cast merely because of their dtype are not counted.
         """
         return [0, *accumulate(tensor.uncastable_reason is not None for tensor in self.order)]
 

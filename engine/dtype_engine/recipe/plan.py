@@ -30,7 +30,7 @@ class Selection:
     tensors: tuple[str, ...]
     """The canonical names of the tensors that the pattern selects and that can be cast, without repeats."""
     uncastable: tuple[str, ...] = ()
-    """The canonical names of the selected tensors that can never be cast: integers, booleans, parts of quantised weights, and
+    """The canonical names of the selected tensors that can never be cast: integers, booleans, parts of quantized weights, and
     non-persistent buffers that the pattern does not name specifically.
     """
     caches: tuple[str, ...] = ()

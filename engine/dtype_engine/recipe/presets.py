@@ -33,7 +33,7 @@ KEPT_BY_MODELOPT = (
     "*proj_out.*", "*router*", "mtp.*", "output.*", "*embed_vision*", "*vision_tower*", "*visual*", "*vision_model*",
     "*multi_modal_projector*",
 )  # fmt: skip
-"""Patterns of modules that ModelOpt 0.47 does not quantise by default (`default_disabled_quantizers`). ModelOpt matches them by
+"""Patterns of modules that ModelOpt 0.47 does not quantize by default (`default_disabled_quantizers`). ModelOpt matches them by
 `fnmatch`, and so does this module.
 """
 KEPT_CLASSES = ("Embedding", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d")

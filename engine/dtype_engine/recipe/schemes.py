@@ -47,7 +47,7 @@ def weight_scheme(dtype: str) -> dict[str, Any]:
 
 
 def activation_scheme(dtype: str) -> dict[str, Any] | None:
-    """Return the compressed-tensors arguments with which runtimes quantise the inputs of weights in a dtype of `DESCRIBED`. Returns
+    """Return the compressed-tensors arguments with which runtimes quantize the inputs of weights in a dtype of `DESCRIBED`. Returns
     None if runtimes keep these inputs unquantized.
 
     The arguments are those of the schemes FP8_DYNAMIC, W8A8, FP8_BLOCK, MXFP8, MXFP4 and NVFP4 (`quantization/quant_scheme.py`): a

@@ -34,7 +34,7 @@ class Finding:
     """One limitation of a runtime that affects an export of the plan, and the tensors that it affects."""
 
     effect: Effect
-    """How the runtime treats the affected tensors: it refuses to load them, computes with other values, leaves them unquantised
+    """How the runtime treats the affected tensors: it refuses to load them, computes with other values, leaves them unquantized
     ("stays wide"), or runs slower.
     """
     why: str
@@ -141,7 +141,7 @@ def _written(context: Context, quantised: dict[str, str]) -> dict[str, str]:
 
 
 def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for quantised routers of mixture-of-experts models. The runtime refuses them, because it creates routers with
+    """Yield a finding for quantized routers of mixture-of-experts models. The runtime refuses them, because it creates routers with
     `quant_config=None`, that is, without parameters for scales.
 
     quantised: the format of each weight that the plan casts to a format with scales, by weight name.
@@ -183,8 +183,8 @@ def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each group of quantised weights that the runtime fuses, such as q, k and v, if the model lacks one of the
-    group. The runtime does not quantise such a fused layer, because its `_match_fused_layer` requires a match for every member.
+    """Yield a finding for each group of quantized weights that the runtime fuses, such as q, k and v, if the model lacks one of the
+    group. The runtime does not quantize such a fused layer, because its `_match_fused_layer` requires a match for every member.
 
     quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
@@ -198,8 +198,8 @@ def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _int8(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for int8 weights whose layers have unquantised inputs. The runtime refuses them: its
-    `_quantization_scheme_map_from_config` allows unquantised inputs only for float weights.
+    """Yield a finding for int8 weights whose layers have unquantized inputs. The runtime refuses them: its
+    `_quantization_scheme_map_from_config` allows unquantized inputs only for float weights.
 
     quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
@@ -212,7 +212,7 @@ def _int8(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iter
 
 def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
     """Yield a finding for each group of fp8 weights that the runtime fuses, if each weight has a single scale for the whole tensor.
-    The runtime then quantises all of them again with the largest scale, which changes values.
+    The runtime then quantizes all of them again with the largest scale, which changes values.
 
     quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
@@ -288,7 +288,7 @@ def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str])
 
 def _asymmetric(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
     """Yield a finding for weights with zero points if the runtime is SGLang, whose `_is_wNa16_group_channel` requires symmetric
-    quantisation.
+    quantization.
 
     quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
@@ -302,7 +302,7 @@ def _asymmetric(context: Context, runtime: Runtime, quantised: dict[str, str]) -
 
 
 def _always_quantised(runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield findings for weights in formats for which the runtime always quantises activations, although the recipe does not:
+    """Yield findings for weights in formats for which the runtime always quantizes activations, although the recipe does not:
     DeepSeek's fp8 layout requests this, and vLLM does so for MXFP4 and MXFP8 even without a request.
 
     quantised: the format of each weight that the plan casts to a format with scales, by weight name.

@@ -63,7 +63,7 @@ def build_report(
     lists the weights with values that their cast makes infinite or zero. Without a measurement, drift is None, no_drift says why,
     and lost lists these weights, or is None if they are unknown. nonfinite: where values stop being finite in the measurement, or
     None if all are finite. speed: the times of forward passes under this plan, or None if they were not measured. provenance: lines
-    that say how the checkpoint was quantised, such as "not quantised: lm_head". Empty if its files don't say.
+    that say how the checkpoint was quantized, such as "not quantized: lm_head". Empty if its files don't say.
     """
     losses = drift.lost if drift is not None else lost
     sections = [

@@ -317,7 +317,7 @@ class DriftReport:
 
     @property
     def weights_only(self) -> bool:
-        """Whether this measurement left activations unquantised that a runtime would quantise in the recipe's formats."""
+        """Whether this measurement left activations unquantized that a runtime would quantize in the recipe's formats."""
         quantised = any(dtypes.quantizes_activations(rule.rpartition("=")[2]) for rule in self.rules)
         return quantised and self.activations == "none"
 

@@ -54,7 +54,7 @@ class HeadersRead(Event, frozen=True):
     tree: Tree
     notices: tuple[str, ...] = ()
     provenance: tuple[str, ...] = ()
-    """Lines that say how the checkpoint was quantised, such as "not quantised: lm_head". Empty if its files don't say."""
+    """Lines that say how the checkpoint was quantized, such as "not quantized: lm_head". Empty if its files don't say."""
 
 
 class ModelReady(Event, frozen=True):
@@ -72,7 +72,7 @@ class ModelReady(Event, frozen=True):
     no_text: str | None = None
     """Why the model can't generate text, or None if it can."""
     provenance: tuple[str, ...] = ()
-    """Lines that say how the checkpoint was quantised, such as "not quantised: lm_head". Empty if its files don't say."""
+    """Lines that say how the checkpoint was quantized, such as "not quantized: lm_head". Empty if its files don't say."""
     reference: str = "float32"
     """The name of the reference, from which drift is measured: "float32", for example, or "as stored (bfloat16)", or the path or
     name of another checkpoint.

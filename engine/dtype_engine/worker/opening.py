@@ -46,7 +46,7 @@ class OpenModel:
 
     @property
     def provenance(self) -> tuple[str, ...]:
-        """Lines that say how the checkpoint was quantised, such as "not quantised: lm_head". Empty if its files don't say, or if it
+        """Lines that say how the checkpoint was quantized, such as "not quantized: lm_head". Empty if its files don't say, or if it
         has no files.
         """
         return self.checkpoint.provenance.lines() if self.checkpoint is not None else ()

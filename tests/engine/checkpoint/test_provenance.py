@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say about its quantisation, written here in the words of the programs that write such files."""
+"""What the files of a checkpoint say about its quantization, written here in the words of the programs that write such files."""
 
 from __future__ import annotations
 

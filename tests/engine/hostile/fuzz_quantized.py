@@ -1,4 +1,4 @@
-"""The kind of `fuzz.py` that is a checkpoint in the layout of another program's quantiser: its headers, its configuration, and the
+"""The kind of `fuzz.py` that is a checkpoint in the layout of another program's quantizer: its headers, its configuration, and the
 small tensors and texts that describe its weights are changed. Each is inspected, checked, cast and decoded.
 
 A case is JSON: the parts of a folder, or the fields and tensors of a GGUF file. Its files are always well-formed; what they say is

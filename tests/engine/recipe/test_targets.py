@@ -159,7 +159,7 @@ def as_torchao(context: Context, written: Conversion) -> PresetEffect:
 
 
 def as_llm_compressor(context: Context, written: Conversion) -> PresetEffect:
-    """compressed-tensors: `re.match`, an exact name or a class name, on modules; only weights are quantised."""
+    """compressed-tensors: `re.match`, an exact name or a class name, on modules; only weights are quantized."""
     modifiers = yaml.safe_load(written.text)["quant_stage"]["quant_modifiers"]
     groups = modifiers["QuantizationModifier"]["config_groups"].values() if modifiers else ()
     assert written.base is not None
@@ -333,7 +333,7 @@ def gguf_names(tensor: TensorInfo) -> list[str]:
 
 
 def as_llama_cpp(context: Context, written: Conversion) -> PresetEffect:
-    """llama-quantize to Q8_0: text in lower case, `regex_search` in the GGUF name, only on matrices it quantises."""
+    """llama-quantize to Q8_0: text in lower case, `regex_search` in the GGUF name, only on matrices it quantizes."""
     lines = [line.lower().rpartition("=") for line in written.text.split()]
     types = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0", "mxfp4": "mxfp4:floor"}
     found: dict[str, str] = {}

@@ -127,7 +127,7 @@ def test_torchao_has_our_integers_in_groups(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["nvfp4", *torchao.SCALING])
 def test_torchao_has_our_floats_in_blocks(dtype: str) -> None:
     """Its own JSON is ours, and its values are; of NVFP4 but for a few near the middle of two, since it divides what is stored in
-    bfloat16 in bfloat16. With quantised activations that runs on no machine without sm100.
+    bfloat16 in bfloat16. With quantized activations that runs on no machine without sm100.
     """
     quantization = pytest.importorskip("torchao.quantization")
     from torchao.core.config import config_from_dict, config_to_dict

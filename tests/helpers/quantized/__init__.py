@@ -1,4 +1,4 @@
-"""Small checkpoints in the layouts of other programs' quantisers, with the values that they hold."""
+"""Small checkpoints in the layouts of other programs' quantizers, with the values that they hold."""
 
 from tests.helpers.quantized import block_scaled, quantizers
 

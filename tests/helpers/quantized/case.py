@@ -1,4 +1,4 @@
-"""A small checkpoint of weights that another program quantised, made key by key, and what its writers share: codes that are packed
+"""A small checkpoint of weights that another program quantized, made key by key, and what its writers share: codes that are packed
 by Python's integers, and the values of small floats by their definitions. None of it shares code with the engine.
 """
 
@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class Case:
-    """A checkpoint with one quantised weight or more, which can be changed before it is written."""
+    """A checkpoint with one quantized weight or more, which can be changed before it is written."""
 
     tensors: dict[str, torch.Tensor]
     right: Mapping[str, Array]

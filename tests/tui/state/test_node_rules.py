@@ -1,4 +1,4 @@
-"""What the prompt and the Recipe pane say of a rule over weights that another program quantised."""
+"""What the prompt and the Recipe pane say of a rule over weights that another program quantized."""
 
 from __future__ import annotations
 

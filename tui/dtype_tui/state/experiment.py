@@ -75,7 +75,7 @@ class ModelFacts:
     partial: bool = False
     """Whether only some headers of a large checkpoint have been read, so that sums do not cover the whole model yet."""
     provenance: tuple[str, ...] = ()
-    """Lines that say how the checkpoint was quantised, such as "written by dtype-tui". Empty if its files do not say."""
+    """Lines that say how the checkpoint was quantized, such as "written by dtype-tui". Empty if its files do not say."""
     reference: str = "float32"
     """The reference from which drift is measured: "float32", "as stored (bfloat16)", or the name of another checkpoint."""
 

@@ -56,7 +56,7 @@ def reference_rule(tree: Tree, node: str, reference: str = "float32") -> Rule:
 
 
 def never_cast_count(tree: Tree, node: str) -> int:
-    """Return how many tensors at or below a node can't be cast because they belong to quantised weights, or because the model does
+    """Return how many tensors at or below a node can't be cast because they belong to quantized weights, or because the model does
     not use them. Tensors of a dtype that is never cast, such as integers, do not count.
     """
     if modules := modules_at(tree, node):

@@ -121,7 +121,7 @@ def architecture_findings(coverage: Coverage, model: str) -> tuple[Finding, ...]
 def _undecoded(checkpoint: Checkpoint, parts: Mapping[str, str], reported: set[str]) -> Iterator[str]:
     """Yield a sentence if weights are in a scheme that is not decoded here, so that their scales and values are not checked.
 
-    parts: why each tensor of a quantised weight is not cast, by name. reported: names of modules with a finding.
+    parts: why each tensor of a quantized weight is not cast, by name. reported: names of modules with a finding.
     """
     left = [
         name
@@ -171,8 +171,8 @@ def _of_prefix(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _bad_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Progress) -> tuple[int, list[Finding]]:
-    """Read the scales of all quantised weights. Returns (number of scale tensors that could be read, one finding for each tensor
-    with invalid scales, such as NaN or zero). weights: the weights that other programs quantised.
+    """Read the scales of all quantized weights. Returns (number of scale tensors that could be read, one finding for each tensor
+    with invalid scales, such as NaN or zero). weights: the weights that other programs quantized.
     """
     tensors = checkpoint.tensors
     wanted: dict[str, tuple[bool, bool, bool]] = {}
@@ -210,10 +210,10 @@ def _bad_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: P
 
 
 def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
-    """Yield a finding for each group of layers that runtimes fuse into one (such as q, k and v) if their quantised formats or their
+    """Yield a finding for each group of layers that runtimes fuse into one (such as q, k and v) if their quantized formats or their
     per-tensor scales differ.
 
-    weights: the weights that other programs quantised. broken: names of modules that already have a finding; groups with such a
+    weights: the weights that other programs quantized. broken: names of modules that already have a finding; groups with such a
     module are skipped, because its finding explains the difference.
     """
     if any(weight.scheme in ("mlx", "comfy") for weight in checkpoint.encoded.values()):
@@ -252,7 +252,7 @@ def _dtype_findings(plain: Mapping[str, CheckpointTensor], config: Mapping[str, 
     """Yield one finding if config.json declares a dtype that no weight has. Also yield a finding for each 16-bit tensor that the
     architecture keeps in float32.
 
-    plain: the unquantised floating-point tensors, by name. config: the content of config.json.
+    plain: the unquantized floating-point tensors, by name. config: the content of config.json.
     """
     key = "dtype" if "dtype" in config else "torch_dtype"
     declared = str(config.get(key) or "").removeprefix("torch.")
@@ -317,7 +317,7 @@ def _source_findings(
     """Compare a checkpoint with its source, `against`. Yields a finding for each tensor that only one of the two has, and for each
     tensor that has one shape in the checkpoint and another in the source.
 
-    weights: the weights of the checkpoint that other programs quantised. parts: the names of the tensors (codes, scales, ...) that
+    weights: the weights of the checkpoint that other programs quantized. parts: the names of the tensors (codes, scales, ...) that
     store these weights.
     """
     of_weights = {weight.name for weight in weights} | checkpoint.quantized.keys()

@@ -1,4 +1,4 @@
-"""Checks that each quantised weight has all its parts (codes, scales, zero points, ...), and that their shapes fit together."""
+"""Checks that each quantized weight has all its parts (codes, scales, zero points, ...), and that their shapes fit together."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _BNB_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]) -> Iterator[Finding]:
-    """Yield a finding for each tensor of quantised codes that lacks its scales or another required tensor, and for each tensor of
+    """Yield a finding for each tensor of quantized codes that lacks its scales or another required tensor, and for each tensor of
     scales that lacks its codes.
 
     tensors: all tensors of the checkpoint, by name. weights: the weights that have codes and scales. parts: the names of all
@@ -90,7 +90,7 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
 
 
 def unpaired_sentences(tensors: Tensors) -> tuple[str, ...]:
-    """Return a tuple of one sentence for the user if tensors of quantised weights are missing, otherwise (). The sentence names the
+    """Return a tuple of one sentence for the user if tensors of quantized weights are missing, otherwise (). The sentence names the
     first incomplete weight, what it lacks (such as the scales of its codes), and how many more problems there are.
     """
     weights = packed_weights(tensors)
@@ -117,7 +117,7 @@ def _required_suffixes(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...
 
 
 def _layout_of_codes(name: str, tensor: CheckpointTensor) -> Layout | None:
-    """If the tensor's name and dtype prove that it holds codes, return its quantisation layout, such as GPTQ; otherwise None. This
+    """If the tensor's name and dtype prove that it holds codes, return its quantization layout, such as GPTQ; otherwise None. This
     recognises codes even if their scales are missing.
     """
     return next(
@@ -131,7 +131,7 @@ def _layout_of_codes(name: str, tensor: CheckpointTensor) -> Layout | None:
 
 
 def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield findings for scales, zero points and other tensors of quantised weights whose shapes do not match the codes. config:
+    """Yield findings for scales, zero points and other tensors of quantized weights whose shapes do not match the codes. config:
     the content of config.json.
     """
     for weight in weights:
@@ -186,7 +186,7 @@ def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
 def _scale_shapes(
     weight: PackedWeight, codes: Shape, scale: Shape, tensors: Tensors, config: Mapping[str, Any]
 ) -> tuple[Shape, ...]:
-    """Return all shapes that the scales of a weight may have, or () if the weight's quantisation layout does not determine them.
+    """Return all shapes that the scales of a weight may have, or () if the weight's quantization layout does not determine them.
     codes, scale: the shapes of the codes and of the scales in the file. tensors: all tensors of the checkpoint, by name. config:
     the content of config.json, which may give the block size.
     """

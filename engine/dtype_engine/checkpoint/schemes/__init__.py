@@ -1,4 +1,4 @@
-"""Readers that find out which tensors of a checkpoint form one quantised weight. There is a file for each quantisation scheme.
+"""Readers that find out which tensors of a checkpoint form one quantized weight. There is a file for each quantization scheme.
 
 A reader gets the headers of all tensors. Of the values, it reads only small tensors, such as one that holds a shape. It returns
 the weights whose tensors are all there and have the dtypes and shapes that the scheme requires. Tensors that no reader recognises
@@ -64,7 +64,7 @@ of the module's weight.
 def read_encoded(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any] | None, metadata: Mapping[str, str]
 ) -> dict[str, EncodedWeight]:
-    """Return the weights that other programs quantised. The keys are the names that the weights have in the unquantised
+    """Return the weights that other programs quantized. The keys are the names that the weights have in the unquantized
     checkpoint.
 
     tensors: all tensors of the files, by name. config: the content of config.json, or None. metadata: the metadata of the files'

@@ -2,7 +2,7 @@
 
 4 bits: `x.weight` holds two codes per byte, the first in the high nibble. `x.weight.quant_map` [16] holds the value of each code.
 `x.weight.absmax` holds a scale for each block of successive values. The JSON text in `x.weight.quant_state.bitsandbytes__nf4`
-gives the weight's shape and the size of a block. With "double quantisation", the scales in `absmax` are themselves codes of 8
+gives the weight's shape and the size of a block. With "double quantization", the scales in `absmax` are themselves codes of 8
 bits. Then `nested_quant_map`, `nested_absmax` and an offset decode them.
 
 8 bits: `x.weight`, int8 [out, in], holds the codes. `x.SCB` [out] holds the largest absolute value of each row.

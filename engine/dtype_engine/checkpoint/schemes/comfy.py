@@ -1,6 +1,6 @@
 """Single files for ComfyUI, which have no config.json.
 
-Current files describe how a layer `x` is quantised, either in JSON in a tensor `x.comfy_quant`, or in the header's metadata under
+Current files describe how a layer `x` is quantized, either in JSON in a tensor `x.comfy_quant`, or in the header's metadata under
 `_quantization_metadata`. The block scales of NVFP4 and MXFP8 are in the order in which cuBLAS reads them (see
 `runtime/formats/schemes/block_scaled.py`). NVFP4 has two codes per byte, the first in the high bits.
 

@@ -1,4 +1,4 @@
-"""Reads what config.json declares about quantisation, and tells which of its entries apply to a module."""
+"""Reads what config.json declares about quantization, and tells which of its entries apply to a module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the quantisation settings in the content of config.json, or {} if it has none. Models that also take images have the
+    """Return the quantization settings in the content of config.json, or {} if it has none. Models that also take images have the
     settings under `text_config`. Old files of compressed-tensors call them `compression_config`.
     """
     for place in (config, config.get("text_config")):

@@ -1,4 +1,4 @@
-"""Describes a weight that another program quantised: its name, shape, format, and the tensors that hold it in the files."""
+"""Describes a weight that another program quantized: its name, shape, format, and the tensors that hold it in the files."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class EncodedWeight:
     """A weight that another program stored as codes, with the scales and other tensors that turn codes into values."""
 
     name: str
-    """The name of the weight in the unquantised checkpoint, such as `model.layers.0.mlp.down_proj.weight`."""
+    """The name of the weight in the unquantized checkpoint, such as `model.layers.0.mlp.down_proj.weight`."""
     shape: tuple[int, ...]
-    """The shape of the weight in the unquantised checkpoint: [out, in], or [experts, out, in] for stacked experts."""
+    """The shape of the weight in the unquantized checkpoint: [out, in], or [experts, out, in] for stacked experts."""
     scheme: str
     """The name of the scheme, which selects the decoder in `runtime/formats/schemes`."""
     format: str

@@ -1,6 +1,6 @@
 """HQQ, as `HQQLinear.state_dict` writes it: codes of 1 to 8 bits. Each group has a scale and a zero point, which are both floats.
 
-HQQ reshapes the weight [out, in] before it quantises it: to [in * out / group, group] for axis 1, or to [group, in * out / group]
+HQQ reshapes the weight [out, in] before it quantizes it: to [in * out / group, group] for axis 1, or to [group, in * out / group]
 for axis 0. Then it cuts the rows of this matrix into equal parts. The number of parts is the number of codes in an element of
 `x.W_q`: two for codes of 4 bits in uint8, or ten for codes of 3 bits in int32. Each element holds one code of every part, and the
 code of the first part is in the highest bits. Small tensors hold the shape, the axis and the name of the packing.

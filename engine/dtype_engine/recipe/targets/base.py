@@ -158,19 +158,19 @@ class UnsupportedList:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What a quantiser can do for a plan: which weights it quantises as planned, and the one dtype in which it loads all other
+    """What a quantizer can do for a plan: which weights it quantizes as planned, and the one dtype in which it loads all other
     tensors.
     """
 
     low: Mapping[str, str]
-    """The dtype to which each weight is to be quantised, by the weight's canonical name."""
+    """The dtype to which each weight is to be quantized, by the weight's canonical name."""
     base: str
-    """The dtype of all tensors that are not in `low`, that is, not quantised."""
+    """The dtype of all tensors that are not in `low`, that is, not quantized."""
     losses: UnsupportedList
     """The tensors to which the tool can't give their planned dtype, each with the dtype that it gets instead."""
 
     def by_dtype(self) -> dict[str, list[str]]:
-        """Return the names of the weights to quantise, for each dtype, in the model's order."""
+        """Return the names of the weights to quantize, for each dtype, in the model's order."""
         names_by_dtype: dict[str, list[str]] = {}
         for name, dtype in self.low.items():
             names_by_dtype.setdefault(dtype, []).append(name)
@@ -185,12 +185,12 @@ def split(
     by_transformers: bool = True,
     also: Callable[[Module, str], str | None] = lambda module, dtype: None,
 ) -> Split:
-    """Return what the tool named `tool` can do for the context's plan: the weights that it quantises as planned, one dtype for all
+    """Return what the tool named `tool` can do for the context's plan: the weights that it quantizes as planned, one dtype for all
     other tensors, and the tensors to which it can't give their planned dtype.
 
-    formats: the dtypes to which the tool quantises. kinds: the module classes whose `weight` it quantises. by_transformers: whether
+    formats: the dtypes to which the tool quantizes. kinds: the module classes whose `weight` it quantizes. by_transformers: whether
     transformers loads the model, which keeps modules in float32 if the model's code requires this. also: a further check, called
-    with a module and a dtype. It returns why the tool can't quantise the module's weight to this dtype, or None.
+    with a module and a dtype. It returns why the tool can't quantize the module's weight to this dtype, or None.
     """
     planned = context.plan.dtypes
     losses = UnsupportedList()
@@ -232,8 +232,8 @@ def split(
 def _refusal(
     context: Context, tensor: TensorInfo, dtype: str, tool: str, formats: Collection[str], kinds: Collection[str]
 ) -> str | None:
-    """Return why a tool can't quantise a tensor to `dtype`, or None if it can. tool: the name of the tool. formats: the dtypes to
-    which it quantises. kinds: the module classes whose weights it quantises.
+    """Return why a tool can't quantize a tensor to `dtype`, or None if it can. tool: the name of the tool. formats: the dtypes to
+    which it quantizes. kinds: the module classes whose weights it quantizes.
     """
     module = context.module_of(tensor.name)
     if tensor.kind != "parameter" or not tensor.name.endswith("weight") or tensor.name.rpartition(".")[2] != "weight":
@@ -292,7 +292,7 @@ def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
 
 def weights_in(kinds: Collection[str]) -> Callable[[Context], frozenset[str]]:
     """Return a function for `Target.matchable`: it returns the weights of all modules of the classes `kinds`. It is for tools that
-    quantise nothing else.
+    quantize nothing else.
     """
     return lambda context: frozenset(weights_of(context, kinds).values())
 
@@ -303,10 +303,10 @@ def loading_note(base: str) -> str:
 
 
 def wide_inputs_note(context: Context, tool: str, written: Collection[str] = ()) -> tuple[str, ...]:
-    """Return a note for the user if the recipe is for a run with quantised activations, but the file for `tool` leaves the
-    activations of some weights unquantised. Otherwise, return ().
+    """Return a note for the user if the recipe is for a run with quantized activations, but the file for `tool` leaves the
+    activations of some weights unquantized. Otherwise, return ().
 
-    written: the dtypes of weights whose activations the file does quantise.
+    written: the dtypes of weights whose activations the file does quantize.
     """
     wide = {dtype for dtype in context.plan.dtypes.values() if dtypes.quantizes_activations(dtype)}
     if context.activations == "none" or not (left := wide.difference(written)):

@@ -1,6 +1,6 @@
 """Converts recipes for ComfyUI.
 
-The result is the `_quantization_metadata` entry of a safetensors header, which names each quantised layer.
+The result is the `_quantization_metadata` entry of a safetensors header, which names each quantized layer.
 """
 
 from __future__ import annotations

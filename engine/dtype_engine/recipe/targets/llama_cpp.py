@@ -1,8 +1,8 @@
 """Converts recipes for llama.cpp: lines for `llama-quantize --tensor-type-file`, with the names that tensors have in GGUF.
 
 llama-quantize searches for a pattern anywhere in a name (`std::regex_search`), so the patterns written here are anchored.
-llama-quantize applies the lines of the file only if the requested type is a quantised one, so Q8_0 is requested. To keep Q8_0 from
-applying to other tensors, there is a line for every tensor that can be quantised.
+llama-quantize applies the lines of the file only if the requested type is a quantized one, so Q8_0 is requested. To keep Q8_0 from
+applying to other tensors, there is a line for every tensor that can be quantized.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KEPT = re.compile(
     r"|indexer\.[kq]_proj\.weight|time_mix_\w+\.weight|attn_rel_b\.weight|\.position_embd|^position_embd|^token_types"
     r"|\.rel_pos|\.patch_embd|\.patch_merger"
 )
-"""Matrices that llama-quantize never quantises (`tensor_allows_quantization`)."""
+"""Matrices that llama-quantize never quantizes (`tensor_allows_quantization`)."""
 _ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek2", "deepseek_v2": "deepseek2", "gpt_neox": "gptneox",
 }  # fmt: skip
@@ -119,7 +119,7 @@ def _add(
 
 
 def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
-    """Return whether llama-quantize can quantise a GGUF tensor: it must be a matrix named `weight` that `_KEPT` does not match.
+    """Return whether llama-quantize can quantize a GGUF tensor: it must be a matrix named `weight` that `_KEPT` does not match.
     name: its name in GGUF. infos: the model's tensors that are packed into it.
     """
     matrix = all(any(size > 1 for size in info.shape[:-1]) for info in infos)

@@ -1,7 +1,7 @@
 """Converts recipes for llm-compressor: a recipe with one `QuantizationModifier`.
 
 compressed-tensors matches targets against module names. A target is an exact name, a class name, or `re:` and an expression for
-`re.match`. `re.match` only anchors the start, so the expressions written here end in `$`. Only module weights are quantised.
+`re.match`. `re.match` only anchors the start, so the expressions written here end in `$`. Only module weights are quantized.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMATS = tuple(
     for name in DESCRIBED
     if (blocks := dtypes.BY_NAME[name].blocks) is None or blocks.rule in ("amax", "compressed-tensors")
 )
-"""The formats that llm-compressor quantises exactly as planned. An MX format is included only with the scale rule of
+"""The formats that llm-compressor quantizes exactly as planned. An MX format is included only with the scale rule of
 llm-compressor.
 """
 

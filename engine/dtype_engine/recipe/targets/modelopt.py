@@ -1,8 +1,8 @@
 """Converts recipes for NVIDIA ModelOpt: the `quant_cfg` list for `mtq.quantize`.
 
-ModelOpt adds quantizers below every module that it can quantise (`...q_proj.weight_quantizer`). Entries of the list match the
+ModelOpt adds quantizers below every module that it can quantize (`...q_proj.weight_quantizer`). Entries of the list match the
 quantizers' names by `fnmatch`, and the last match wins. Our list first disables all quantizers and then enables those of weights
-that the plan quantises.
+that the plan quantizes.
 
 `block_sizes` gives a block size per dimension (as in ModelOpt's `NVFP4_DEFAULT_CFG`, `MXFP8_DEFAULT_CFG`,
 `INT4_BLOCKWISE_WEIGHT_ONLY_CFG`, `FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG`). Its keys are integers, unlike JSON's.

@@ -44,7 +44,7 @@ rule is EVEN for mxfp4. For mxfp8 it is RCEIL, except for blocks whose largest |
 """
 BLOCKS = (*SCALING, "nvfp4")
 """The formats in torchao's prototype of block formats. The prototype supports only linear layers, and MX formats only with
-quantised activations.
+quantized activations.
 """
 MADE_AS = "0.18"
 """The torchao release whose JSON format is written. A test checks that torchao reads the JSON that this module writes, and writes
@@ -95,8 +95,8 @@ def _pattern_names(names: Iterable[str], dtype: str) -> list[str]:
 
 
 def _refusal(quantised_inputs: bool, module: Module, dtype: str) -> str | None:
-    """Return why torchao can't quantise this module's weight to `dtype`, or None if it can. quantised_inputs: whether activations
-    are quantised, too.
+    """Return why torchao can't quantize this module's weight to `dtype`, or None if it can. quantised_inputs: whether activations
+    are quantized, too.
     """
     if dtype in BLOCKS and module.class_name != "Linear":
         return f"{NAME} has {dtypes.short_name(dtype)} for Linear only"

@@ -1,4 +1,4 @@
-"""The `config.json` of an export: its dtype, and the quantisation settings with which other programs read weights with scales."""
+"""The `config.json` of an export: its dtype, and the quantization settings with which other programs read weights with scales."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dtype_engine.runtime.export.experts import all_experts, expert_layer
 
 def export_dtype(contents: Contents) -> str:
     """Return the dtype that `config.json` must name: the widest in the export, so that a loader can hold all values unrounded. If
-    weights are copied as another program quantised them, it is the dtype that the source's `config.json` names, if any.
+    weights are copied as another program quantized them, it is the dtype that the source's `config.json` names, if any.
     """
     if any(item.copied for item in contents.items):
         named = (contents.config or {}).get("dtype") or (contents.config or {}).get("torch_dtype")
-        if named in dtypes.COMPUTE_DTYPES:  # the program that quantised the weights decodes them to this dtype
+        if named in dtypes.COMPUTE_DTYPES:  # the program that quantized the weights decodes them to this dtype
             return str(named)
     return dtypes.widest(item.dtype for item in contents.items)
 
@@ -28,9 +28,9 @@ def export_dtype(contents: Contents) -> str:
 def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
     """Return every `config.json` that the export changes, keyed by its path.
 
-    The top `config.json` gets the dtype and the quantisation settings of the export. A pipeline component's `config.json` gets a
+    The top `config.json` gets the dtype and the quantization settings of the export. A pipeline component's `config.json` gets a
     new dtype if it names a dtype. Raises UserError if weights with scales would be added to a source that another method has
-    quantised already.
+    quantized already.
     """
     configs: dict[str, dict[str, Any]] = {}
     if contents.config is not None and contents.layout.kind == "model":
@@ -70,8 +70,8 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
     weights that other programs can read.
 
     If the weights are in the fp8 layout of DeepSeek, the result names this layout. For all other formats, the result has
-    compressed-tensors groups: one for each format of the weights, divided by whether the inputs of the layers are quantised too. A
-    group lists the exact names of its modules (see `_targets` for experts). All other linear modules are listed as not quantised,
+    compressed-tensors groups: one for each format of the weights, divided by whether the inputs of the layers are quantized too. A
+    group lists the exact names of its modules (see `_targets` for experts). All other linear modules are listed as not quantized,
     so that no program looks for their scales.
     """
     groups: dict[tuple[str, bool], list[str]] = {}

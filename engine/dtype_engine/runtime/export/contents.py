@@ -52,7 +52,7 @@ class SharedScale:
 
 @dataclass(frozen=True, slots=True)
 class InputScale:
-    """NVFP4's scale for quantising the inputs of a layer, which the export stores."""
+    """NVFP4's scale for quantizing the inputs of a layer, which the export stores."""
 
     value: float | None = None
     """The scale, or None until the model has run on calibration inputs."""
@@ -107,33 +107,33 @@ class ExportTensor:
     into the same weight. None if it shares its scale with no other weight.
     """
     quantised_inputs: bool = False
-    """Whether the exported configuration declares the inputs of this weight's layer as quantised."""
+    """Whether the exported configuration declares the inputs of this weight's layer as quantized."""
     input_scale: InputScale | None = None
-    """The scale for quantising this layer's inputs, or None if the format stores no such scale."""
+    """The scale for quantizing this layer's inputs, or None if the format stores no such scale."""
     packed_into: str = ""
     """The weight of the live model into which loading packs this weight and others; "" if this weight is not packed."""
 
     encoded: EncodedWeight | None = None
-    """How the source stores the weight, if another program quantised it, for example by GPTQ. None if the source stores plain
+    """How the source stores the weight, if another program quantized it, for example by GPTQ. None if the source stores plain
     values, or codes that an export of this program wrote.
     """
 
     copies: tuple[CheckpointTensor, ...] = ()
-    """The source's tensors that the export copies unchanged, if another program quantised the weight. Empty if the weight is
+    """The source's tensors that the export copies unchanged, if another program quantized the weight. Empty if the weight is
     written in another format. Also empty if another item copies these tensors: if experts are stacked in one tensor, only the item
     of the first expert copies it.
     """
 
     @property
     def copied(self) -> bool:
-        """Whether the export copies this weight as another program quantised it."""
+        """Whether the export copies this weight as another program quantized it."""
         return self.encoded is not None and self.dtype == self.stored
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
         """The tensors that hold this weight in the file: codes, scales, further tensors of the format, and finally the scale of the
         inputs. Scales are [channels, 1] for a matrix, [1] for a single scale, or [blocks down, blocks across]. If the export copies
-        the weight as another program quantised it, these are the tensors of that program (`copies`).
+        the weight as another program quantized it, these are the tensors of that program (`copies`).
         """
         if self.copied:
             return tuple(TensorEntry(each.name, each.dtype, each.shape) for each in self.copies)
@@ -165,7 +165,7 @@ class Contents:
     folder: Path | None = None
     """The source folder, from which files without weights are copied."""
     linears: tuple[str, ...] = ()
-    """The names of the linear modules. The `quantization_config` must list those that stay unquantised."""
+    """The names of the linear modules. The `quantization_config` must list those that stay unquantized."""
     notices: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
     """The files from which the weights are read."""
@@ -176,7 +176,7 @@ class Contents:
     tied: Mapping[str, str] = field(default_factory=dict)
     """Maps each omitted name of a tied weight to the name under which the weight is written."""
     settings: RunSettings = field(default_factory=RunSettings)
-    """The settings with which the candidate runs. If they quantise activations, `config.json` requests this from runtimes, too."""
+    """The settings with which the candidate runs. If they quantize activations, `config.json` requests this from runtimes, too."""
     coverage: Coverage | None = None
     """How many of the model's tensors the source has. If the model's tensors are unknown, those in the source's index are counted
     instead. None if there is no index either.

@@ -1,9 +1,9 @@
-"""Decides what an export does with weights that another program quantised: copy their tensors unchanged, or decode and rewrite
+"""Decides what an export does with weights that another program quantized: copy their tensors unchanged, or decode and rewrite
 them.
 
 One entry of config.json, such as `quantization_config`, describes all of these weights. If a rule casts any weight of the model to
 a format with scales, all of them are decoded, because the entry can't describe both. Otherwise, if no rule casts any of them, all
-are copied. If rules cast some of them, the others are copied if the entry can list the modules of the cast ones as not quantised.
+are copied. If rules cast some of them, the others are copied if the entry can list the modules of the cast ones as not quantized.
 If it can't, all are decoded.
 """
 
@@ -25,18 +25,18 @@ from dtype_engine.runtime.export.layout import Layout
 from dtype_engine.runtime.model.encoded_loading import decoded_dtype
 
 _ENTRIES = ("quantization_config", "quantization", "compression_config")
-"""The entries of config.json in which programs describe how they quantised the weights."""
+"""The entries of config.json in which programs describe how they quantized the weights."""
 _PLAIN_MODULES = {
     "fp8": "modules_to_not_convert", "awq": "modules_to_not_convert", "compressed-tensors": "ignore",
     "modelopt": "ignore", "bitsandbytes": "llm_int8_skip_modules",
 }  # fmt: skip
-"""For each quantisation method of transformers that has such a list: the key under which its settings list the modules that are not
-quantised.
+"""For each quantization method of transformers that has such a list: the key under which its settings list the modules that are not
+quantized.
 """
 
 
 def exported_config(checkpoint: Checkpoint, of_files: dict[str, str]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the content of config.json that fits the export's quantised weights, and the names of the weights that must be decoded
+    """Return the content of config.json that fits the export's quantized weights, and the names of the weights that must be decoded
     although no rule casts them. The content is None if the source has no config.json.
 
     of_files: the planned dtype of each weight, by its name in the files. For the weights that must be decoded, this function
@@ -55,7 +55,7 @@ def exported_config(checkpoint: Checkpoint, of_files: dict[str, str]) -> tuple[d
 
 
 def _without_entries(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration without the entries that describe quantised weights (`_ENTRIES`). They are also removed from
+    """Return a configuration without the entries that describe quantized weights (`_ENTRIES`). They are also removed from
     `text_config`.
     """
     rest = {key: value for key, value in config.items() if key not in _ENTRIES}
@@ -64,7 +64,7 @@ def _without_entries(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_plain_modules(checkpoint: Checkpoint, weights: Sequence[str]) -> dict[str, Any] | None:
-    """Return the source's configuration with the modules of `weights` listed as not quantised. Returns None if the quantisation
+    """Return the source's configuration with the modules of `weights` listed as not quantized. Returns None if the quantization
     method has no such list. Also returns None if one of the weights is not that of a single linear layer, but of an expert for
     example.
     """
@@ -106,7 +106,7 @@ def layout_beside(layout: Layout, checkpoint: Checkpoint, items: Sequence[Export
 
 def decoded_notice(decoded: Collection[str], items: Sequence[ExportTensor]) -> tuple[str, ...]:
     """Return a notice for the user about weights that the export decodes although no rule casts them, or () if there are none.
-    decoded: the names of these weights, which another program quantised. items: all weights to export.
+    decoded: the names of these weights, which another program quantized. items: all weights to export.
     """
     if not decoded:
         return ()

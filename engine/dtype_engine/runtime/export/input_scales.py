@@ -1,4 +1,4 @@
-"""Decides for which layers an export requests quantised activations, and computes the input scales that NVFP4 stores."""
+"""Decides for which layers an export requests quantized activations, and computes the input scales that NVFP4 stores."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _NUMBER = re.compile(r"\d+")
 def with_quantised_inputs(
     items: list[ExportTensor], settings: RunSettings, ranges: Mapping[str, float], source: Checkpoint
 ) -> list[ExportTensor]:
-    """Return the items (the weights to export), with quantised inputs declared for the layers that have them. In a format that
+    """Return the items (the weights to export), with quantized inputs declared for the layers that have them. In a format that
     stores a scale for a layer's inputs, such as NVFP4, the item also gets this scale.
 
-    A layer's inputs are quantised in two cases. First, if `settings` request this. Second, if its weight is exported as stored and
-    the source declares quantised inputs for it; the source's scale is then kept. ranges: the largest |value| of the inputs of each
+    A layer's inputs are quantized in two cases. First, if `settings` request this. Second, if its weight is exported as stored and
+    the source declares quantized inputs for it; the source's scale is then kept. ranges: the largest |value| of the inputs of each
     weight, keyed by weight name.
 
     Fused weights use the largest range among them, since they have the same inputs. A layer that was never called (an expert to
     which no token was routed) uses the largest range of the layers whose names differ only in numbers. If loading packs several
-    items into one weight, the ranges of their inputs are unknown. In a format that stores an input scale, no quantised inputs are
+    items into one weight, the ranges of their inputs are unknown. In a format that stores an input scale, no quantized inputs are
     declared for such items.
     """
     before = _declared(source.config)
@@ -62,7 +62,7 @@ def with_quantised_inputs(
 
 
 def _declared(config: Mapping[str, Any] | None) -> frozenset[str]:
-    """Return the entries of a source's `quantization_config` (names or patterns of modules) that request quantised inputs."""
+    """Return the entries of a source's `quantization_config` (names or patterns of modules) that request quantized inputs."""
     said = (config or {}).get("quantization_config")
     groups = said.get("config_groups") if isinstance(said, dict) else None
     named = [
@@ -102,7 +102,7 @@ def refuse_uncalibrated(contents: Contents) -> None:
 
 
 def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> tuple[str, ...]:
-    """Return sentences for the user about activations that a loader of the export will quantise in another way than the measurement
+    """Return sentences for the user about activations that a loader of the export will quantize in another way than the measurement
     did, or not at all.
     """
     written = [item for item in items if item.portable]

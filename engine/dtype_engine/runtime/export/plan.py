@@ -104,7 +104,7 @@ def of_live(
 
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
     """Return `contents` with the fields `coverage` and `incomplete`, which say what the checkpoint lacks. It may lack tensors that
-    its index lists, tensors that a quantised weight needs, and tensors of the model. Any other problem of the index becomes a
+    its index lists, tensors that a quantized weight needs, and tensors of the model. Any other problem of the index becomes a
     notice.
 
     coverage: how many of the model's tensors the checkpoint has; if None, the tensors in the index are counted instead. class_name:

@@ -130,8 +130,8 @@ def _in_fp8_layout(contents: Contents) -> bool:
 
 
 def _quantised_before(contents: Contents) -> str | None:
-    """Describe in a few words how a program other than this one has quantised the source's weights. Returns None if the source is
-    not quantised.
+    """Describe in a few words how a program other than this one has quantized the source's weights. Returns None if the source is
+    not quantized.
     """
     plain = {entry.name: entry for item in contents.items if not item.has_scales for entry in item.entries}
     parts = quantized_parts(plain, contents.config)

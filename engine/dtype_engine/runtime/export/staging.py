@@ -30,7 +30,7 @@ ALONG = (
 licences.
 """
 _OF_QUANTISER = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Names of the files in which programs that quantise weights save their settings."""
+"""Names of the files in which programs that quantize weights save their settings."""
 _LARGEST = 1 << 30
 _SLACK = 1 << 20
 """Number of bytes that must be free on the disk in addition to the size of the weights, for headers and small files."""
@@ -104,7 +104,7 @@ def _give_name(stage: Path, target: Path, force: bool) -> None:
 
 def copy_sidecars(source: Path, stage: Path, of_quantiser: bool = False) -> tuple[str, ...]:
     """Copy the tokenizer and processor files of a checkpoint folder. Returns notices of files that were not copied. of_quantiser:
-    whether to also copy the files in which the program that quantised the weights saved its settings, such as
+    whether to also copy the files in which the program that quantized the weights saved its settings, such as
     `quantize_config.json`.
 
     Only regular files with known names are copied. Links that lead out of the folder are not followed, except links within the

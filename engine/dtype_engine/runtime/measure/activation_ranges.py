@@ -28,7 +28,7 @@ def input_ranges(
 ) -> dict[str, float]:
     """Run the candidate over all inputs, and return for each weight in `weights` the largest finite |value| of its layer's input.
 
-    The candidate runs as currently cast, under `settings`. If `settings` quantise activations, the range is that of the values
+    The candidate runs as currently cast, under `settings`. If `settings` quantize activations, the range is that of the values
     before quantizing. Layers that are not called are omitted. behavior: what earlier passes have shown about the model. Raises
     NoForward, KernelError, Cancelled.
     """

@@ -385,7 +385,7 @@ def _window_notices(model: LiveModel, inputs: Inputs) -> tuple[str, ...]:
 
 
 def _quantized_notices(tree: Tree, recipe: Recipe) -> tuple[str, ...]:
-    """Return a notice if rules match weights that another program quantised, which stay as stored."""
+    """Return a notice if rules match weights that another program quantized, which stay as stored."""
     matched = {name for taken in make_plan(tree, recipe).selections for name in taken.uncastable}
     left = [
         tensor

@@ -99,7 +99,7 @@ def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mappi
 
 
 def without_quantization(config: Any) -> Any:
-    """Return a copy of a configuration without its quantisation settings. Code that constructs a model may change this copy, while
+    """Return a copy of a configuration without its quantization settings. Code that constructs a model may change this copy, while
     the given configuration stays as it is.
     """
     config = copy.deepcopy(config)

@@ -1,4 +1,4 @@
-"""Reads a weight that another program quantised, piece by piece. Only the pieces that are read are decoded, so memory need not hold
+"""Reads a weight that another program quantized, piece by piece. Only the pieces that are read are decoded, so memory need not hold
 all values of the weight at once.
 """
 
@@ -20,7 +20,7 @@ example, an expert. Its values are all decoded even if only some of them are rea
 
 
 class DecodedValues:
-    """The float32 values of a weight that another program quantised. They can be read by flat index or as rows. Each read decodes
+    """The float32 values of a weight that another program quantized. They can be read by flat index or as rows. Each read decodes
     only the piece that it needs.
     """
 

@@ -1,4 +1,4 @@
-"""Loads weights that other programs quantised. The module holds a placeholder for each such weight, and each use decodes its
+"""Loads weights that other programs quantized. The module holds a placeholder for each such weight, and each use decodes its
 values. If the model is larger than memory, all its large weights are loaded so.
 """
 
@@ -32,7 +32,7 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 
 def decoded_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype that the decoded weights would have in a model that is not quantised. This is the dtype that config.json
+    """Return the dtype that the decoded weights would have in a model that is not quantized. This is the dtype that config.json
     names for the model. If it names none there, it is the one for the model's text part or, if there is none either, the widest
     compute dtype of the checkpoint's tensors.
     """
@@ -52,8 +52,8 @@ def encoded_values(
     placements: Mapping[str, Placement],
     visits: BlockVisits | None = None,
 ) -> dict[str, StoredValues]:
-    """Return the values of the module's weights that other programs quantised, by their names in the module. A weight that loading
-    packs from several tensors is included if another program quantised any of these. visits: if the model is larger than memory,
+    """Return the values of the module's weights that other programs quantized, by their names in the module. A weight that loading
+    packs from several tensors is included if another program quantized any of these. visits: if the model is larger than memory,
     what keeps the values that are read; all large weights are then included.
 
     title: the name of the model, for errors. module: the model, which may be on the meta device. placements: for each tensor of the
@@ -118,7 +118,7 @@ def _values(
 
 
 def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a notice for the user if config.json says that the inputs of quantised layers are rounded, because measurements round
+    """Return a notice for the user if config.json says that the inputs of quantized layers are rounded, because measurements round
     them only if they are told to, or not at all. Otherwise, return ().
     """
     if any(input_format(weight, checkpoint.config) for weight in checkpoint.encoded.values()):

@@ -131,7 +131,7 @@ class Weight:
     @property
     def input_format(self) -> str:
         """The format to which runtimes round what is multiplied by this weight in matrix products: that of the weight, or, if
-        another program quantised it and no rule casts it, the one that its files declare. "" if they round nothing.
+        another program quantized it and no rule casts it, the one that its files declare. "" if they round nothing.
         """
         return self.dtype if self.scale is not None else self.stored.input_format if self.decoded else ""
 
@@ -349,7 +349,7 @@ class LiveModel:
                 stored = QuantizedValues(original, scale.to(device), dtype)
             weights[info.name] = Weight(info, tensor, stored, info.dtype, stored.scale)
         tree = tree_of(module, [*infos, *unused_infos])
-        if checkpoint is not None:  # the module's own configuration may lack what quantised checkpoints declare
+        if checkpoint is not None:  # the module's own configuration may lack what quantized checkpoints declare
             tree.kv_cache = dataclasses.replace(tree.kv_cache, declared=declared_formats(checkpoint.config))
         return cls(
             module,

@@ -159,7 +159,7 @@ class Loaded:
     quantized: dict[str, tuple[str, torch.Tensor]]
     """The dtype and scales of each weight that is stored with scales, keyed by the weight's name in the module."""
     encoded: Mapping[str, StoredValues] = field(default_factory=dict)
-    """The values of each weight that another program quantised, keyed by the weight's name in the module."""
+    """The values of each weight that another program quantized, keyed by the weight's name in the module."""
     notices: tuple[str, ...] = ()
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Maps each tensor of the files to the tensor of the module into which it is loaded."""

@@ -102,7 +102,7 @@ def read_quantized(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def read_encoded(weight: EncodedWeight, first: int = 0, last: int | None = None) -> torch.Tensor:
-    """Return the values of a weight that another program quantised, decoded to float32. Raises UserError if a file can't be read.
+    """Return the values of a weight that another program quantized, decoded to float32. Raises UserError if a file can't be read.
 
     first, last: the range of indexes along the weight's first dimension to decode, without `last` itself. If `last` is None, the
     range goes to the end.

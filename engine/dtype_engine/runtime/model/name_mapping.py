@@ -59,7 +59,7 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
 def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
     """Return the entries of `placements` for the tensors that must be in the model exactly as the files store them. These are the
     tensors in a compute dtype such as bfloat16, and the weights that this program exported as codes and scales. All others, such as
-    integers and weights that other programs quantised, stay as transformers loads them.
+    integers and weights that other programs quantized, stay as transformers loads them.
     """
     return {
         name: placement
@@ -70,7 +70,7 @@ def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> d
 
 def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, str]:
     """Return the stored dtype of each live tensor, keyed by its live name. For a live tensor packed from several tensors of the
-    files, this is the widest dtype among them. If another program quantised any of these, it is the format of the first quantised
+    files, this is the widest dtype among them. If another program quantized any of these, it is the format of the first quantized
     one. placements: for each tensor of the files, the live tensor into which it is loaded.
     """
     by_live_name: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Refuses a checkpoint if one of its quantised weights can't be decoded, because the scheme is unknown or one of the weight's
+"""Refuses a checkpoint if one of its quantized weights can't be decoded, because the scheme is unknown or one of the weight's
 tensors is missing.
 
 If such a weight were loaded, its codes would be taken for values, its scales would be left out, or it would be initialised

@@ -64,7 +64,7 @@ class RowReader:
         return part.view(last - first, self.columns)
 
     def _decoded(self, first: int, last: int) -> torch.Tensor:
-        """Return rows of a weight that another program quantised. All rows that belong to one index of the first dimension are
+        """Return rows of a weight that another program quantized. All rows that belong to one index of the first dimension are
         decoded together.
         """
         assert self._encoded is not None

@@ -47,7 +47,7 @@ def with_files(
     headers: Mapping[str, TensorInfo],
     own_dtypes: bool,
 ) -> list[TensorInfo]:
-    """Return the descriptions of a module's tensors, updated with what the files say about their sizes, packing and quantisation.
+    """Return the descriptions of a module's tensors, updated with what the files say about their sizes, packing and quantization.
 
     placements: for each tensor of the files, the live tensor into which it is loaded. headers: the tensors of the files, keyed by
     name. own_dtypes: whether to keep the dtypes in `infos`, as for a live module, or use the files' dtypes.

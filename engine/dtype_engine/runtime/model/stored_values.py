@@ -1,7 +1,7 @@
 """The stored values of a live weight. They come from a tensor that holds them, from codes with scales of this program, or from
-tensors that another program quantised.
+tensors that another program quantized.
 
-Nothing here is ever written to. A weight that another program quantised is decoded to float32 each time its values are read. The
+Nothing here is ever written to. A weight that another program quantized is decoded to float32 each time its values are read. The
 decoded values are not kept, so the weight takes no more memory than its tensors in the files.
 """
 
@@ -131,9 +131,9 @@ class QuantizedValues(StoredValues):
 
 
 class EncodedValues(StoredValues):
-    """A weight that another program quantised. In its place, the module holds a placeholder that takes the memory of one element.
+    """A weight that another program quantized. In its place, the module holds a placeholder that takes the memory of one element.
 
-    holds: the dtype of the placeholder, which is the dtype that the weight would have in a model that is not quantised. turned:
+    holds: the dtype of the placeholder, which is the dtype that the weight would have in a model that is not quantized. turned:
     whether the weight's last two dimensions are exchanged in the module.
     """
 
@@ -209,7 +209,7 @@ class InFileValues(StoredValues):
 
 
 class StackedValues(StoredValues):
-    """A weight that loading packs from several stored tensors, such as the experts of a layer. Another program quantised at least
+    """A weight that loading packs from several stored tensors, such as the experts of a layer. Another program quantized at least
     one of these tensors, or the model is larger than memory.
 
     parts: the values of each tensor, in the order in which they follow each other in the weight's memory. shape: the weight's

@@ -1,6 +1,6 @@
-"""Rounds the inputs of matrix products with quantised weights, as the run setting `quantize_activations` requests.
+"""Rounds the inputs of matrix products with quantized weights, as the run setting `quantize_activations` requests.
 
-Runtimes quantise only the inputs of matrix products, so only these are rounded, whichever torch function computes the product. A
+Runtimes quantize only the inputs of matrix products, so only these are rounded, whichever torch function computes the product. A
 tensor computed from one weight alone (its transpose, a cast of it, the part of one expert) counts as that weight. Inputs of
 convolutions, recurrent layers and torch's own attention modules are not rounded; `left_wide` names these operations.
 """
@@ -48,7 +48,7 @@ _OTHERS = frozenset(
         "scaled_dot_product_attention",
     }
 )  # fmt: skip
-"""Operations that contain matrix products, but whose inputs are not rounded: no runtime quantises them, or the mode can't reach
+"""Operations that contain matrix products, but whose inputs are not rounded: no runtime quantizes them, or the mode can't reach
 them.
 """
 
@@ -63,16 +63,16 @@ class Rounds:
 
 
 class ActivationRounding:
-    """Rounds the activations that are multiplied by quantised weights. It also recognises tensors computed from one such weight."""
+    """Rounds the activations that are multiplied by quantized weights. It also recognises tensors computed from one such weight."""
 
     def __init__(self) -> None:
         self.left_wide: set[str] = set()
-        """Names of operations that used a quantised weight, but whose activations could not be rounded."""
+        """Names of operations that used a quantized weight, but whose activations could not be rounded."""
         self._made: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
 
     def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, str]) -> dict[int, str]:
-        """Return the format of each quantised weight among `tensors`, keyed by the tensor's `id`. A tensor that was computed from
-        one quantised weight counts as this weight.
+        """Return the format of each quantized weight among `tensors`, keyed by the tensor's `id`. A tensor that was computed from
+        one quantized weight counts as this weight.
 
         tensors: all tensors among the arguments of a call. stored: the formats of the model's own weights, keyed by `id`.
         """
@@ -84,9 +84,9 @@ class ActivationRounding:
         return found
 
     def follow(self, output: Any, tensors: list[torch.Tensor], formats: Mapping[int, str]) -> None:
-        """Remember the float results of an operation as quantised weights if all its float arguments are weights of one format.
+        """Remember the float results of an operation as quantized weights if all its float arguments are weights of one format.
 
-        output: what the operation returned. tensors: all tensors among its arguments. formats: the formats of the quantised weights
+        output: what the operation returned. tensors: all tensors among its arguments. formats: the formats of the quantized weights
         among them, keyed by `id`.
         """
         floats = [id(tensor) for tensor in tensors if tensor.is_floating_point() or id(tensor) in formats]
@@ -102,7 +102,7 @@ class ActivationRounding:
         """Decide which operand of a call has to be rounded. Returns how to round it, or None if no operand has to be rounded.
 
         name: the name of the operation. args, kwargs: the arguments as the model's code passes them, in which weights are not yet
-        replaced by values. formats: the formats of the quantised weights among the arguments, keyed by `id`.
+        replaced by values. formats: the formats of the quantized weights among the arguments, keyed by `id`.
         """
         if name == "einsum":
             return _of_einsum(args, formats)
@@ -140,10 +140,10 @@ class ActivationRounding:
 
 
 def _weight_among(operands: Sequence[Any], formats: Mapping[int, str]) -> tuple[int, str] | None:
-    """Return (index, format) of the operand that is a quantised weight, or None if no operand is one. If both operands are weights,
+    """Return (index, format) of the operand that is a quantized weight, or None if no operand is one. If both operands are weights,
     the right one is returned, since the left one is then an input, such as a learnt token.
 
-    formats: the formats of the quantised weights, keyed by `id`.
+    formats: the formats of the quantized weights, keyed by `id`.
     """
     known = [formats.get(id(operand)) for operand in operands]
     index = 1 if known[1] is not None else 0
@@ -160,7 +160,7 @@ def _of_einsum(args: Arguments, formats: Mapping[int, str]) -> Rounds | None:
     """Decide which operand of an einsum has to be rounded. Returns how to round it, or None. An operand is rounded only if the
     einsum has two operands and sums over one letter that they have in common.
 
-    formats: the formats of the quantised weights, keyed by `id`.
+    formats: the formats of the quantized weights, keyed by `id`.
     """
     if len(args) != 3 or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
         return None

@@ -19,8 +19,8 @@ class CandidateMode(WeightMode):
     """Runs the model with its weights as they are cast.
 
     A weight in a format with scales, such as float8, is dequantized to the dtype of the activation in the same operation. If there
-    is no activation, as in an embedding look-up, it is dequantized to `compute`. A weight that another program quantised and that
-    no rule casts is decoded in each operation. It is then rounded to the dtype that it would have in a model that is not quantised.
+    is no activation, as in an embedding look-up, it is dequantized to `compute`. A weight that another program quantized and that
+    no rule casts is decoded in each operation. It is then rounded to the dtype that it would have in a model that is not quantized.
     """
 
     def __init__(

@@ -87,8 +87,8 @@ def holds_reference(weight: Weight) -> bool:
 
 def reference_dtype(weight: Weight) -> torch.dtype:
     """Return the dtype of a weight in the reference: float64 if it is stored in float64, else float32. If the reference is the
-    model as stored, it is the stored dtype instead. For a weight that another program quantised, it is then the dtype that this
-    weight would have in a model that is not quantised.
+    model as stored, it is the stored dtype instead. For a weight that another program quantized, it is then the dtype that this
+    weight would have in a model that is not quantized.
     """
     if weight.as_stored and not is_coded(weight):
         return weight.reference.held(torch.device("cpu")).dtype

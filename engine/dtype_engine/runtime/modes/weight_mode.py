@@ -96,7 +96,7 @@ class WeightMode(TorchFunctionMode):
         self.compute = compute
         """The dtype to which a weight in a format with scales is dequantized for an operation without an activation."""
         self.rounding = rounding
-        """An object that rounds activations multiplied by quantised weights, or None if `quantize_activations` is "none"."""
+        """An object that rounds activations multiplied by quantized weights, or None if `quantize_activations` is "none"."""
         self.record: Callable[[ImplicitCast], None] | None = None
         """A function that is called with every implicit cast, or None if casts are not recorded."""
         self.added = False
@@ -307,7 +307,7 @@ class WeightMode(TorchFunctionMode):
 
     def _run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
         """Call a torch function whose arguments need more than an unchanged call: a weight among them is replaced, their dtypes
-        differ, or implicit casts or quantised weights are tracked. Returns the function's result.
+        differ, or implicit casts or quantized weights are tracked. Returns the function's result.
         """
         args, kwargs = self.revealed(name, args, kwargs)
         tensors = tensors_in(args, kwargs)

@@ -62,6 +62,6 @@ class PassResult(Generic[Output]):
     cache: OutputCache | None = None
     """The outputs kept for a later pass, or None."""
     left_wide: frozenset[str] = frozenset()
-    """If activations are quantised: names of operations that multiplied a quantised weight by an activation that could not be
+    """If activations are quantized: names of operations that multiplied a quantized weight by an activation that could not be
     rounded.
     """

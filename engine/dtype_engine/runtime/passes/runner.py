@@ -254,7 +254,7 @@ class ForwardRunner:
         return earlier.reusable_calls(prefix, self._calls.with_hooks(), self.behavior.writers)
 
     def _rounding(self) -> ActivationRounding | None:
-        """Return an object that rounds activations during one pass, or None if the settings do not quantise activations."""
+        """Return an object that rounds activations during one pass, or None if the settings do not quantize activations."""
         return ActivationRounding() if self.settings.quantize_activations == "weights" else None
 
     def _cache_rounding(self, inside: Callable[[str], bool]) -> CacheRounding | None:

@@ -43,7 +43,7 @@ class LocalErrors:
     """Reruns operations with one of their weights in another dtype than in the reference.
 
     budget: maximum number of bytes of cast weights that are kept for later operations and sequences. rounds: whether to also round
-    the activations that are multiplied by a quantised weight (the run setting `quantize_activations`).
+    the activations that are multiplied by a quantized weight (the run setting `quantize_activations`).
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class LocalErrors:
 
     def _computed_in(self, name: str, dtype: str) -> str:
         """Return the dtype that a weight has in an operation if the plan gives it `dtype`. This is usually `dtype` itself. If
-        `dtype` is the format in which another program quantised the weight, it is the dtype that the weight would have in a model
-        that is not quantised.
+        `dtype` is the format in which another program quantized the weight, it is the dtype that the weight would have in a model
+        that is not quantized.
         """
         stored = self.weights[name].stored
         return dtype_name(stored.holds) if stored.decoded and dtype == self.weights[name].info.dtype else dtype

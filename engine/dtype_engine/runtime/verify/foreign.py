@@ -50,7 +50,7 @@ class _Side:
     """The tensors whose values `read` computes from codes and scales, or from blocks."""
     parts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Two texts for each stored tensor of a weight that this program can't decode, keyed by the tensor's name: the name that the
-    weight had before it was quantised, and a phrase that describes the weight.
+    weight had before it was quantized, and a phrase that describes the weight.
     """
 
 

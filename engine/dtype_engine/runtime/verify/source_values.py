@@ -54,7 +54,7 @@ def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_co
 def with_decoded(
     values: SourceValues, decoded: Mapping[str, EncodedWeight], renamed: Mapping[str, str]
 ) -> SourceValues:
-    """Return the values of a source in which some weights are decoded. Another program has quantised these weights. Each of them
+    """Return the values of a source in which some weights are decoded. Another program has quantized these weights. Each of them
     replaces the tensors from which it is decoded. decoded: these weights, by name. renamed: the model's names of other tensors, by
     their names in the files.
     """

@@ -1,5 +1,5 @@
 """A weight whose tensors could be read in several ways is read in the way that its configuration means, or not at all. What is not
-read is named as part of a quantised weight, and never taken for plain values.
+read is named as part of a quantized weight, and never taken for plain values.
 """
 
 from __future__ import annotations

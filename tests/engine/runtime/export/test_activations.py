@@ -1,4 +1,4 @@
-"""Exports of recipes that quantise activations: what is declared, and that others compute what was measured."""
+"""Exports of recipes that quantize activations: what is declared, and that others compute what was measured."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _as_vllms_int8(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[to
 def test_transformers_computes_what_was_measured(
     dtype: str, make_llama: Callable[..., Path], ids: Path, tmp_path: Path
 ) -> None:
-    """Its forward, with its quantiser before every layer, on weights and scales that it read from the files."""
+    """Its forward, with its quantizer before every layer, on weights and scales that it read from the files."""
     source, out = make_llama(dtype="float32", **WIDE), tmp_path / "out"
     session = opened(source, ids, dtype)
     measured = candidate_output(session)

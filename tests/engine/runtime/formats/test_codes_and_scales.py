@@ -100,7 +100,7 @@ def padded(weight: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def by_compressed_tensors(weight: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
-    """What compressed-tensors writes for a float32 matrix, by suffix. One that no block divides is quantised with zeros beside it,
+    """What compressed-tensors writes for a float32 matrix, by suffix. One that no block divides is quantized with zeros beside it,
     and its codes are those of its own elements.
     """
     pytest.importorskip("compressed_tensors", "0.20")

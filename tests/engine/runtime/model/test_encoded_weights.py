@@ -1,4 +1,4 @@
-"""Checkpoints that another program quantised, run, cast and exported: against plain transformers with weights decoded by numpy."""
+"""Checkpoints that another program quantized, run, cast and exported: against plain transformers with weights decoded by numpy."""
 
 from __future__ import annotations
 

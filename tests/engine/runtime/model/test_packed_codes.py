@@ -1,4 +1,4 @@
-"""Codes of weights that other programs quantised are never taken for numbers: a cast leaves them, and a pass is refused by name."""
+"""Codes of weights that other programs quantized are never taken for numbers: a cast leaves them, and a pass is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations quantised as their weights: against compressed-tensors' own quantiser, and what vLLM's kernels compute."""
+"""Activations quantized as their weights: against compressed-tensors' own quantizer, and what vLLM's kernels compute."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def inputs(rows: int = 24, width: int = 256) -> torch.Tensor:
 
 
 def theirs(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Activations as compressed-tensors quantises them."""
+    """Activations as compressed-tensors quantizes them."""
     args = QuantizationArgs(**THEIRS[dtype])
     whole = generate_gparam(values.min(), values.max()).reshape(1) if dtype == "nvfp4" else None
     flat = values.reshape(1, -1, values.shape[-1]) if args.strategy == "token" else values
@@ -121,7 +121,7 @@ def candidate(session: de.Session) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", THEIRS)
 def test_a_model_is_what_compressed_tensors_makes_of_it(dtype: str) -> None:
-    """Its own module forward, with its quantiser before every linear layer, on the weights that we dequantise."""
+    """Its own module forward, with its quantizer before every linear layer, on the weights that we dequantize."""
     module, given = llama()
     other = copy.deepcopy(module)
     session = de.open(module, inputs=given)

@@ -1,4 +1,4 @@
-"""Inputs of layers that another program quantised, rounded as its configuration declares: against plain torch with inputs that
+"""Inputs of layers that another program quantized, rounded as its configuration declares: against plain torch with inputs that
 numpy rounds.
 """
 
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, Callable[[Array], Array]]] = {
 
 
 def _made(scheme: str, folder: Path, arguments: dict[str, Any] | None) -> forms.Made:
-    """A model with a quantised up projection, whose inputs are declared to be rounded."""
+    """A model with a quantized up projection, whose inputs are declared to be rounded."""
     make = forms.CASES[scheme]
 
     def with_inputs() -> forms.Case:

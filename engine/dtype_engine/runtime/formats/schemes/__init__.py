@@ -1,4 +1,4 @@
-"""Decoders of weights that other programs quantised. They compute float32 values from codes, scales and so on. There is a file
+"""Decoders of weights that other programs quantized. They compute float32 values from codes, scales and so on. There is a file
 for each family of schemes.
 
 The readers in `checkpoint/schemes` find out which tensors form a weight.

@@ -1,4 +1,4 @@
-"""bitsandbytes: 4 bits in blocks of successive values, with factors that may be quantised themselves, and 8 bits in rows."""
+"""bitsandbytes: 4 bits in blocks of successive values, with factors that may be quantized themselves, and 8 bits in rows."""
 
 from __future__ import annotations
 

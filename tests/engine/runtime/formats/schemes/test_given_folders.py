@@ -1,6 +1,6 @@
 """Decodes every checkpoint in the folder that the environment variable DTYPE_TUI_QUANTISED names, and compares it with its truth.
 
-Each checkpoint's folder has `truth.safetensors.xz`, the right values of the quantised weights in float32 under the names of
+Each checkpoint's folder has `truth.safetensors.xz`, the right values of the quantized weights in float32 under the names of
 transformers, and `truth.json`, which has under "plain" the SHA-256 of the float32 bytes of each other parameter. All values must be
 equal, bit for bit but for the sign of zero. Experts may be stored one by one or stacked.
 """
