@@ -64,15 +64,19 @@ class CommandWords:
         self._controller.notify(f"children in order of {'the model' if order == 'model' else order}", "information")
 
     def use_context(self, tokens: str, sequences: str = "1") -> None:
-        """Show the bytes of KV caches at a context and a batch. Raises UserError for a text that is no such number."""
+        """Show the bytes of KV caches for so many tokens and sequences. Raises UserError unless both texts are whole numbers over
+        0.
+        """
         numbers = [text.replace(",", "").replace("_", "") for text in (tokens, sequences)]
         if not all(text.isdecimal() and 0 < len(text) < 9 and int(text) for text in numbers):
-            raise UserError("write the number of tokens, and of sequences, such as context 8192 4")
+            raise UserError("write the number of tokens and, if you like, of sequences, such as context 8192 4")
         context, batch = map(int, numbers)
         self._controller.set_context(context, batch)
 
     def use_budget(self, size: str = "") -> None:
-        """Say in the Memory pane up to which context the model fits in a size. Raises UserError for a text that is no size."""
+        """Show in the Memory pane the largest context at which the model fits in a size, such as 24GiB. If the text is empty, show
+        none. Raises UserError for a text that is no size.
+        """
         self._controller.set_budget(parse_bytes(size, 0) if size else None)
 
     def show_columns(self, words: str = "") -> None:

@@ -56,7 +56,9 @@ _ENDINGS = (
     r"|channel_wise|group_size|optimize|round_zero|quant_scale|quant_zero|unpack_view_dtype|offload_meta|compute_dtype))"
 )
 _DESCRIBING = re.compile(rf"{_ENDINGS}$")
-"""Matches the names of small tensors that the readers of quantized weights need, such as those with the shape of packed codes."""
+"""Matches the names of small tensors whose values the readers of quantized weights need, such as `x.weight_shape`, which holds the
+shape of packed codes.
+"""
 _DESCRIBED = re.compile(rf'{_ENDINGS}"'.encode())
 _LARGEST_DESCRIPTION = 1 << 18
 _FIRST_RANGE = 1 << 16
@@ -64,10 +66,12 @@ _FIRST_GGUF_RANGE = 1 << 20
 _NEAR = 1 << 16
 """Ranges of a file whose distance is at most this number of bytes are read by one request."""
 _MOST_BYTES = 1 << 30
-"""Maximum number of bytes that are read of one model. The headers and the index of 671 B parameters have 20 MB."""
+"""Maximum number of bytes that are read from one model. A model of 671 billion parameters has 20 MB of headers and index."""
 _MOST_FILES = 20_000
 _TOGETHER, _TOGETHER_IN_A_FILE = 16, 4
-"""Number of files, and of ranges of each file, that are read at once: fewer requests than the client has connections (100)."""
+"""How many files are read at once, and how many ranges of each of them. Together these are 64 requests, fewer than the 100
+connections of the HTTP client.
+"""
 _TRIES = 3
 _PAUSE_S = 0.5
 _MEANINGS = {
@@ -105,7 +109,7 @@ class HubAddress:
         return cls(found["repo"], revision, path)
 
     def of_revision(self, revision: str) -> HubAddress:
-        """Return the address of the same model in a branch, tag or commit. Raises UserError."""
+        """Return the address of the same model in a branch, tag or commit. Raises UserError if this address names one already."""
         if self.revision is not None:
             raise UserError(f"{self} names a revision: leave out --revision")
         return HubAddress.parse(str(dataclasses.replace(self, revision=revision)))
@@ -276,8 +280,9 @@ class HubModel:
         )
 
     def _files(self, matches: Callable[[str], bool], beside: bool = False) -> list[str]:
-        """Return the files whose names match, in the folder of the address. If this is a pipeline, also those in its subfolders.
-        beside: take the folder in which the address's file is.
+        """Return the paths in the repository of the files for whose names `matches` returns True. They are in the folder that the
+        address names and, if this is the folder of a pipeline, in its subfolders. beside: whether the address names a file, so
+        that its folder is meant.
         """
         folder = self.address.path.rpartition("/")[0] if beside else self.address.path
         at = f"{folder}/" if folder else ""
@@ -299,7 +304,10 @@ class HubModel:
 
 
 def with_absent_values(checkpoint: Checkpoint, model: HubModel) -> Checkpoint:
-    """Return a checkpoint made of headers from a hub, with each tensor marked whose values are not in the files."""
+    """Return a checkpoint in which `CheckpointTensor.absent` is set for each tensor whose values are still on the hub.
+
+    checkpoint: one that was read from the sparse files with the headers of `model`.
+    """
     tensors = {name: each if _describes(each) else _absent(each) for name, each in checkpoint.tensors.items()}
     return dataclasses.replace(checkpoint, tensors=tensors, headers_alone=model.headers_alone)
 
@@ -380,7 +388,7 @@ class _Reader:
             self._add_descriptions(url, partial, read_header(partial)[0].values())
 
     def _save_gguf(self, url: str, partial: Path, size: int) -> None:
-        """The length of a GGUF header is not stored, so ever longer ranges are read until the header is complete."""
+        """Save the header of a GGUF file. Its length is not stored, so ever longer ranges are read until the header is complete."""
         start, wanted = b"", _FIRST_GGUF_RANGE
         while True:
             start += self.read(url, len(start), min(wanted, size - len(start)), size)

@@ -55,19 +55,19 @@ _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "qkv_lin", "at
 _COMPRESSED = ("kv_a_proj_with_mqa", "kv_a_proj")
 _CONVOLUTIONS = ("conv1d", "conv", "conv_1d")
 _CHILDREN = {*_KEYS, *_FUSED, *_COMPRESSED, *_CONVOLUTIONS, "rg_lru", "receptance", "q_proj"}
-"""The children by which the modules that keep a cache are recognized."""
+"""Names of child modules. A module is examined for a cache only if it has one of these children."""
 _TEXT_CONFIGS = ("thinker_config", "text_config", "llm_config", "language_config", "decoder", "text")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers", "num_layers")
 _QUERY_HEADS = ("num_attention_heads", "n_head", "decoder_attention_heads", "num_heads", "n_heads")
 _HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "seq_length")
 _EVERY_LAYER = ("mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2", "phi4_multimodal")
-"""The model types in which every layer has the window of `sliding_window`."""
+"""The model types in which all layers have the sliding window that `sliding_window` in config.json gives."""
 _PATTERNS = {
     "gemma2": 2, "gpt_oss": 2, "vaultgemma": 2, "cohere2": 4, "olmo3": 4, "exaone4": 4, "gemma3n_text": 5, "gemma3_text": 6,
     "gemma4_text": 6,
 }  # fmt: skip
-"""The model types in which every n-th layer has no window, with the default of n in transformers."""
+"""Maps the model types in which every n-th layer has full attention, and the others a window, to transformers' default of n."""
 
 
 def _architecture(tree: Tree, config: Mapping[str, Any]) -> str | None:
@@ -104,7 +104,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Reader:
-    """Reads the cache's tensors of one model."""
+    """Finds the tensors of one model's KV cache."""
 
     def __init__(self, tree: Tree, config: Mapping[str, Any]) -> None:
         self.tree = tree
@@ -331,7 +331,7 @@ def _layer_types(config: Mapping[str, Any]) -> list[str] | None:
 
 
 def _layer_count(config: Mapping[str, Any]) -> int:
-    """Return the number of layers, at most that of a tree's modules, since `config.json` may be damaged."""
+    """Return the number of layers that `config.json` gives, but at most `MOST_MODULES`, since the file may be damaged."""
     return min(_first(config, *_LAYERS) or 0, MOST_MODULES)
 
 

@@ -14,7 +14,7 @@ from dtype_engine.core.hints import hint
 from dtype_engine.core.units import human_bytes, time_left
 
 _STEP, _MOST_TIMED, _TIMED_S = 1 << 20, 256 << 20, 0.3
-"""The speed of a disk is measured by reading steps of this many bytes, up to so many bytes or seconds."""
+"""How the speed of a disk is measured: the bytes of one read, and the bytes and the seconds after which the measurement ends."""
 
 
 def shortfall(checkpoint: Checkpoint, limits: Mapping[str, int]) -> str | None:

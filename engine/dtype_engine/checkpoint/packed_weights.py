@@ -24,13 +24,15 @@ _SCALE_WORD = re.compile(
 )
 """Found in the last part of a tensor's name, such as `weight_scale` or `qzeros`, if the tensor accompanies codes."""
 _TABLE_WORD = re.compile(r"centroids|codebook")
-"""Found in the name of a module that holds the values of codes in the module around it, such as VPTQ's `x.centroids`."""
+"""Found in the name of a module that holds a table of values for the codes of its parent module. VPTQ's `x.centroids` holds the
+table for the codes of `x`.
+"""
 _OF_INPUTS = re.compile(r"(^|_)([kvq]|kv|input|output|activation)_scale$|scale_input$|_act$")
 """Matches the last part of a scale's name, such as `k_scale` or `input_scale`, if the scale belongs to inputs, outputs or the
 key-value cache. Such a scale does not belong to codes.
 """
 OF_ACTIVATIONS = "is a scale of activations or of the key-value cache by its name"
-"""The reason why such a scale is not cast."""
+"""Why the scales whose names `_OF_INPUTS` matches are not cast."""
 
 
 class Stored(Protocol):

@@ -11,8 +11,8 @@ from dtype_engine.core.tree import Module, Tree, ancestors, is_number
 
 class AlikeModules:
     """Finds the modules of a tree that are alike. Two modules are alike if they have the same class, the same children and the same
-    tensors, in the same order. Tensors are the same if their local names, shapes, kinds, stored dtypes and planned dtypes are
-    equal. Their KV caches have the same formats. Modules are compared only when `runs` is called.
+    tensors, in the same order, and if their KV caches have the same planned formats. Tensors are the same if their local names,
+    shapes, kinds, stored dtypes and planned dtypes are equal. Modules are compared only when `runs` is called.
     """
 
     def __init__(self, tree: Tree, planned: Mapping[str, str], caches: Mapping[str, str] | None = None) -> None:

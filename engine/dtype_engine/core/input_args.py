@@ -67,8 +67,10 @@ def parse_inputs_line(options: Options, line: str) -> Options:
 
 
 def with_files(options: Options, paths: Sequence[Path]) -> Options:
-    """Return the options with the inputs of these files, whose kinds their names show. Inputs of other kinds stay, but tensors
-    replace all, and texts replace prompts. Raises UserError if other files are named beside tensors.
+    """Return the options with these files as inputs. The extension of a file shows whether it holds text, images, audio or tensors.
+
+    A tensor file replaces all inputs of the options. Otherwise, files replace the inputs of their own kind, and text files also
+    the prompts. Raises UserError if other files are named beside a tensor file.
     """
     found = {kind: tuple(path for path in paths if _kind(path) == kind) for kind in ("texts", "images", "audio")}
     tensors = [path for path in paths if _kind(path) == "tensors"]

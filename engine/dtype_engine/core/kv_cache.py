@@ -30,13 +30,15 @@ class KVCacheTensor:
     heads: int = 1
     """The number of heads that share `per_token` equally. 1 if the heads have one common tensor, as the latent of MLA."""
     fixed: int = 0
-    """Elements of one sequence whatever the context: the size of a recurrent state. 0 for keys and values."""
+    """The number of elements for one sequence that does not depend on the context: that of a recurrent state. 0 for keys and
+    values.
+    """
     window: int | None = None
     """The number of tokens that a query attends to, itself included, if the layer has a sliding window or chunks."""
     shared_with: Name | None = None
     """The cache tensor of another layer that this layer reads instead of one of its own; it then takes no memory."""
     source: Literal["decoder", "encoder"] = "decoder"
-    """Whose tokens it holds. Cross attention holds the encoder's."""
+    """Whether the tensor holds keys and values of the decoder's own tokens or, in cross attention, of the encoder's tokens."""
     length: int | None = None
     """For cross attention, the number of the encoder's tokens if the model fixes it, as Whisper does; otherwise None."""
 

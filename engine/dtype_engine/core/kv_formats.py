@@ -17,9 +17,9 @@ from dtype_engine.core.kv_cache import KV_CACHE, PARTS
 from dtype_engine.core.suggest import nearest
 
 SCANNED = "kv:"
-"""What precedes a format in the list of a scan's dtypes if KV caches are scanned in it, as in `kv:fp8`."""
+"""The prefix by which a scan's list of dtypes distinguishes a format of KV caches, as in `kv:fp8`, from a dtype of weights."""
 GROUP, WINDOW = 32, 128
-"""KIVI's group of values that share a scale, and the newest tokens that it does not round."""
+"""For KIVI: how many values share a scale, and for how many of the newest tokens values stay unrounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class KVFormat:
 
     name: str
     dtype: str
-    """The dtype of an element, or a block format, in `dtypes.BY_NAME`; "" for integers with zero points."""
+    """A key of `dtypes.BY_NAME`: the dtype of an element, or a block format. "" for integers with zero points."""
     scales: Literal["none", "tensor", "head", "token", "blocks", "kivi"] = "none"
     """Which values share a scale: all of a tensor; those of one head; those of one token in one head; blocks of one token in one
     head; or, for KIVI, those of one channel in `GROUP` tokens (keys), and of one token in `GROUP` channels (values).
     """
     bits: int = 0
-    """The bits of an element."""
+    """The number of bits of an element, without scales."""
 
     @property
     def calibrated(self) -> bool:
@@ -79,9 +79,9 @@ KV_FORMATS = {
         KVFormat("int2@kivi", "", "kivi", 2),
     )
 }
-"""All formats of a KV cache, by the name that rules have."""
+"""All formats of a KV cache, keyed by their name in rules."""
 ONLY_KV = frozenset(KV_FORMATS) - frozenset(dtypes.CASTABLE_DTYPES)
-"""The formats that only KV caches have, not weights."""
+"""The names of the formats that KV caches can have and weights can't."""
 
 
 _OF_VLLM = {f"{name}_per_token_head": f"{name}@token" for name in ("fp8", "int8", "int4")}
@@ -93,7 +93,7 @@ def names_caches(pattern: str) -> bool:
 
 
 def may_name_caches(pattern: str) -> bool:
-    """Return whether a pattern can name KV caches: it names `kv_cache`, or its last part is one of a cache, as in `*.v`."""
+    """Return whether a pattern can name KV caches: it contains `kv_cache`, or its last part is in `PARTS`, as in `*.v`."""
     last = pattern.rpartition(".")[2].strip("{}")
     return names_caches(pattern) or not {part.strip() for part in last.split(",")}.isdisjoint(PARTS)
 

@@ -166,7 +166,7 @@ def portable(options: Options, threads: int | None) -> Options:
 
 
 def _absolute_metric(text: str) -> str:
-    """Return a metric of `Options.metrics` whose file, if it names one, is an absolute path."""
+    """Return an entry of `Options.metrics`. If it names a file, the path of this file is made absolute."""
     before, colon, after = text.rpartition(":")
     if text.startswith(LM_EVAL):
         return f"{LM_EVAL}{_absolute(Path(after))}" if Path(after).suffix in (".yaml", ".yml") else text

@@ -78,7 +78,7 @@ def opened_as(session: Session, source: Source, threads: int) -> Opened:
     no inputs.
     """
     weights, inputs = describe(session)
-    # Without the number of the device: a worker sees only its own.
+    # The device's number is left out, because a worker sees only its own GPU, whose number there is 0.
     options = replace(session.options, settings=session.settings, device=session.model.device.type)
     return Opened(model_text(source), portable(options, threads), weights, inputs)
 

@@ -26,11 +26,11 @@ _MODELOPT = {_FP8 + dtypes.PER_TENSOR: "FP8", "nvfp4": "NVFP4"}
 
 @dataclass(frozen=True, slots=True)
 class CacheProblem:
-    """What a runtime does otherwise than a plan says, and the tensors of KV caches for which it does."""
+    """A difference between what a plan says about KV caches and what a runtime does, and the cache tensors that it affects."""
 
     why: str
     refused: bool
-    """Whether the runtime can't do it at all. Otherwise, it computes with other values."""
+    """Whether the runtime has no such format or no such mix of formats. If False, it computes, but with other values."""
     tensors: tuple[str, ...]
 
 
@@ -39,12 +39,14 @@ class CacheServing:
     """How one runtime is told the formats of a plan's KV caches."""
 
     flags: tuple[str, ...] = ()
-    """The options of the runtime's command line, such as `--kv-cache-dtype` and `fp8`. Empty if a problem leaves none."""
+    """The options of the runtime's command line, such as `--kv-cache-dtype` and `fp8`. Empty if the runtime can't be told."""
     problems: tuple[CacheProblem, ...] = ()
 
 
 def cache_serving(tree: Tree, caches: Mapping[str, str], runtime: str) -> CacheServing:
-    """Return how a runtime is told the formats `caches` of KV caches, by the tensor's name. runtime: "vllm", "sglang" or
+    """Return the options that tell a runtime the formats of KV caches, and what the runtime would do differently.
+
+    caches: the format of each cache tensor that a rule decides, keyed by the tensor's name. runtime: "vllm", "sglang" or
     "llama.cpp".
     """
     if not caches:
@@ -118,8 +120,9 @@ def _unknown(caches: Mapping[str, str], names: Mapping[str, str], title: str) ->
 
 
 def modelopt_layers(tree: Tree, caches: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], tuple[str, ...]]:
-    """Return ModelOpt's `kv_cache_quantized_layers`, which maps an attention to its format, and the tensors of KV caches whose
-    format ModelOpt does not have.
+    """Return a pair: ModelOpt's `kv_cache_quantized_layers`, which maps the name of an attention module to its format; and the
+    names of the cache tensors with a format that ModelOpt does not have. caches: the formats, keyed by the name of the cache
+    tensor.
     """
     of_module: dict[str, list[str | None]] = {}
     for tensor in tree.kv_cache.tensors:

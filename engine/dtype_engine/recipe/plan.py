@@ -40,8 +40,8 @@ class Selection:
         return len(self.tensors) + len(self.caches)
 
     def for_dtype(self, dtype: str) -> Selection:
-        """Return what a rule with this dtype selects: weights can't have the formats of KV caches alone, and caches only have
-        their own formats.
+        """Return what a rule with this dtype selects: no weights if only KV caches can have it, and no caches if only weights
+        can.
         """
         if dtype in ONLY_KV:
             return replace(self, tensors=(), uncastable=())
@@ -170,8 +170,8 @@ class Plan:
         return self.dtypes == other.dtypes and self.caches == other.caches
 
     def effects(self, tree: Tree, among: Collection[str] | None = None) -> Iterator[RuleEffect]:
-        """Yield the effect of each rule, in the recipe's order. among: if given, only tensors with these canonical names are
-        considered, of weights and of KV caches.
+        """Yield the effect of each rule, in the recipe's order. among: if given, the canonical names of the only weights and cache
+        tensors to consider.
         """
         for index, (rule, selection) in enumerate(zip(self.recipe.rules, self.selections, strict=True)):
             taken = tuple(tree.tensors[name] for name in selection.tensors if among is None or name in among)

@@ -31,9 +31,10 @@ def default_context(tree: Tree) -> int:
 
 
 def cache_bytes(tree: Tree, formats: Mapping[str, str], dtype: str, context: int, batch: int) -> dict[str, int]:
-    """Return the bytes of the KV cache for `batch` sequences of `context` tokens, by format, that of the most bytes first.
+    """Return the bytes of the KV cache for `batch` sequences of `context` tokens, keyed by format. The format with the most bytes
+    comes first.
 
-    formats: the formats of the cache's tensors, by name. dtype: that of all others.
+    formats: the formats of those cache tensors that have one, keyed by name. dtype: the dtype of all other cache tensors.
     """
     found: dict[str, int] = {}
     for tensor in tree.kv_cache.tensors:
@@ -54,9 +55,9 @@ def largest_context(
 ) -> int:
     """Return the largest context of at most `longest` tokens that fits in a budget, or 0 if none does.
 
-    fixed: the bytes of weights and KV cache at a context. activations: those of activations, or None to leave them out. It takes
-    seconds, so it is called for at most eight contexts. The result was one of them, and contexts that are a few percent larger may
-    fit as well.
+    fixed: returns the bytes of weights and KV cache at a context. activations: returns those of activations, or is None. A call
+    takes seconds, so it is called for at most eight contexts, and interpolated between them. The result is one of these contexts,
+    so a context that is a few percent larger may fit as well.
     """
     high = _largest(fixed, budget, longest)
     if activations is None or high == 0:
@@ -78,7 +79,9 @@ def largest_context(
 
 
 def _largest(total: Callable[[int], float], budget: int, high: int) -> int:
-    """Return the largest context up to `high` whose total fits in the budget, or 0. total: does not fall."""
+    """Return the largest context up to `high` whose total fits in the budget, or 0. total: returns the bytes at a context, which
+    never become fewer as the context grows.
+    """
     low = 0
     while low < high:
         middle = (low + high + 1) // 2
@@ -87,7 +90,8 @@ def _largest(total: Callable[[int], float], budget: int, high: int) -> int:
 
 
 def interpolated(known: Mapping[int, int], context: int) -> float:
-    """Return the value at a context of the parabola through the three nearest known points, or of the line through two.
+    """Return the bytes of activations at a context, from the parabola through the three nearest contexts in `known`, or from the
+    line through two. known: the bytes, keyed by context.
 
     Activations grow with the context or, where attention needs its whole matrix, with its square.
     """

@@ -20,7 +20,7 @@ _EFFECTS: Mapping[str, tuple[str, Literal["error", "warning", "note"]]] = {
     "stays wide": ("the runtime leaves weights unquantized", "warning"),
     "slower": ("the runtime is slower with these weights", "note"),
 }
-"""The title and the severity of each effect that a runtime can have."""
+"""Maps the effect of a finding (`Finding.effect`) to its title and its severity in SARIF."""
 
 
 @dataclass(frozen=True, slots=True)

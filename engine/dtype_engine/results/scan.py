@@ -143,7 +143,7 @@ class SearchReport:
     context: int | None = None
     """The tokens of each sequence for which the bytes include KV caches. None if they don't."""
     cache_bytes: int = 0
-    """Those of `planned_bytes` that are KV caches."""
+    """How many of the `planned_bytes` are those of KV caches."""
 
     def __repr__(self) -> str:
         measured = "" if self.measured is None else f", measured {self.measured:.4e}"

@@ -80,8 +80,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def cache_budget(device: torch.device) -> int:
-    """Return the budget in bytes for what can be computed again, in the memory of the process or of a device: `memory_budget`, and
-    at most a quarter of what is free on the device.
+    """Return how many bytes of results may be kept on a device although they could be computed again: `memory_budget`, but on an
+    accelerator at most a quarter of its free memory.
     """
     free = free_bytes(device)
     return memory_budget() if free is None else min(memory_budget(), free // 4)
@@ -147,8 +147,9 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def exact_float32(device: torch.device) -> Iterator[None]:
-    """Make products and convolutions of float32 tensors exact in the block: without TF32, whose 10 bits of mantissa torch allows
-    convolutions on CUDA unless told otherwise, and without the bfloat16 that a process may have allowed on a CPU.
+    """Make torch compute matrix products and convolutions of float32 tensors in full float32 while the block runs. By default,
+    torch uses TF32, with 10 bits of mantissa, for convolutions on CUDA, and a process may have allowed bfloat16 for products on a
+    CPU.
     """
     matmul = torch.get_float32_matmul_precision()
     cudnn: Any = torch.backends.cudnn
@@ -157,7 +158,7 @@ def exact_float32(device: torch.device) -> Iterator[None]:
         if matmul != "highest":
             torch.set_float32_matmul_precision("highest")
         if device.type == "cuda":
-            cudnn.allow_tf32 = False  # what a model's code may read; the rest is what counts
+            cudnn.allow_tf32 = False  # for model code that reads this flag; torch itself uses the next line
             cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "ieee"
         yield
     finally:

@@ -71,9 +71,11 @@ class Constraints:
     it.
     """
     context: int | None = None
-    """The tokens of each sequence for which KV caches count among the bytes, and get a format. None: they do neither."""
+    """The number of tokens in each sequence of the KV caches. Their bytes then count, and the search chooses their formats. If
+    None, the search leaves KV caches out.
+    """
     batch: int = 1
-    """The number of sequences whose KV caches count."""
+    """The number of sequences in the KV caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +137,11 @@ def _cache_choices(
     allowed: frozenset[str],
     constraints: Constraints,
 ) -> tuple[Choice, ...]:
-    """Return the possible formats of one tensor of a KV cache. `dtypes.STORED` is that which the model writes without a rule,
-    with the score 0. allowed: the formats that it may have, such as `kv:fp8`; it may always stay as the model writes it, unless
-    formats are given for it and this is not among them.
+    """Return the possible formats of one tensor of a KV cache, each with its bytes and score.
+
+    `dtypes.STORED` stands for the dtype that the model writes without a rule, with the score 0. It is left out if `allowed` names
+    formats and not this one, and a score is known for one of them. allowed: formats such as `kv:fp8`; if empty, no format but
+    `dtypes.STORED`.
     """
     context, batch = constraints.context or 0, constraints.batch
     choices = [

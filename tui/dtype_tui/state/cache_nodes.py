@@ -6,11 +6,13 @@ from dtype_engine.core.kv_cache import KV_CACHE, KVCacheTensor
 from dtype_engine.core.tree import Module, Tree
 
 CacheNodes = dict[str, tuple[KVCacheTensor, ...]]
-"""The tensors of KV caches at or below a node, by the node's name."""
+"""The cache tensors at or below each node of a KV cache, keyed by the node's name."""
 
 
 def add_cache_nodes(tree: Tree) -> CacheNodes:
-    """Add the nodes to a tree, unless it has them, and return them. They are modules that hold no weights."""
+    """Add the nodes of KV caches to a tree that lacks them. They are modules without weights. Return the cache tensors at or below
+    each of them, keyed by the node's name.
+    """
     found: CacheNodes = {}
     for tensor in tree.kv_cache.tensors:
         attention = tree.modules.get(tensor.module)
@@ -28,7 +30,7 @@ def add_cache_nodes(tree: Tree) -> CacheNodes:
 
 
 def _is_real(tree: Tree, node: str) -> bool:
-    """Return whether a module of the model itself has the name of a cache's node."""
+    """Return whether the module `node` of the tree is one of the model's own, and not one that `add_cache_nodes` made."""
     module = tree.modules[node]
     return module.class_name is not None or bool(module.tensors) or module.end > module.first
 

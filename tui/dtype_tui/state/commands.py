@@ -59,7 +59,7 @@ WITH_ARGUMENTS = (
     Command("go", "go_to", ("node",), "Go to a node by its name"),
     Command("sort", "sort_by", ("order",), "Sort children by this"),
     Command("context", "use_context", ("tokens", "sequences"), "Show KV caches at this many tokens and sequences", 1),
-    Command("budget", "use_budget", ("bytes",), "Say which context fits in this size; alone: no longer", 0),
+    Command("budget", "use_budget", ("bytes",), "Show which context fits in this size; alone: show none", 0),
     Command("columns", "show_columns", ("columns",), "Show these columns; alone: show all", 0),
     Command("theme", "use_theme", ("theme",), "Use this colour theme"),
     Command("export", "export_to", ("folder",), "Write a checkpoint in the planned dtypes"),

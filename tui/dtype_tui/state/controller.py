@@ -341,12 +341,14 @@ class Controller:
         self._changed()
 
     def set_budget(self, budget: int | None) -> None:
-        """Say up to which context all fits in a budget of bytes. None: no longer."""
+        """Show the largest context at which weights, KV cache and activations fit in `budget` bytes. None: show none."""
         self.experiment.budget = budget
         self._changed()
 
     def estimate_activations(self) -> None:
-        """Ask the engine for the memory of activations at the context and at two longer ones, between which it is interpolated."""
+        """Ask the engine for the memory of activations at the current context and at two longer ones. Values for contexts between
+        them are interpolated.
+        """
         context = self.experiment.tokens
         contexts = sorted({context, 2 * context, max(4 * context, self.experiment.tree.kv_cache.longest or 0)})
         self.engine.request(EstimateActivations(tuple(contexts), self.experiment.batch))

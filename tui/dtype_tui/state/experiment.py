@@ -101,15 +101,15 @@ class Experiment:
     """
     memory: MemoryStats | None = None
     context: int | None = None
-    """The tokens of each sequence for which the bytes of KV caches are shown. None: as `default_context` says."""
+    """The number of tokens in each sequence of the KV caches whose bytes are shown. None: that of `default_context`."""
     batch: int = 1
-    """The number of sequences for which they are shown."""
+    """The number of sequences in the KV caches whose bytes are shown."""
     budget: int | None = None
-    """The bytes into which weights, KV cache and activations are to fit, or None."""
+    """The bytes in which weights, KV cache and activations together are to fit. None if the user gave no budget."""
     peaks: tuple[ActivationMemory, ...] = ()
     """The memory of activations at several contexts, or () while it is unknown."""
     caches: CacheNodes = field(init=False)
-    """The tensors of KV caches at or below a node of the tree, by the node's name."""
+    """The cache tensors at or below each node of a KV cache in the tree, keyed by the node's name."""
     floor: NoiseFloor | None = None
     measured: tuple[MeasuredRecipe, ...] = ()
     module_log: ModuleLog = field(default_factory=ModuleLog)
@@ -124,7 +124,7 @@ class Experiment:
     """
 
     _serving: tuple[object, ServingMemory] | None = field(default=None, init=False)
-    """The memory that `serving` returned last, and what it was computed for."""
+    """What `serving` returned last, after the values from which it was computed."""
     _prepared: tuple[Plan, NodeTotals] | None = field(default=None, init=False)
     """The plan of the current recipe for a tree that is about to replace `tree`, and the totals (such as bytes by dtype) of each
     node. `prepare` computes both in advance for the next call of `replace_tree`.

@@ -22,8 +22,9 @@ _STRATEGIES = {"float8_e4m3fn@tensor": "tensor", "fp8@head": "attn_head"}
 
 
 def cache_scheme(tree: Tree, caches: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the `kv_cache_scheme` of a plan's KV caches, or None if it can't express them: it has one format, fp8 with calibrated
-    scales, for the keys and values of all layers. caches: the formats by name.
+    """Return the `kv_cache_scheme` for a plan's KV caches, or None. A scheme can only say that the keys and values of all layers
+    are in fp8 with calibrated scales, either one for each tensor or one for each head. caches: the formats, keyed by the name of
+    the cache tensor.
     """
     forms = {caches.get(tensor.name) for tensor in tree.kv_cache.tensors if tensor.castable}
     parts = {tensor.part for tensor in tree.kv_cache.tensors if tensor.castable}

@@ -25,11 +25,11 @@ _EARLIEST, _LATEST = 900.0, 100.0
 _TOKENS = 16
 _LARGEST = 64
 _TIME_IDS = 6
-"""The number of sizes and positions of the picture with which SDXL is conditioned."""
+"""SDXL is conditioned with this many numbers: the sizes and the position of the picture."""
 _PICTURE = 256
 """The largest height and width, in pixels, of the pictures that a pipeline makes without being told a size."""
 _VIDEO = 64
-"""The same for the frames of a video."""
+"""The largest height and width, in pixels, of the frames of a video that a pipeline makes without being told a size."""
 _PIPELINE_STEPS = 4
 _FRAMES = 9
 _PROMPT = "a photograph of a cat"
@@ -62,7 +62,7 @@ def diffusers_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 class _Draw:
-    """Draws normally distributed numbers from its own generator."""
+    """Draws tensors of normally distributed float32 numbers from a generator of its own."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -72,7 +72,7 @@ class _Draw:
 
 
 def _size(config: Any, otherwise: int = _LARGEST) -> tuple[int, int]:
-    """Return the height and the width of the latents."""
+    """Return the height and the width of the latents. otherwise: both of them, if the configuration has no `sample_size`."""
     size = config.get("sample_size") or otherwise
     return (int(size), int(size)) if isinstance(size, (int, float)) else (int(size[0]), int(size[1]))
 

@@ -36,7 +36,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._counted = {storage_id(tensor): 0 for tensor in known}
         self._now = self.peak = 0
         self.running = self.module = ""
-        """The module that is running, and the one that ran at the peak."""
+        """The names of the module that is running (`running`), and of the module that ran at the peak (`module`)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -95,12 +95,12 @@ class ActivationEstimator:
         self._module = module.eval()
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._width = 1
-        """By how much the dtype of the pass is wider than that of the fake tensors."""
+        """How many times as many bytes an element has in the dtype of the pass as in the dtype of the fake tensors."""
         self._make_tensors(dtype)
         self._dtype = dtype
 
     def _make_tensors(self, dtype: torch.dtype) -> None:
-        """Give the module fake tensors on the CPU."""
+        """Replace the parameters and buffers of the module by fake tensors on the CPU, those of floats in `dtype`."""
         with self._mode:
             for child in self._module.modules():
                 for name, tensor in [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]:
@@ -127,7 +127,7 @@ class ActivationEstimator:
     def _estimate(self, context: int, batch: int) -> ActivationMemory:
         logger = logging.getLogger("torch._subclasses.fake_tensor")
         level = logger.level
-        logger.setLevel(logging.CRITICAL + 1)  # the exception tells of a failure
+        logger.setLevel(logging.CRITICAL + 1)  # what it would log about a failure is also in the exception
         try:
             with self._mode:
                 return _pass(self._module, _inputs(self._module, context, batch), context, batch, estimated=True)

@@ -54,7 +54,7 @@ def per_example(metric: Any) -> tuple[Callable[[Any, dict[str, Any]], list[Any]]
                 merged = torch.stack(values) if reduction is None else reduction(torch.stack(values))
             setattr(metric, name, merged)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it did not see `update`
+            warnings.simplefilter("ignore")  # torchmetrics warns that `update` was not called
             return float(metric.compute())
 
     return states, compute

@@ -118,13 +118,13 @@ def _values(
 
 
 def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a notice for the user if config.json says that the inputs of quantized layers are rounded, because measurements round
-    them only if they are told to, or not at all. Otherwise, return ().
+    """Return a notice for the user if config.json says that runtimes round the inputs of quantized layers. Measurements round these
+    inputs only on request, and some formats never. Otherwise, return ().
     """
     if any(input_format(weight, checkpoint.config) for weight in checkpoint.encoded.values()):
         return (
-            "the inputs of quantized layers are rounded when this checkpoint is served, as it declares; they are here with "
-            "--quantize-activations weights",
+            "this checkpoint declares that runtimes round the inputs of its quantized layers; --quantize-activations weights "
+            "rounds them here, too",
         )
     settings = declared(checkpoint.config or {})
     groups = settings.get("config_groups")

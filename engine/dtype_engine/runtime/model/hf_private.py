@@ -34,8 +34,11 @@ def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def renamed_on_load(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return the names that diffusers gives to tensors of older files (`names`) when it loads them, by the files' names. Names that
-    stay are left out. Without `_fix_state_dict_keys_on_load`, the result is empty.
+    """Return a mapping from the names that tensors have in older files of diffusers to the names that diffusers gives them on
+    loading.
+
+    names: the names in the files. Names that do not change are left out. If the module has no `_fix_state_dict_keys_on_load`, the
+    result is empty.
     """
     fix = getattr(module, "_fix_state_dict_keys_on_load", None)
     if fix is None:

@@ -77,7 +77,7 @@ class Weight:
     runtimes fuse.
     """
     _sharing: tuple[Weight, ...] = ()
-    """The weights of `shares`."""
+    """The weights whose names are in `shares`."""
     _amax: float | None = None
 
     @property
@@ -124,14 +124,15 @@ class Weight:
         amax = max((weight.amax for weight in self._sharing), default=None)
         stored = self.stored.read(self.tensor.device)
         made = cast_or_quantize(stored, self.dtype, amax)
-        if self.dtype not in self.losses:  # counted now, since the values would have to be read again later
+        if self.dtype not in self.losses:  # later, the values would have to be read again
             self.losses[self.dtype] = count_losses(self.info.name, stored, self.dtype, made[0], never)
         return made
 
     @property
     def input_format(self) -> str:
-        """The format to which runtimes round what is multiplied by this weight in matrix products: that of the weight, or, if
-        another program quantized it and no rule casts it, the one that its files declare. "" if they round nothing.
+        """The format to which runtimes round the activations that are multiplied by this weight in matrix products. It is the
+        weight's format or, if another program quantized the weight and no rule casts it, the format that the files declare. "" if
+        runtimes do not round them.
         """
         return self.dtype if self.scale is not None else self.stored.input_format if self.decoded else ""
 
@@ -177,7 +178,7 @@ class Weight:
             return None
         if dtype not in self.losses:
             if self.visited:
-                held = self.current()[0] if cast else None  # which may already count
+                held = self.current()[0] if cast else None  # reading the cast values may already count their losses
             else:
                 held = (self.tensor.data if self.stashed is None else self.stashed) if cast else None
             if dtype not in self.losses:
@@ -207,8 +208,11 @@ def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight
 
 
 def _move(module: nn.Module, device: torch.device, originals: dict[int, torch.Tensor]) -> None:
-    """Move a module to a device. Where torch replaces tensor objects by new ones, as for devices that it does not know itself, what
-    several places share stays shared, and `originals`, keyed by the `id` of the object, gets the new ones.
+    """Move a module to a device. For some devices, torch replaces the module's tensor objects by new ones. Modules that shared one
+    object then share the new one.
+
+    originals: a mapping whose keys are the `id`s of tensor objects; it gets an entry for the `id` of each new object, with the
+    value of the old one.
     """
     places: dict[int, list[tuple[dict[str, torch.Tensor | None], str]]] = {}
     for child in module.modules():

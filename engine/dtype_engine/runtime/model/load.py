@@ -134,7 +134,7 @@ def _from_checkpoint(
         large = any(len(weight.info.shape) > 2 and 4 * weight.info.numel > visits.most for weight in stacks)
         choose: Any = getattr(live.module, "set_experts_implementation", None)
         if large and choose is not None:
-            choose("eager")  # it reads only the experts that tokens are sent to
+            choose("eager")  # this implementation reads only the experts to which tokens are sent
             live.notices += ("experts are computed one by one, which rounds otherwise than grouped products",)
     return live
 
@@ -146,7 +146,9 @@ def _limit(device: torch.device, limits: Mapping[str, int], default: int) -> int
 
 
 def blocks(live: LiveModel, most: int) -> dict[str, tuple[ByteRange, ...]]:
-    """Divide a model that is larger than memory, or whose reference is, into blocks of at most `most` bytes (see `blocks_of`)."""
+    """Divide a model into blocks of at most `most` bytes (see `blocks_of`). The model, or the other checkpoint with which its
+    reference computes, is larger than memory.
+    """
     in_files = {key: weight.stored.in_files or weight.reference.in_files for key, weight in live.by_id.items()}
     return blocks_of(live.module, {key: tensors for key, tensors in in_files.items() if tensors}, most)
 

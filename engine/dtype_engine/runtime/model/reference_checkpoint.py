@@ -70,7 +70,8 @@ def use_reference(live: LiveModel, source: Source, options: Options, on_step: On
         for weight in live.weights.values():
             if isinstance(weight.other_reference, VisitedValues):
                 weight.other_reference.visits = visits
-        # A pass reads the files of one of the two models, and only using them shows which.
+        # A pass reads the files of only one of the two checkpoints. Which one is known when a weight is used, so the blocks have no
+        # ranges in advance.
         visits.use_blocks(dict.fromkeys(blocks(live, visits.most), ()))
     live.reference = options.reference
     live.notices += tuple(f"of the reference: {notice}" for notice in other.notices if notice not in live.notices)

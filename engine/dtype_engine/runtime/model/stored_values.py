@@ -263,7 +263,7 @@ class StackedValues(StoredValues):
 class VisitedValues(StoredValues):
     """The values of a weight of a model that is larger than memory: they are read once in each visit to a block of the model.
 
-    values: reads them. visits: keeps what was read until the block ends.
+    values: reads the values from the files. visits: keeps the values that were read until the visit ends.
     """
 
     decoded = True

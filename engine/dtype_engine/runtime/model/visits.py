@@ -45,7 +45,7 @@ class BlockVisits:
         blocks: for each block, by the name of its module, the ranges of the files that it reads. `use_blocks` sets it.
         most: how many bytes a block takes at most, as float32.
         keeps_pages: whether the files stay in memory, because only an accelerator's memory is too small for the weights.
-        bytes_read: how many bytes of the files all visits until now were about.
+        bytes_read: the size of the ranges of all blocks visited until now; a block counts once for each visit.
     """
 
     def __init__(self, most: int, keeps_pages: bool = False) -> None:
@@ -73,7 +73,9 @@ class BlockVisits:
         self._next = dict(pairwise(self.blocks))
 
     def enter(self, name: str) -> None:
-        """Begin a visit to a block, which ends the previous visit, and ask for the block that followed it last time."""
+        """Begin a visit to a block, which ends the previous visit. Ask the system to read the pages of this block and of the block
+        that followed it last time.
+        """
         if name == self._inside:
             return
         if self._inside:
@@ -88,7 +90,7 @@ class BlockVisits:
             self._ask(following)
 
     def leave(self) -> None:
-        """End the current visit: release what was kept, and give the pages back."""
+        """End the current visit: release the values that were kept, and tell the system that their pages are no longer needed."""
         ranges = set(self.blocks.get(self._inside, ()))
         for values in self._used.values():
             values.release()
@@ -101,9 +103,8 @@ class BlockVisits:
             _each_file(ranges, _forget)
 
     def once(self, key: Any, make: Callable[[], T], values: _InFiles) -> T:
-        """Return `make()`, which is called only once for each key in a visit. Outside of all blocks, it is called each time.
-
-        values: the values in files from which the result is made, whose pages are given back at the end of the visit.
+        """Return the result of `make`. In a visit, `make` is called once for each key, and its result is kept. Outside of all
+        blocks, it is called each time. values: the values in files from which the result is made.
         """
         if not self._inside:
             return make()

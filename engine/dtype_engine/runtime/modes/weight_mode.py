@@ -263,7 +263,7 @@ class WeightMode(TorchFunctionMode):
         return False
 
     def input_format(self, weight: Weight) -> str:
-        """Return the format to which activations multiplied by a weight are rounded where activations are, or ""."""
+        """Return the format to which activations multiplied by this weight are rounded if the run settings ask for it, or ""."""
         return weight.dtype if self.is_quantized(weight) else ""
 
     def is_weight(self, tensor: torch.Tensor) -> bool:

@@ -72,7 +72,7 @@ class ForwardRunner:
         self._autocast = torch_dtype(settings.autocast) if settings.autocast else None
         self._together: SideBySide | None = None
         self.last_seconds = 0.0
-        """How long the last pass by `under` took, without waiting for others."""
+        """The duration of the last pass by `under` in seconds, without the time in which it waited for passes beside it."""
         blocks = model.visits.blocks if model.visits is not None else ()
         autocast_on = model.device.type if settings.autocast else None
         self._calls = ModuleCalls(model.module, cancelled, autocast_on, blocks, self.enter_block)
@@ -103,7 +103,9 @@ class ForwardRunner:
         return [work() for work in works] if self.behavior.stateful else results
 
     def _suspended(self) -> Callable[[], None]:
-        """Return a function that makes the pass that is running now the running one again."""
+        """Return a function that resumes the pass that is running now, after other passes have run: calls are reported to it
+        again, and the random number generators have their present states.
+        """
         run, states = self._calls.under_way, random_states(self.model.device)
 
         def resume() -> None:
@@ -113,8 +115,8 @@ class ForwardRunner:
         return resume
 
     def enter_block(self, name: str) -> None:
-        """Begin to use the weights of a block of a model that is larger than memory. If passes run side by side, others may go on
-        before.
+        """Begin to use the weights of a block of a model that is larger than memory. If passes run side by side, this waits until
+        it is the turn of the current pass.
         """
         run, visits = self._calls.under_way, self.model.visits
         if self._together is None:
@@ -156,10 +158,10 @@ class ForwardRunner:
         return keeping_cache(batch) if self.model.cache_formats else batch
 
     def calibrate_caches(self, batches: Iterable[Batch], formats: Collection[str] | None = None) -> None:
-        """Run the reference over all inputs if a KV cache has a format with calibrated scales, and record the largest |value|
-        of each head. Nothing runs if they are known. Raises NoForward, KernelError and Cancelled.
+        """Record the largest |value| of each head in the KV caches of the reference, if one of `formats` has calibrated scales.
+        This runs the reference over all inputs, unless the values are already known. Raises NoForward, KernelError and Cancelled.
 
-        formats: the formats that some cache has; if None, those of the recipe.
+        formats: names in `KV_FORMATS`; if None, the formats of the recipe.
         """
         known, wanted = self.behavior.cache_amax, self.model.cache_formats.values() if formats is None else formats
         if known or not any(KV_FORMATS[form].calibrated for form in wanted):
@@ -258,8 +260,8 @@ class ForwardRunner:
         return ActivationRounding() if self.settings.quantize_activations == "weights" else None
 
     def _cache_rounding(self, inside: Callable[[str], bool]) -> CacheRounding | None:
-        """Return an object that rounds those KV caches during one pass for whose names `inside` is True, or None if no rule gives a
-        cache a format.
+        """Return an object that rounds KV caches during one pass, or None if no rule gives a cache a format. inside: returns
+        whether the cache tensor with a given name is to be rounded.
         """
         model = self.model
         if not model.cache_formats:
@@ -267,7 +269,9 @@ class ForwardRunner:
         return CacheRounding(model.cache_names, model.cache_formats, self.behavior.cache_amax, inside)
 
     def _refuse_unwritten(self, used: Collection[str]) -> None:
-        """Raise NoForward if a KV cache with a format was not written in a pass. used: the names of what the pass used."""
+        """Raise NoForward if a pass did not write to a KV cache for which the recipe has a format. used: the names of the weights
+        and cache tensors that the pass used.
+        """
         missing = [name for name in self.model.cache_formats if name not in used]
         if missing:
             raise NoForward(

@@ -131,7 +131,9 @@ class SideBySide:
         return time.perf_counter() - started
 
     def _hand_over(self) -> None:
-        """Let the pass go on that waits for the current block, or else the one that has come least far."""
+        """Resume one of the waiting passes: one that waits for the current block, otherwise the one that has entered its next block
+        the fewest times.
+        """
         if not self._waiting:
             return
         inside = self._visits.inside

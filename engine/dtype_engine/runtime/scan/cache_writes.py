@@ -32,8 +32,8 @@ class CacheWrite:
         return (self.name,)
 
     def errors(self, names: Sequence[str], amax: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the local errors in formats such as `kv:fp8`: [formats, elements]. amax: the calibrated largest |value| of
-        each head of all caches.
+        """Return a list with one tensor [formats, elements]: by how much each format changes what was written. names: formats such
+        as `kv:fp8`. amax: the calibrated largest |value| of each head, keyed by the name of the cache tensor.
         """
         states = self.outputs[0]
         forms = (name.removeprefix(SCANNED) for name in names)
@@ -47,13 +47,13 @@ class CacheRecorder(CacheWatcher):
 
     names: CacheNames
     on_gradient: Callable[[Any, int, torch.Tensor], None]
-    """A function that is called in backward passes with the written part, 0 and the gradient."""
+    """A function that is called in backward passes as `on_gradient(write, 0, gradient)`. 0 is the index of the only output."""
     writes: list[CacheWrite] = field(default_factory=list)
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
         for name in self.names.get(module, ())[part : part + 1]:
             if states.requires_grad:
-                states = states.view_as(states)  # one tensor may be written as keys and as values
+                states = states.view_as(states)  # a view, since one tensor may be written both as keys and as values
                 write = CacheWrite(name, part == 0, [states.detach()])
                 states.register_hook(partial(self.on_gradient, write, 0))  # type: ignore[no-untyped-call]
                 self.writes.append(write)

@@ -59,7 +59,7 @@ class Fingerprint:
             weights.update(f"{name} {weight.info.shape} {weight.info.dtype}\n".encode())
             for values in (weight.stored, weight.other_reference):
                 for stored in values.in_files if isinstance(values, VisitedValues) else ():
-                    _digest(_first_bytes(stored), weights)  # a sample of all values would read most of the file
+                    _digest(_first_bytes(stored), weights)  # every n-th value, as below, would read most of the file
                 for tensor in () if values is None or isinstance(values, VisitedValues) else values.tensors:
                     flat = tensor.reshape(-1)
                     _digest(flat[:: max(1, flat.numel() // _SAMPLED)], weights)

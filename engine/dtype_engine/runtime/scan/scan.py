@@ -60,7 +60,9 @@ output size.
 _SIDE_BY_SIDE = 8
 """How many sequences of a model that is larger than memory are scanned side by side."""
 _BLOCKS_HELD = 4
-"""The gradients and cast weights of such a scan take at most the memory of this many blocks as float32."""
+"""In a scan of a model that is larger than memory, gradients and cast weights take at most as much memory as this many blocks in
+float32.
+"""
 
 OnStep = Callable[[str, int, int | None], None]
 OnEstimate = Callable[[ScanReport], None]

@@ -88,9 +88,11 @@ def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torc
 
 
 def _sums_on_accelerator(reference: torch.Tensor, candidate: torch.Tensor) -> ElementSums:
-    """Return the sums over two flat outputs of at most 32 bits, with a quarter of the memory traffic of float64 copies, which is
-    what a comparison on an accelerator waits for. The difference is rounded to float32, and so are the sums over rows of
-    `_ROW_ELEMENTS`, of which the float64 sum is taken: an error of about 1e-7 of the sums.
+    """Return the sums over two flat outputs whose elements have at most 32 bits.
+
+    On an accelerator, memory traffic determines how long a comparison takes, and this function needs a quarter of what float64
+    copies would need. The difference is rounded to float32, and so is the sum over each row of `_ROW_ELEMENTS` elements; the rows
+    are then summed in float64. The relative error of a sum is about 1e-7.
     """
     if not len(reference):
         return ElementSums()
