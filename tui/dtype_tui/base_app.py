@@ -1,4 +1,4 @@
-"""The base class of the app and the model picker: colours, ASCII mode, messages, keys, and the exit after an unexpected error."""
+"""The base class of the app and the model picker: colors, ASCII mode, messages, keys, and the exit after an unexpected error."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class BaseApp(App[ReturnType]):
         """The last message that the user has read."""
 
     def get_css_variables(self) -> dict[str, str]:
-        """Return the variables of the style sheets. In every theme but those of the terminal's own colours, a list's cursor looks
+        """Return the variables of the style sheets. In every theme but those of the terminal's own colors, a list's cursor looks
         as in the tree.
         """
         theme = self.current_theme
@@ -73,7 +73,7 @@ class BaseApp(App[ReturnType]):
         return self.theme_variables
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Apply the theme's colours, as Textual's method of this name does. Before there is a screen, the style sheets are not
+        """Apply the theme's colors, as Textual's method of this name does. Before there is a screen, the style sheets are not
         parsed here, because the first screen parses them anyway.
         """
         if self.screen_stack:

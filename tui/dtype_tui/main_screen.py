@@ -466,9 +466,9 @@ class MainScreen(Screen[None]):
         self._words.sort_by(ORDERS[(ORDERS.index(self.tree_view.order) + 1) % len(ORDERS)])
 
     def action_fold(self) -> None:
-        """Switch between one row for neighbours that are alike and a row for each of them."""
+        """Switch between one row for neighbors that are alike and a row for each of them."""
         self.tree_view.fold(not self.tree_view.folds)
-        words = "neighbours that are alike share a row" if self.tree_view.folds else "every layer has a row of its own"
+        words = "neighbors that are alike share a row" if self.tree_view.folds else "every layer has a row of its own"
         self.say(words, "information")
 
     def action_next_pane(self) -> None:

@@ -1,6 +1,6 @@
-"""Recognises weights that other programs quantized: which tensors of a file form such a weight. These tensors are never cast.
+"""Recognizes weights that other programs quantized: which tensors of a file form such a weight. These tensors are never cast.
 
-A layout is recognised by the names that a program gives to a weight's tensors, and by the dtype of the codes. The names are taken
+A layout is recognized by the names that a program gives to a weight's tensors, and by the dtype of the codes. The names are taken
 from AutoGPTQ, AutoAWQ, bitsandbytes, compressed-tensors, torchao, optimum-quanto, HQQ, NVIDIA ModelOpt, ComfyUI, mlx-lm, and from
 the checkpoints of DeepSeek and gpt-oss as transformers 5.23 loads them.
 """

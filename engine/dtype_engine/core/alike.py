@@ -1,4 +1,4 @@
-"""Finds neighbouring modules that are alike, such as the layers of a transformer, so that they can be shown as one. Does not import
+"""Finds neighboring modules that are alike, such as the layers of a transformer, so that they can be shown as one. Does not import
 torch.
 """
 
@@ -28,8 +28,8 @@ class AlikeModules:
         self._has_ties = any(tensor.aliases for tensor in tree.tensors.values())
 
     def runs(self, modules: Sequence[Module]) -> Iterator[list[Module]]:
-        """Group neighbouring modules that are alike, and yield each group. Only modules whose labels are numbers, such as the
-        layers `0` and `1`, can share a group. Any other module is a group of its own. modules: neighbouring children of one module,
+        """Group neighboring modules that are alike, and yield each group. Only modules whose labels are numbers, such as the
+        layers `0` and `1`, can share a group. Any other module is a group of its own. modules: neighboring children of one module,
         in order.
         """
         run: list[Module] = []

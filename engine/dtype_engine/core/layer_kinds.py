@@ -1,7 +1,7 @@
 """Sorts a model's tensors by the kind of layer that holds them (attention, MLP, norms, ...). Does not import torch.
 
 No file says what a layer is for, so names and class names decide. Of the parts of a tensor's dotted name, the last one that is
-recognised gives the kind. In `model.layers.0.self_attn.q_norm.weight` this is `q_norm`: a norm inside an attention.
+recognized gives the kind. In `model.layers.0.self_attn.q_norm.weight` this is `q_norm`: a norm inside an attention.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BY_CLASS = [(kind, re.compile(pattern)) for kind, pattern in _CLASSES]
 
 
 def kinds_of_modules(tree: Tree) -> dict[str, str]:
-    """Return the kind of layer of every module, by its name. A module that isn't recognised has the kind of its parent."""
+    """Return the kind of layer of every module, by its name. A module that isn't recognized has the kind of its parent."""
     by_label: dict[tuple[str, str | None], str | None] = {}
     kinds: dict[str, str] = {}
     for module in tree.walk():

@@ -245,7 +245,7 @@ class NodeTotals(Mapping[str, Totals]):
         return self.of((self._tree.modules[module],))
 
     def of(self, modules: Sequence[Module]) -> Totals:
-        """Return the totals of several modules added up. modules: neighbouring children of one module, in the tree's order, or one
+        """Return the totals of several modules added up. modules: neighboring children of one module, in the tree's order, or one
         module.
         """
         start, stop = modules[0].first, modules[-1].end

@@ -178,7 +178,7 @@ def preset(name: str) -> Preset:
 
 
 def norms(tree: Tree) -> list[str]:
-    """Return patterns that match the normalisation layers."""
+    """Return patterns that match the normalization layers."""
     return _by_class(tree, lambda module: "norm" in (module.class_name or "").lower() and not module.children)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Grade = Literal["", "green", "yellow", "orange", "red"]
-"""The colour of a tile's mark. The tile's words say the same, so that the colour can be ignored. "" is no colour."""
+"""The color of a tile's mark. The tile's words say the same, so that the color can be ignored. "" is no color."""
 
 
 class Identifier(str):

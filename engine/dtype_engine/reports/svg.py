@@ -1,4 +1,4 @@
-"""Draws charts as SVG with texts below them, to be embedded in a page. All that a colour shows is also written as text.
+"""Draws charts as SVG with texts below them, to be embedded in a page. All that a color shows is also written as text.
 
 Across, positions are percentages of the page's width, so that on a phone the columns get narrower but the texts do not get smaller.
 """
@@ -11,7 +11,7 @@ from html import escape
 from dtype_engine.reports.blocks import BarChart, StackedBars
 
 _COLOURS = ("#4477aa", "#ee8866", "#44aa77", "#aa4488", "#bbaa33", "#888888")
-"""Colours that people with colour blindness can distinguish (after Paul Tol)."""
+"""Colors that people with color blindness can distinguish (after Paul Tol)."""
 
 
 def stacked_bars_svg(chart: StackedBars) -> str:

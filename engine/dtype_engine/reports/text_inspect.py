@@ -26,7 +26,7 @@ class TreeView:
     depth: int | None = None
     """How many levels below the model are shown; None shows all."""
     fold: bool = False
-    """Whether neighbouring layers that are alike are folded: the first is shown whole, and all others together as one line."""
+    """Whether neighboring layers that are alike are folded: the first is shown whole, and all others together as one line."""
     by_bytes: bool = False
     """Whether the largest children of a module come first. Otherwise they are in the model's order."""
 

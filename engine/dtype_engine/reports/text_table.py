@@ -1,4 +1,4 @@
-"""Formats tables as plain text for a terminal or a pipe, without lines, colours or trailing spaces."""
+"""Formats tables as plain text for a terminal or a pipe, without lines, colors or trailing spaces."""
 
 from __future__ import annotations
 

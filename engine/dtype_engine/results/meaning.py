@@ -24,7 +24,7 @@ Grade = Literal["green", "yellow", "orange", "red"]
 GRADES: Mapping[Word, Grade] = {
     "exact": "green", "under the floor": "green", "invisible": "green", "small": "yellow", "visible": "orange", "broken": "red",
 }  # fmt: skip
-"""The colour in which each word about a drift is shown, on the screen and in reports."""
+"""The color in which each word about a drift is shown, on the screen and in reports."""
 
 
 def rounding_sqnr_db(mantissa: int) -> float:

@@ -158,7 +158,7 @@ async def test_a_cast_on_a_fold_is_one_rule_for_all_members() -> None:
         await pilot.press("enter")
         await pilot.pause()
         page = screen(app)
-        assert "6 neighbours that are alike" in page
+        assert "6 neighbors that are alike" in page
         assert "1.16 MiB  bf16" in page
         await pilot.press("escape", "y", "x")
         assert app.clipboard == LAYERS

@@ -42,7 +42,7 @@ MAIN_KEYS: list[BindingType] = with_ids(
         Binding("N", "match(-1)", "Previous match", show=False),
         Binding("colon", "command", "Command line"),
         Binding("z", "next_order", "Change the order of children: the model's, by bytes, by drift"),
-        Binding("F", "fold", "Fold neighbours that are alike, or show each of them"),
+        Binding("F", "fold", "Fold neighbors that are alike, or show each of them"),
         Binding("y", "copy_name", "Copy the node's name"),
         Binding("Y", "copy_rules", "Copy the rules as --cast options"),
         Binding("enter", "details", "Details of the node"),
@@ -80,7 +80,7 @@ FRONT_KEYS: list[BindingType] = [
     Binding("plus,equals_sign", "zoom(2)", "Zoom in around the point"),
     Binding("minus", "zoom(0.5)", "Zoom out"),
     Binding("c", "compare", "Compare the point with the current recipe"),
-    Binding("m", "measure", "Measure the point and its neighbours"),
+    Binding("m", "measure", "Measure the point and its neighbors"),
     Binding("u", "undo", "Undo"),
     Binding("escape,q", "leave", "Close"),
 ]

@@ -39,7 +39,7 @@ class Config:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of command-line options, not yet converted by click. Each key is an option's name without dashes."""
     fold: bool = True
-    """Whether neighbouring modules that are alike, such as layers, share one row of the tree when the app starts."""
+    """Whether neighboring modules that are alike, such as layers, share one row of the tree when the app starts."""
 
 
 def config_path() -> Path:

@@ -1,9 +1,9 @@
-"""All colours of the screen, in one table.
+"""All colors of the screen, in one table.
 
-There are three groups, which share no colour: a hue for each family of dtypes, a ramp from green to red for how bad a drift is, and
-an accent for titles, keys and the edge of the cursor. Drawing code uses the names of the terminal's 16 colours. The app shows each
-name in the table's colour for a dark or a light theme. A theme of the terminal's own colours (`ansi-dark`, `ansi-light`) leaves the
-names as they are. A colour never carries information alone: it accompanies a word, a number or the length of a bar.
+There are three groups, which share no color: a hue for each family of dtypes, a ramp from green to red for how bad a drift is, and
+an accent for titles, keys and the edge of the cursor. Drawing code uses the names of the terminal's 16 colors. The app shows each
+name in the table's color for a dark or a light theme. A theme of the terminal's own colors (`ansi-dark`, `ansi-light`) leaves the
+names as they are. A color never carries information alone: it accompanies a word, a number or the length of a bar.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _theme(name: str, index: int) -> Theme:
 
 
 DARK, LIGHT = _meanings(0), _meanings(1)
-"""What the names of colours mean in a dark and in a light theme."""
+"""What the names of colors mean in a dark and in a light theme."""
 THEMES = _theme("dtype-dark", 0), _theme("dtype-light", 1)
 """The app's own themes, the default first. All of Textual's themes work, too."""
 
@@ -97,7 +97,7 @@ def cursor_variables(dark: bool) -> dict[str, str]:
 
 
 def colour(dtype: str) -> str:
-    """Return the name of the colour of a dtype's family. Formats with blocks have the colour of their elements' number type."""
+    """Return the name of the color of a dtype's family. Formats with blocks have the color of their elements' number type."""
     row = dtypes.BY_NAME.get(dtype)
     if dtype in _HUES or row is None:
         return _HUES.get(dtype, "bright_white")
@@ -111,7 +111,7 @@ def pill(dtype: str) -> tuple[str, Style]:
 
 
 def ramp(word: Word) -> str:
-    """Return the name of the colour for a word of `meaning`, such as "yellow" for "small"."""
+    """Return the name of the color for a word of `meaning`, such as "yellow" for "small"."""
     from dtype_engine.results.meaning import GRADES  # imported late, for a faster first paint
 
     grade = GRADES[word]
@@ -119,14 +119,14 @@ def ramp(word: Word) -> str:
 
 
 def sqnr_colour(sqnr_db: float, limits: Iterable[tuple[float, Word]]) -> str:
-    """Return the name of the colour for a module's SQNR, such as "yellow". sqnr_db: the SQNR in dB; NaN has the colour of the worst
+    """Return the name of the color for a module's SQNR, such as "yellow". sqnr_db: the SQNR in dB; NaN has the color of the worst
     word. limits: the minimum SQNR in dB of each word, such as (40.0, "small"), with the best word first.
     """
     return ramp(next((word for least, word in limits if sqnr_db >= least), "broken"))
 
 
 def heat(share: float) -> str:
-    """Return the name of the ramp's colour for a share of the worst, from 0 (best) to 1 (worst)."""
+    """Return the name of the ramp's color for a share of the worst, from 0 (best) to 1 (worst)."""
     return next(
         (name for least, name in ((0.75, "red"), (0.5, "bright_red"), (0.25, "yellow")) if share > least), "green"
     )

@@ -36,7 +36,7 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         stored = experiment.tree.totals().of(modules)
         planned = experiment.totals.of(modules)
         if len(modules) > 1:
-            grid.add_row("folded", f"{len(modules)} neighbours that are alike; all figures are those of all of them")
+            grid.add_row("folded", f"{len(modules)} neighbors that are alike; all figures are those of all of them")
         grid.add_row("class", module.class_name or _no_class(experiment))
         exact, short = f"{planned.parameters:,}", planned.parameters_text
         grid.add_row("parameters", short if planned.unknown or short == exact else f"{exact} ({short})")

@@ -322,7 +322,7 @@ class OptimiseScreen(ModalScreen[None]):
         self.app.push_screen(comparison_screen(self.experiment, point, current))
 
     def action_measure(self) -> None:
-        """Measure the recipes at the point under the cursor and at its neighbours: in parallel if there are several worker
+        """Measure the recipes at the point under the cursor and at its neighbors: in parallel if there are several worker
         processes, otherwise one by one.
         """
         front, here = self.front, self.solution

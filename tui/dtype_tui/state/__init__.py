@@ -1,1 +1,1 @@
-"""The app's state and behaviour, independent of widgets."""
+"""The app's state and behavior, independent of widgets."""

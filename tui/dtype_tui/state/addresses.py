@@ -1,4 +1,4 @@
-"""Recognises `ssh://` addresses, which name models on other machines."""
+"""Recognizes `ssh://` addresses, which name models on other machines."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ WITH_ARGUMENTS = (
     Command("context", "use_context", ("tokens", "sequences"), "Show KV caches at this many tokens and sequences", 1),
     Command("budget", "use_budget", ("bytes",), "Show which context fits in this size; alone: show none", 0),
     Command("columns", "show_columns", ("columns",), "Show these columns; alone: show all", 0),
-    Command("theme", "use_theme", ("theme",), "Use this colour theme"),
+    Command("theme", "use_theme", ("theme",), "Use this color theme"),
     Command("export", "export_to", ("folder",), "Write a checkpoint in the planned dtypes"),
     Command("recipe", "save_recipe_to", ("file",), "Write the rules and their measurement"),
     Command("report", "save_report_to", ("file",), "Write a report, .html or .md"),

@@ -1,4 +1,4 @@
-"""Folds neighbouring modules that are alike, such as the layers of a transformer, into one row of the tree.
+"""Folds neighboring modules that are alike, such as the layers of a transformer, into one row of the tree.
 
 The name of a fold is the pattern that matches its members, such as `model.layers.{2..9}`. It can be used wherever the name of a
 node can be used: in a rule, in the clipboard, and as the cursor of a saved session.
@@ -38,7 +38,7 @@ class Folds:
     found only when the node is opened.
 
     planned: the planned dtype of each tensor, by tensor name. drift: the drift of each measured module, by module name. A module
-    whose SQNR differs from its neighbours' by more than `NEAR_DB` is not folded with them. caches: the planned formats of KV
+    whose SQNR differs from its neighbors' by more than `NEAR_DB` is not folded with them. caches: the planned formats of KV
     caches, by the names of their tensors.
     """
 
@@ -83,7 +83,7 @@ class Folds:
                     yield from ((module,) for module in run)
 
     def _near(self, modules: Iterable[Module]) -> Iterator[list[Module]]:
-        """Yield runs of neighbours whose SQNRs differ by at most `NEAR_DB`. A module with an unknown SQNR always stays in the
+        """Yield runs of neighbors whose SQNRs differ by at most `NEAR_DB`. A module with an unknown SQNR always stays in the
         current run.
         """
         run: list[Module] = []
@@ -101,7 +101,7 @@ class Folds:
 
 
 def _decibels(drift: ModuleDrift | None) -> float | None:
-    """Return a module's SQNR in dB, limited to the range from 0 to `_INVISIBLE_DB`, for comparison with its neighbours. Returns
+    """Return a module's SQNR in dB, limited to the range from 0 to `_INVISIBLE_DB`, for comparison with its neighbors. Returns
     minus infinity if the module's output is not finite, and None if the SQNR is unknown.
     """
     if drift is None:

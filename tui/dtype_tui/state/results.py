@@ -78,7 +78,7 @@ class Results:
     @cached_property
     def sqnr_limits(self) -> Sequence[tuple[float, Word]]:
         """Pairs of (minimum SQNR in dB, word), such as (40.0, "small"), with the best word first. In this model, a module's SQNR
-        has the colour of its word.
+        has the color of its word.
         """
         from dtype_engine.results.meaning import sqnr_limits
 

@@ -1,4 +1,4 @@
-"""The look of the line under the cursor: a tint, and an edge in the accent colour at the left. It is the same in the tree and in
+"""The look of the line under the cursor: a tint, and an edge in the accent color at the left. It is the same in the tree and in
 every list. In the tree, the tint ends before the bars.
 
 Textual's own lists get the tint from the theme's variables `block-cursor-*`; see `palette.cursor_variables`.
@@ -16,11 +16,11 @@ from dtype_tui.rendering.palette import ACCENT
 EDGE = "▌"
 EDGE_STYLE = Style(color=ACCENT)
 _REVERSED = Style(reverse=True, dim=False, color="default")
-"""Reversed, dim or coloured text would have another background than the rest of the line."""
+"""Reversed, dim or colored text would have another background than the rest of the line."""
 
 
 def cursor_style(widget: Widget) -> Style:
-    """Return the style of the line under the cursor: the theme's tint or, in a theme of the terminal's own colours, reversed."""
+    """Return the style of the line under the cursor: the theme's tint or, in a theme of the terminal's own colors, reversed."""
     if widget.app.native_ansi_color:
         return _REVERSED
     return Style(bgcolor=widget.app.theme_variables["block-cursor-background"])
@@ -28,7 +28,7 @@ def cursor_style(widget: Widget) -> Style:
 
 def over_cursor(widget: Widget, segments: list[Segment], until: int) -> Strip:
     """Return a line as it looks under the cursor. segments: the line; the first segment is the cursor's edge. until: the column at
-    which the tint ends. Badges keep their colours.
+    which the tint ends. Badges keep their colors.
     """
     over, column, drawn = cursor_style(widget), 0, []
     for segment in segments:

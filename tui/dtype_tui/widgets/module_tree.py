@@ -56,7 +56,7 @@ class ModuleTree(ScrollView, can_focus=True):
     HELP = (
         "Every module and tensor: dtype (or a bar of the mix by bytes, and the name of the largest part), bytes under the recipe, "
         "with a bar of the share of the parent's bytes, and drift as SQNR in dB. The bar of the SQNR is full for the worst module "
-        "and empty for the best. Numbers of parameters appear in a wide terminal. Four or more neighbours that are alike, such as "
+        "and empty for the best. Numbers of parameters appear in a wide terminal. Four or more neighbors that are alike, such as "
         "layers, are folded into one row if they have the same structure and planned dtypes and SQNRs that differ by at most 6 dB. "
         "This row has the bytes of all of them and the SQNR of the worst. F switches between it and a row for each."
     )
@@ -97,7 +97,7 @@ class ModuleTree(ScrollView, can_focus=True):
         super().__init__(id=id)
         self.experiment = experiment
         self.folds = True
-        """Whether neighbours that are alike share one row."""
+        """Whether neighbors that are alike share one row."""
         self.rows: list[Row] = []
         self.cursor = 0
         self.preview: Preview | None = None
@@ -204,8 +204,8 @@ class ModuleTree(ScrollView, can_focus=True):
                 self._unfolded.update(member.name for member in (module and self._folds.around(module)) or ())
 
     def fold(self, folds: bool) -> None:
-        """Choose whether neighbours that are alike share one row. Folds that the user opened are closed. folds: False gives each
-        neighbour a row of its own.
+        """Choose whether neighbors that are alike share one row. Folds that the user opened are closed. folds: False gives each
+        neighbor a row of its own.
         """
         self.folds = folds
         self._unfolded.clear()
@@ -501,14 +501,14 @@ class ModuleTree(ScrollView, can_focus=True):
 
     @cached_property
     def _base(self) -> Style:
-        """The theme's colours for text and background, or a style without colours if the theme uses the terminal's own."""
+        """The theme's colors for text and background, or a style without colors if the theme uses the terminal's own."""
         if self.app.native_ansi_color:
             return PLAIN
         colours = self.rich_style
         return Style(color=colours.color, bgcolor=colours.bgcolor)
 
     def notify_style_update(self) -> None:
-        """Take over the colours of a new theme. Textual calls this when the theme has changed."""
+        """Take over the colors of a new theme. Textual calls this when the theme has changed."""
         self.__dict__.pop("_base", None)
         super().notify_style_update()
 

@@ -32,7 +32,7 @@ class CastPrompt(BottomPrompt):
     """
 
     HELP = (
-        "Tab completes the name of a format; otherwise it generalises the pattern from the node to its kind: model.layers.3.mlp, "
+        "Tab completes the name of a format; otherwise it generalizes the pattern from the node to its kind: model.layers.3.mlp, "
         "model.layers.*.mlp, *.mlp, type:LlamaMLP."
     )
 

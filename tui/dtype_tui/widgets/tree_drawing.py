@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import ModuleDrift, OutputDrift
     from dtype_tui.state.experiment import Experiment
 
-PLAIN = Style()  # never None: without colours, Textual uses the style of every segment
+PLAIN = Style()  # never None: without colors, Textual uses the style of every segment
 DIM = Style(dim=True)
 _BOLD = Style(bold=True)
 _LIT = Style(bold=True, color=ACCENT)

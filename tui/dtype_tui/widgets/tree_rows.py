@@ -1,5 +1,5 @@
 """The rows of the module tree and their order. Without a filter, a node has a row if all nodes above it are open. With a filter,
-the matching nodes and all nodes above them have rows. Neighbours that are alike may be folded into one row.
+the matching nodes and all nodes above them have rows. Neighbors that are alike may be folded into one row.
 """
 
 from __future__ import annotations

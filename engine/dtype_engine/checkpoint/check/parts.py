@@ -118,7 +118,7 @@ def _required_suffixes(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...
 
 def _layout_of_codes(name: str, tensor: CheckpointTensor) -> Layout | None:
     """If the tensor's name and dtype prove that it holds codes, return its quantization layout, such as GPTQ; otherwise None. This
-    recognises codes even if their scales are missing.
+    recognizes codes even if their scales are missing.
     """
     return next(
         (

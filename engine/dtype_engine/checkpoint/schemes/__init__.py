@@ -1,7 +1,7 @@
 """Readers that find out which tensors of a checkpoint form one quantized weight. There is a file for each quantization scheme.
 
 A reader gets the headers of all tensors. Of the values, it reads only small tensors, such as one that holds a shape. It returns
-the weights whose tensors are all there and have the dtypes and shapes that the scheme requires. Tensors that no reader recognises
+the weights whose tensors are all there and have the dtypes and shapes that the scheme requires. Tensors that no reader recognizes
 are handled like those of an unknown scheme, and `check` reports those that look like parts of a weight. The decoders are in
 `runtime/formats/schemes`.
 """

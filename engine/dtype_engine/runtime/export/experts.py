@@ -1,6 +1,6 @@
 """How vLLM and transformers load experts that were exported with scales. transformers packs all experts of a layer into one weight.
 
-The behaviour of transformers 5.23 with compressed-tensors 0.20 was tried; the behaviour of vLLM follows from its source.
+The behavior of transformers 5.23 with compressed-tensors 0.20 was tried; the behavior of vLLM follows from its source.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
             yield stage
             os.chmod(stage, 0o777 & ~umask())
             _sync_all(stage)
-            # The lock lasts until the folder is renamed. If this process ends before, the next export recognises its folder.
+            # The lock lasts until the folder is renamed. If this process ends before, the next export recognizes its folder.
             _give_name(stage, target, force)
             named = True
         fsync_dir(target)

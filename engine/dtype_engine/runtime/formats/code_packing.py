@@ -48,7 +48,7 @@ def unpack(packed: torch.Tensor, width: int, element: DType, packing: Packing) -
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """Pack e2m1 values, kept as float8_e4m3fn [rows, width], two to a byte. Returns uint8 [rows, bytes].
 
-    The values 0.5, 1, 1.5, ... 6 are the bytes 0x30, 0x38, 0x3c, ... 0x4c in float8_e4m3fn. From 1 on, neighbouring bytes differ by
+    The values 0.5, 1, 1.5, ... 6 are the bytes 0x30, 0x38, 0x3c, ... 0x4c in float8_e4m3fn. From 1 on, neighboring bytes differ by
     4, while the e2m1 codes of these values, 2 to 7, differ by 1.
     """
     rows, width = codes.shape

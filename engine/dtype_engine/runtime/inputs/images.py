@@ -158,7 +158,7 @@ def synthetic_planes(count: int, width: int, height: int) -> torch.Tensor:
 
 
 def synthetic_image(width: int, height: int) -> Image:
-    """Return a colour image of smooth waves, of `width` x `height` pixels, for an image processor."""
+    """Return a color image of smooth waves, of `width` x `height` pixels, for an image processor."""
     from PIL import Image
 
     levels = (synthetic_planes(3, width, height) * 127.5 + 127.5).clamp(0, 255).to(torch.uint8)
@@ -166,7 +166,7 @@ def synthetic_image(width: int, height: int) -> Image:
 
 
 def open_picture(path: Path, limits: InputLimits) -> Image:
-    """Return the image in a file, in colour. Raises UserError if it can't be read, or has more pixels than the limit."""
+    """Return the image in a file, in color. Raises UserError if it can't be read, or has more pixels than the limit."""
     from PIL import Image, ImageOps
 
     opening = failures_as(UserError, f"can't read the picture {path}", _why_no_picture)

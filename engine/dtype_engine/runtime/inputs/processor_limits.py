@@ -47,7 +47,7 @@ def check_processor_files(model: LiveModel, limits: InputLimits) -> None:
 
 
 def made_values(processor: Any, width: int, height: int) -> int:
-    """Return the approximate number of values that an image processor computes for a colour picture of this width and height."""
+    """Return the approximate number of values that an image processor computes for a color picture of this width and height."""
     by_pixels = hasattr(processor, "merge_size")  # Qwen2-VL's `size` counts pixels instead of an edge's length
     sizes = [getattr(processor, name, None) for name in ("size", "crop_size", "pad_size")]
     pinpoints = getattr(processor, "image_grid_pinpoints", None)

@@ -73,7 +73,7 @@ class MeasurementPlan:
 
 def running_order(batches: Sequence[Batch]) -> tuple[int, ...]:
     """Return the indexes of the batches in the order of running. The shortest batch is the first, so that a result is available
-    soon. Consecutive parts of a text are alike, so the order of the others keeps neighbours far apart.
+    soon. Consecutive parts of a text are alike, so the order of the others keeps neighbors far apart.
     """
     count = len(batches)
     numbers = range(count)

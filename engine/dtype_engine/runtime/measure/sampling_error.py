@@ -8,7 +8,7 @@ over all N sequences, is S sqrt((N - n) / (n N)). It is 0 once all sequences hav
 Two sequences give a poor estimate of S, and one gives none. The formula therefore uses, as S², a weighted mean of the measured S²,
 with n - 1 degrees of freedom, and a prior S², with `_PRIOR_FREEDOM` (a scaled inverse chi-squared prior; Gelman et al., Bayesian
 Data Analysis, 3rd edition, 2.6). The prior assumes that sequences differ by `_BETWEEN` of their mean. To this variance, the prior
-adds the error of the first sequence's own mean, computed by batch means over blocks of `_BLOCK` positions, since neighbouring
+adds the error of the first sequence's own mean, computed by batch means over blocks of `_BLOCK` positions, since neighboring
 positions are alike.
 
 A measurement may stop at the first sequence whose error is small enough, which favours errors that are too small by chance. The

@@ -63,7 +63,7 @@ class Rounds:
 
 
 class ActivationRounding:
-    """Rounds the activations that are multiplied by quantized weights. It also recognises tensors computed from one such weight."""
+    """Rounds the activations that are multiplied by quantized weights. It also recognizes tensors computed from one such weight."""
 
     def __init__(self) -> None:
         self.left_wide: set[str] = set()

@@ -179,7 +179,7 @@ class WeightOpRecorder(ReferenceMode):
             _location(weight.tensor): key for key, weight in weights.items() if key not in self.replaced
         }
         """Maps the location of a tensor in memory (see `_location`) to the `id` of the tensor in `weights` or `_made` that is
-        there. The recorder thus recognises a tensor made by `nn.Parameter(tensor)`, a call that no mode can intercept.
+        there. The recorder thus recognizes a tensor made by `nn.Parameter(tensor)`, a call that no mode can intercept.
         """
         self._opaque: set[int] = set()
         """The `id`s of weights whose values, after a write, are not a known function of their stored values."""

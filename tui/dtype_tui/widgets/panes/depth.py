@@ -26,7 +26,7 @@ _LOWER_SHARE = 0.12
 
 
 class DepthPane(Pane):
-    """Plots the SQNR of the layers in order of depth, coloured by how bad it is, and marks the worst module.
+    """Plots the SQNR of the layers in order of depth, colored by how bad it is, and marks the worst module.
 
     A dim line shows the baseline recipe or, if there is none, the recipe before the current one.
     """

@@ -1,4 +1,4 @@
-"""Recognises when two modules return the same output. A parent often returns its last child's output, or a view of all of it."""
+"""Recognizes when two modules return the same output. A parent often returns its last child's output, or a view of all of it."""
 
 from __future__ import annotations
 
