@@ -277,13 +277,15 @@ def test_tf32_that_a_process_allows_changes_no_figure() -> None:
     module, inputs = architectures.make("torch_convolutional")
     found = []
     before = torch.get_float32_matmul_precision()
-    for precision in ("highest", "high"):
+    for precision, allowed in (("highest", False), ("high", True)):
         torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = allowed
         session = de.open(copy.deepcopy(module), inputs=inputs)
         session.cast("*", "float16")
         found.append(session.drift().output)
         assert torch.get_float32_matmul_precision() == precision
-        assert torch.backends.cudnn.allow_tf32
+        assert torch.backends.cudnn.allow_tf32 == allowed
+    torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision(before)
     assert found[0] == found[1]
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 from scipy import special
 from tests.helpers import architectures
+from tests.helpers.measured_on import DEVICE
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 import dtype_engine as de
@@ -110,12 +111,12 @@ class RoundingCache(transformers.DynamicCache):  # type: ignore[misc]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *rest: Any) -> Any:
         new = []
         for part, states in enumerate((key_states, value_states)):
-            x = states.float().numpy()
+            x = states.float().cpu().numpy()
             if self.rounds is None:
                 self.amax[layer_idx, part] = np.abs(x).max((0, 2, 3))
                 new.append(states)
             else:
-                new.append(torch.from_numpy(self.rounds(x, part, self.amax[layer_idx, part])).to(states.dtype))
+                new.append(torch.from_numpy(self.rounds(x, part, self.amax[layer_idx, part])).to(states))
         return super().update(*new, layer_idx, *rest)
 
 
@@ -129,7 +130,7 @@ def _logits(session: de.Session, rounds: Any, amax: Any) -> Array:
     ids = session.need_inputs().batches[0].kwargs["input_ids"]
     with torch.no_grad():
         output = model(ids, past_key_values=RoundingCache(model.config, rounds, amax), use_cache=True)
-    return np.asarray(output.logits.double().numpy())
+    return np.asarray(output.logits.double().cpu().numpy())
 
 
 @pytest.mark.slow
@@ -185,7 +186,7 @@ def test_the_drift_is_that_of_a_cache_that_rounds_by_itself(session: de.Session,
 def test_one_pass_equals_decoding_token_by_token(architecture: str, name: str) -> None:
     """In float64, where sums in another order change no code."""
     module, arguments = architectures.make(architecture)
-    model = LiveModel.wrap(module.double().eval(), architecture, torch.device("cpu"))
+    model = LiveModel.wrap(module.double().eval(), architecture, torch.device(DEVICE))
     _give_all(model, name)
     ids = arguments["input_ids"]
 

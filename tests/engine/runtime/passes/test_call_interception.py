@@ -203,5 +203,5 @@ def test_the_module_that_does_not_fit_is_named(mixed: bool) -> None:
 
     session = de.open(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Full(4, 4))), inputs=(torch.ones(2, 4),))
     session.cast("1.*" if mixed else "*", "bfloat16")
-    with pytest.raises(NoForward, match=r"^1\.0: not enough memory on cpu \(no memory\)$"):
+    with pytest.raises(NoForward, match=r"^1\.0: not enough memory on \S+ \(no memory\)"):
         session.drift()

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from tests.helpers import architectures
+from tests.helpers.measured_on import DEVICE
 from torch import nn
 
 import dtype_engine as de
@@ -32,7 +33,7 @@ def test_autocast_is_torchs_own(name: str, autocast: Any) -> None:
     plain = copy.deepcopy(module)
     session = de.open(module, inputs=inputs)
     call = session.inputs.batches[0]  # type: ignore[union-attr]
-    with torch.no_grad(), torch.autocast("cpu", getattr(torch, autocast)):
+    with torch.no_grad(), torch.autocast(DEVICE, getattr(torch, autocast)):
         expected = main_output(plain(*call.args, **call.kwargs))[1]
     assert torch.equal(candidate(session, RunSettings(autocast=autocast)), expected)
 

@@ -31,8 +31,8 @@ _CHUNK_ELEMENTS = 1 << 17
 """Number of logits that are compared at once (a chunk). The chunk's float64 buffers (4 MB) fit in a cache that cores share; smaller
 chunks need more torch calls.
 """
-_GPU_CHUNK_ELEMENTS = 1 << 21
-"""Number of logits that are compared at once (a chunk) on a GPU, where the chunk's float64 buffers need 50 MB."""
+_GPU_CHUNK_ELEMENTS = 1 << 22
+"""Number of logits that are compared at once (a chunk) on a GPU, where the chunk's float64 buffers need 100 MB."""
 _RESULTS = 9
 """Number of float64 values that are stored per position until all positions have been compared."""
 
@@ -81,15 +81,16 @@ def sequence_figures(
     reference, candidate, device = reference.detach(), candidate.detach(), candidate.device
     # All results are in one tensor. Small tensors kept from every chunk would lie between the chunks' freed temporaries,
     # so that the allocator could not reuse their memory: gigabytes for a large vocabulary.
-    results = torch.zeros(_RESULTS, count, dtype=torch.float64)
+    results = torch.zeros(_RESULTS, count, dtype=torch.float64, device=device)
     index = torch.zeros(count, 1, dtype=torch.int64) if labels is None else labels[:, None].clamp(min=0)
+    index = index.to(device)
 
     def sums_of(rows: slice, buffers: Sequence[torch.Tensor]) -> ElementSums:
         r, other, delta = buffers  # only three, so that they stay in a cache
         widen(reference[rows], r)
         widen(candidate[rows], other)
         torch.sub(other, r, out=delta)
-        scored = index[rows].to(device)
+        scored = index[rows]
         of_c = _softmax(other, scored, other)
         of_r = _softmax(r, scored, other)
         moved = other.mul_(delta).sum(-1)
@@ -99,12 +100,12 @@ def sequence_figures(
             _softmax(r, scored, other)
             moved = other.mul_(widen(candidate[rows], delta).sub_(r)).nansum(-1)
             sums = sums_of_any(r, widen(candidate[rows], other))
-        results[:, rows] = torch.stack([*of_r, *of_c, moved]).cpu()
+        results[:, rows] = torch.stack([*of_r, *of_c, moved])
         return sums
 
     most = _CHUNK_ELEMENTS if device.type == "cpu" else _GPU_CHUNK_ELEMENTS
     sums = sum_chunks(sums_of, candidate, max(1, most // width), 3, parallel=True)
-    total_r, largest_r, top_r, scored_r, total_c, largest_c, top_c, scored_c, moved = results
+    total_r, largest_r, top_r, scored_r, total_c, largest_c, top_c, scored_c, moved = results.cpu()
     # A NaN only in Σ p Δ was removed above; any other NaN is also in ln Σ e^c - ln Σ e^r.
     kl = (largest_c - largest_r) + (total_c / total_r).log() - moved / total_r
     scored = labels.cpu() >= 0 if labels is not None else torch.zeros(count, dtype=torch.bool)
