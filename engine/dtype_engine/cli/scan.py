@@ -140,7 +140,7 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     "--context",
     type=click.IntRange(min=1),
     metavar="TOKENS",
-    help="Count the KV caches of sequences of so many tokens among the bytes, and choose among the scanned formats for them.",
+    help="Count the bytes of KV caches for sequences of TOKENS tokens, too, and choose formats for them among those scanned.",
 )
 @click.option(
     "--batch",

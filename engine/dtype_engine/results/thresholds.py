@@ -23,7 +23,7 @@ class MetricLimit:
     is_most: bool
     """Whether the limit is a maximum (`--max`) and not a minimum (`--min`)."""
     is_change: bool
-    """Whether the limit is one on the difference, the candidate's value minus the reference's."""
+    """Whether the difference is limited, the candidate's value minus the reference's. If False, the candidate's value is."""
 
     @classmethod
     def parse(cls, text: str, is_most: bool) -> MetricLimit:

@@ -1,7 +1,7 @@
 """Tells in which format runtimes round the inputs of a layer whose weight another program quantized, as its configuration declares.
 
-Only formats whose scales are computed from the inputs themselves are known. NVFP4's scale of the whole tensor is also computed from
-them, although the file has one.
+Only formats whose scales are computed from the inputs themselves are known here. NVFP4's scale of the whole tensor is
+also computed from the inputs, although the file has one.
 """
 
 from __future__ import annotations

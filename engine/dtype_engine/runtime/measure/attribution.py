@@ -108,7 +108,7 @@ class _Base:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the modules' outputs."""
+        """The number of bytes of all module outputs that are kept."""
         cached = self.cache.nbytes if self.cache is not None else 0
         return cached + sum({id(each): each.nbytes for each in self.modules.values()}.values())
 

@@ -19,14 +19,14 @@ DRAWS = 200
 
 @dataclass(slots=True)
 class Examples:
-    """What a metric gives for each example, in the order of the examples."""
+    """The values that a metric has for single examples, in the order of the examples."""
 
     values: list[Any] = field(default_factory=list)
     aggregate: Aggregate | None = None
     """Computes the metric from the values of all examples. None: each value is a number, and the metric is their mean."""
 
     def figure(self) -> float:
-        """Return the metric over all examples."""
+        """Return the metric over all examples as one number."""
         return statistics.fmean(self.values) if self.aggregate is None else float(self.aggregate(list(self.values)))
 
 

@@ -81,7 +81,7 @@ def with_placeholders(module: nn.Module) -> None:
 
 
 def run_decoder(module: nn.Module) -> None:
-    """Make the forward pass of an autoencoder its decoder, which makes a picture of latents. Other modules stay as they are."""
+    """If a module is an autoencoder, make its forward pass run only the decoder, which makes a picture of latents."""
     original = type(module)
     if not hasattr(module, "decode") or not hasattr(module, "encode"):
         return

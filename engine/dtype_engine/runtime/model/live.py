@@ -260,7 +260,7 @@ class LiveModel:
     coverage: Coverage | None = None
     """How many of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
     visits: BlockVisits | None = None
-    """What passes keep of the weights while they run a block, if the model is larger than memory. Otherwise None."""
+    """If the model is larger than memory: keeps the weights of the block that a pass is running. Otherwise None."""
     by_id: dict[int, Weight] = field(default_factory=dict)
     """The weights, keyed by the `id` of the tensor object in the module."""
     cache_formats: dict[str, str] = field(default_factory=dict)

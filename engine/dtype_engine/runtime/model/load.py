@@ -135,7 +135,7 @@ def _from_checkpoint(
         choose: Any = getattr(live.module, "set_experts_implementation", None)
         if large and choose is not None:
             choose("eager")  # this implementation reads only the experts to which tokens are sent
-            live.notices += ("experts are computed one by one, which rounds otherwise than grouped products",)
+            live.notices += ("experts are computed one by one, which rounds results differently from grouped products",)
     return live
 
 

@@ -28,7 +28,7 @@ _STEP = 1 << 17
 
 
 class _InFiles(Protocol):
-    """Values that are read from files."""
+    """An object that reads values from files, such as `StoredValues`."""
 
     @property
     def in_files(self) -> tuple[CheckpointTensor, ...]:

@@ -36,7 +36,7 @@ class CacheWatcher:
         """Return what is to be stored in place of `states`, [batch, heads, tokens, width].
 
         module: the attention that writes. part: 0 for the first argument (keys), 1 for the second (values). finished: how many
-        module calls had finished.
+        module calls of the pass finished before.
         """
         return states
 

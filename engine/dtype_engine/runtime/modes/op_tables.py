@@ -41,8 +41,8 @@ _MISSING_KERNEL = re.compile(
 
 
 _NUMBER_TOO_LARGE = re.compile(r"value cannot be converted to type .* without overflow")
-"""Raised by CUDA's kernels for a number among the arguments, such as a mask's most negative float32, that is too large for the
-dtype of the result. The CPU's kernels round the number to an infinity.
+"""Matches the error that CUDA's kernels raise if a number among the arguments, such as the most negative float32 in a mask, is too
+large for the dtype of the result. The CPU's kernels round the number to an infinity.
 """
 
 

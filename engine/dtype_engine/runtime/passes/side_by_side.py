@@ -27,10 +27,10 @@ class NotIndependent(Cancelled):
 
 
 class SideBySide:
-    """Several passes of which one runs at a time. A pass hands over before each block of the model.
+    """Runs several passes, one at a time. Before each block of the model, the running pass stops and another one is resumed.
 
-    visits: is told which block begins. suspend: called when a pass hands over; returns a function that prepares for going on with
-    this pass.
+    visits: is told which block begins. suspend: called when a pass stops before a block. It returns a function, which is called
+    when this pass is resumed.
 
     Attributes:
         changed: returns whether the running pass has changed the model's state.
