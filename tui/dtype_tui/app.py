@@ -19,6 +19,7 @@ from textual.dom import DOMNode
 from textual.screen import Screen
 from textual.widgets import Input
 
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import Tree
 from dtype_engine.worker import events
 from dtype_engine.worker.engine import CLOSE_WAIT_S, Engine
@@ -205,7 +206,11 @@ class DtypeApp(BaseApp[None]):
             return True
         if isinstance(action, str) and self.guide.closes_offer(action):
             return True
-        handled = await super().run_action(action, default_namespace, namespaces)
+        try:
+            handled = await super().run_action(action, default_namespace, namespaces)
+        except UserError as error:  # such as a key that gives a KV cache a dtype that only weights can have
+            self.main.say(str(error), "warning")
+            return True
         if handled and isinstance(action, str):
             self.guide.acted(action)
         return handled

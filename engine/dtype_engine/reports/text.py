@@ -186,6 +186,11 @@ def drift_text(report: DriftReport) -> str:
         f"resident {human_bytes(memory.resident_bytes or 0)}; process peak {human_bytes(memory.peak_rss_bytes or 0)}"
         + ("" if memory.device_peak_bytes is None else f"; device peak {human_bytes(memory.device_peak_bytes)}")
     )
+    if memory.cache_planned_bytes is not None:
+        lines.append(
+            f"KV cache   {human_bytes(memory.cache_stored_bytes or 0)} → {human_bytes(memory.cache_planned_bytes)} "
+            f"for one sequence of {memory.cache_context:,} tokens"
+        )
     if report.seconds.reference is not None and report.seconds.candidate is not None:
         partly = " (only what changed was run)" if report.seconds.reused else ""
         lines.append(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.kv_formats import names_caches
 from dtype_engine.core.text import Name
 from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
@@ -317,9 +318,14 @@ class DriftReport:
 
     @property
     def weights_only(self) -> bool:
-        """Whether this measurement left activations unquantized that a runtime would quantize in the recipe's formats."""
-        quantised = any(dtypes.quantizes_activations(rule.rpartition("=")[2]) for rule in self.rules)
-        return quantised and self.activations == "none"
+        """Whether this measurement left activations unquantized that a runtime would quantize in the recipe's formats of weights.
+        Rules that name KV caches don't count.
+        """
+        rules = (rule.rpartition("=") for rule in self.rules)
+        quantized = any(
+            dtypes.quantizes_activations(dtype) and not names_caches(pattern) for pattern, _, dtype in rules
+        )
+        return quantized and self.activations == "none"
 
     @property
     def inputs_run(self) -> str:

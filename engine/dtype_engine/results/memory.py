@@ -13,6 +13,12 @@ class MemoryStats:
     """Bytes of the tensors in the checkpoint."""
     planned_bytes: int | None = None
     """Bytes of the checkpoint's tensors in the dtypes of the recipe."""
+    cache_stored_bytes: int | None = None
+    """Bytes of the KV cache of one sequence of `cache_context` tokens without rules. None if no rule gives the cache a format."""
+    cache_planned_bytes: int | None = None
+    """Bytes of the same KV cache in the formats of the recipe, or None."""
+    cache_context: int | None = None
+    """The number of tokens of that sequence, or None."""
     resident_bytes: int | None = None
     """Bytes of the live module's tensors, including non-persistent buffers."""
     resident_by_device: tuple[tuple[str, int], ...] = ()

@@ -103,6 +103,8 @@ def test_a_reading_of_weights_alone_says_so() -> None:
         found = report(Recipe((Rule("*", dtype),)))
         assert ("weights only" in drift_text(found)) == told
         assert "weights only" not in drift_text(dataclasses.replace(found, activations="weights"))
+    of_caches = report(Recipe((Rule("*.kv_cache", "float8_e4m3fn"), Rule("*", "bfloat16"))))
+    assert "weights only" not in drift_text(of_caches), "no weight is quantized"
 
 
 def test_over_how_many_sequences_modules_were_compared_is_told_where_it_was_not_all() -> None:

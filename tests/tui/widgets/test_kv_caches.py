@@ -47,7 +47,28 @@ async def test_a_cache_has_badges_and_bytes_at_the_context() -> None:
         await pilot.press("u")
         assert "fp8" not in row_of(app, "v  [2 × 24]")
         await pilot.press("enter")  # the details
+        await pilot.pause()
         assert "none: as stored" in screen(app)
+        size = f"{3 * 512 * 48 * 4 / 1024:.2f} KiB  f32, for 3 sequences of 512 tokens"
+        assert "none: tensors of the KV cache" in screen(app)
+        assert size in screen(app)
+
+
+async def test_keys_give_a_cache_only_formats_that_it_can_have_and_put_it_back() -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await enter(app, pilot, f"go {CACHE}.k")
+        await pilot.press("4")
+        assert "a KV cache can't be 'float64'" in " ".join(notices(app))
+        assert not app.controller.experiment.plan.caches
+        await pilot.press("5")
+        assert app.controller.experiment.plan.caches == {f"{CACHE}.k": "float8_e4m3fn"}
+        app.controller.put_back(f"{CACHE}.k")
+        assert not app.controller.experiment.plan.caches
+        app.controller.put_back(f"{CACHE}.k")
+        await pilot.pause()
+        assert f"{CACHE}.k is as stored again; " in " ".join(notices(app))
+        assert f"{CACHE}.k already has the reference's dtype" in " ".join(notices(app))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.layer_kinds import totals_by_kind
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Totals
-from dtype_engine.core.units import decibels, human_bytes, percent
+from dtype_engine.core.units import decibels, human_bytes, percent, plural
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import fused_with
 from dtype_engine.reports.text import mix_text
@@ -32,7 +32,11 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
     grid.add_row("name", printable(node, 2000) or "the whole model")
     modules = modules_at(experiment.tree, node)
     module = modules[0] if modules else None
-    if module is not None:
+    if cache := experiment.caches.get(node):
+        grid.add_row("class", "none: tensors of the KV cache")
+        size = f"{plural(experiment.batch, 'sequence')} of {experiment.tokens:,} tokens"
+        grid.add_row("planned", f"{_bytes_by_dtype(experiment.cache_totals(cache))}, for {size}")
+    elif module is not None:
         stored = experiment.tree.totals().of(modules)
         planned = experiment.totals.of(modules)
         if len(modules) > 1:

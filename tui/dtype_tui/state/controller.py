@@ -303,15 +303,19 @@ class Controller:
         experiment, name = self.experiment, node or "the model"
         rule, before = reference_rule(experiment.tree, node, experiment.model.reference), experiment.plan
         rules = experiment.rules.then(rule)
-        if make_plan(experiment.tree, rules.recipe).dtypes == before.dtypes:
+        if make_plan(experiment.tree, rules.recipe).same_casts(before):
             self.notify(f"{name} already has the reference's dtype", "information")
             return
         self.apply_rules(rules)
         after = experiment.plan.planned_bytes
         change = after - before.planned_bytes
-        cost = f"{human_bytes(abs(change))} {'more' if change > 0 else 'less'}, {human_bytes(after)} in all"
+        cost = (
+            f": {human_bytes(abs(change))} {'more' if change > 0 else 'less'}, {human_bytes(after)} in all"
+            if change
+            else ""
+        )
         dtype = "as stored" if rule.dtype == dtypes.STORED else f"in {rule.dtype}"
-        self.notify(f"{name} is {dtype} again: {cost}; u undoes this", "information")
+        self.notify(f"{name} is {dtype} again{cost}; u undoes this", "information")
 
     def apply_remedy(self) -> None:
         """Apply the rules that make the output finite.

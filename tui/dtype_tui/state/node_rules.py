@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_cache import KV_CACHE
+from dtype_engine.core.kv_formats import names_caches
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Plan, Rule, RuleEffect, generalisations
 from dtype_tui.state.folds import modules_at
@@ -47,11 +48,15 @@ def reference_rule(tree: Tree, node: str, reference: str = "float32") -> Rule:
 
     If the reference is the model as stored, the rule keeps the tensors as stored. Otherwise, the reference has float64 for tensors
     that are stored in float64, and float32 for all others. One rule gives one dtype: a node with float64 tensors is kept as stored
-    if all its other tensors are float32, and everything else is cast to float32. reference: its name, such as "float32" or "as
-    stored (bfloat16)".
+    if all its other tensors are float32, and everything else is cast to float32. A KV cache loses its format.
+    reference: its name, such as "float32" or "as stored (bfloat16)".
     """
     stored = {tree.tensors[name].dtype for name in tensor_names(tree, node) if tree.tensors[name].castable}
-    keeps = reference.startswith("as stored") or ("float64" in stored and stored <= {"float32", "float64"})
+    keeps = (
+        reference.startswith("as stored")
+        or names_caches(node)
+        or ("float64" in stored and stored <= {"float32", "float64"})
+    )
     return Rule.make(generalisations(node)[0], dtypes.STORED if keeps else "float32")
 
 

@@ -129,6 +129,15 @@ def test_the_demo_halves_exactly_in_bfloat16() -> None:
     assert report.output.perplexity_reference < 30, "the demo model was really trained"
 
 
+def test_a_recipe_for_kv_caches_says_what_they_take() -> None:
+    session = de.open()
+    assert session.memory().cache_planned_bytes is None, "no rule names them"
+    session.cast("*.kv_cache.k", "fp8")
+    memory, keys = session.memory(), 6 * 2 * 24 * 1024  # layers, heads, width, tokens
+    assert (memory.cache_context, memory.cache_stored_bytes) == (1024, 2 * keys * 4)
+    assert memory.cache_planned_bytes == keys * 4 + keys
+
+
 def test_perplexity_is_that_of_transformers_own_loss() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
