@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -160,7 +160,7 @@ class DriftMeter:
                 *candidate.notices,
                 *totals.notices(output),
                 *_quantized_notices(candidate.tree, recipe),
-                *_window_notices(candidate, self.inputs),
+                *_window_notices(candidate, self.inputs, totals.modules_numbers),
                 *_fast_path_notices(self.model.module),
             ),
             lost=lost,
@@ -372,16 +372,21 @@ def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
     )
 
 
-def _window_notices(model: LiveModel, inputs: Inputs) -> tuple[str, ...]:
-    """Return a sentence if KIVI rounds nothing, because no input is longer than its window."""
+def _window_notices(model: LiveModel, inputs: Inputs, compared: Collection[int]) -> tuple[str, ...]:
+    """Return a sentence if KIVI rounds nothing, because no input is longer than its window, or none over which modules were
+    compared. compared: the indexes of those.
+    """
     kivi = sorted({name for name in model.cache_formats.values() if KV_FORMATS[name].scales == "kivi"})
     ids = (batch.kwargs.get("input_ids") for batch in inputs.batches)
-    longest = max((each.shape[-1] for each in ids if isinstance(each, torch.Tensor)), default=0)
-    if not kivi or not longest or longest >= WINDOW:
+    lengths = [each.shape[-1] if isinstance(each, torch.Tensor) else 0 for each in ids]
+    if not kivi or not any(lengths):
         return ()
-    return (
-        f"{kivi[0]} keeps up to {WINDOW} of the newest tokens unrounded, and all inputs are shorter: use longer texts",
-    )
+    keeps = f"{kivi[0]} keeps up to {WINDOW} of the newest tokens unrounded"
+    if max(lengths) < WINDOW:
+        return (f"{keeps}, and all inputs are shorter: use longer texts",)
+    if compared and max(lengths[number] for number in compared) < WINDOW:
+        return (f"{keeps}, and modules were compared over shorter inputs: compare them over all (modules: exact)",)
+    return ()
 
 
 def _quantized_notices(tree: Tree, recipe: Recipe) -> tuple[str, ...]:

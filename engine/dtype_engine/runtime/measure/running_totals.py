@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +111,11 @@ class RunningTotals:
         sums, keyed by module name. The sequence must have been added before.
         """
         self._modules[number] = modules
+
+    @property
+    def modules_numbers(self) -> Collection[int]:
+        """The indexes (among the inputs) of the sequences in which modules were compared."""
+        return self._modules.keys()
 
     @property
     def modules_sequences(self) -> int:

@@ -138,6 +138,15 @@ def test_a_recipe_for_kv_caches_says_what_they_take() -> None:
     assert memory.cache_planned_bytes == keys * 4 + keys
 
 
+def test_a_drift_says_where_modules_were_compared_over_texts_that_kivi_does_not_round() -> None:
+    session = de.open()
+    session.cast("*.kv_cache.k", "int4@kivi")
+    report = session.drift()
+    assert report.output.max_abs > 0
+    assert not any(drift.max_abs for drift in report.modules), "the text over which they were compared is short"
+    assert any("modules were compared over shorter inputs" in notice for notice in report.notices)
+
+
 def test_perplexity_is_that_of_transformers_own_loss() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
