@@ -16,6 +16,7 @@ from dtype_tui.app import DtypeApp
 from dtype_tui.state.cache_nodes import add_cache_nodes
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ModuleTree
+from dtype_tui.widgets.prompts import CastPrompt
 
 # The demo: 2 heads of keys with 24 values each, float32, made for 1,024 tokens, 6 layers.
 CACHE = "model.layers.0.self_attn.kv_cache"
@@ -69,6 +70,28 @@ async def test_keys_give_a_cache_only_formats_that_it_can_have_and_put_it_back()
         await pilot.pause()
         assert f"{CACHE}.k is as stored again; " in " ".join(notices(app))
         assert f"{CACHE}.k already has the reference's dtype" in " ".join(notices(app))
+
+
+@pytest.mark.slow
+async def test_keys_and_the_cast_prompt_give_a_cache_its_formats() -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await enter(app, pilot, f"go {CACHE}.k")
+        for key, form in (("1", "float32"), ("2", "bfloat16"), ("3", "float16"), ("5", "float8_e4m3fn"),
+                          ("6", "float8_e5m2"), ("7", "int8@token")):  # fmt: skip
+            await pilot.press(key)
+            assert app.controller.experiment.plan.caches == {f"{CACHE}.k": form}
+        await pilot.press("8")
+        assert not app.controller.experiment.plan.caches
+        await pilot.press("x")
+        assert not app.controller.experiment.recipe.rules
+        await pilot.press("x", "c")
+        assert notices(app)[-1] == "no rule matches this node"
+        line = app.query_one(CastPrompt).query_one(Input)
+        assert line.value == f"{CACHE}.k=bf16"
+        line.value = f"{CACHE}=int4@kivi"
+        await pilot.press("enter")
+        assert set(app.controller.experiment.plan.caches.values()) == {"int4@kivi"}
 
 
 @pytest.mark.slow

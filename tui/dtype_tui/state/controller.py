@@ -248,6 +248,8 @@ class Controller:
         of a module, of a tensor, or of a fold, such as `model.layers.{2..9}`.
         """
         experiment = self.experiment
+        if dtype == "int8" and node in experiment.caches:
+            dtype = "int8@token"  # the only format of a KV cache with elements of int8
         rule = Rule.make(patterns_for(experiment.tree, node)[0], dtype)
         is_known = not experiment.model.partial and not experiment.plan.pending_classes
         if is_known and experiment.refusal(rule) is None:

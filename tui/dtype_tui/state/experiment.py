@@ -143,6 +143,11 @@ class Experiment:
         """The tokens of each sequence for which the bytes of KV caches are shown."""
         return self.context or default_context(self.tree)
 
+    @property
+    def context_words(self) -> str:
+        """The context for which KV caches are shown, such as `512 tokens × 3`."""
+        return f"{self.tokens:,} tokens" + (f" × {self.batch}" if self.batch > 1 else "")
+
     def cache_totals(self, tensors: Iterable[KVCacheTensor]) -> Totals:
         """Return the bytes of tensors of KV caches under the recipe, by format, at the current context."""
         found, compute = Totals(), serving_dtype(self.totals[""], self.tree.kv_cache)

@@ -57,8 +57,7 @@ class MemoryPane(Pane):
         lines.append(line)
         serving = experiment.serving()
         if serving.kv_dtypes:
-            times = f" × {serving.batch}" if serving.batch > 1 else ""
-            lines.append(_row("KV cache", human_bytes(serving.kv_bytes), f" {serving.context:,} tokens{times}"))
+            lines.append(_row("KV cache", human_bytes(serving.kv_bytes), f" {experiment.context_words}"))
         if serving.activations is not None:
             beside = f", a pass {short_bytes(serving.activations.nbytes)}"
             lines.append(_row("together", human_bytes(serving.total_bytes), beside))
