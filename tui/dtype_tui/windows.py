@@ -156,7 +156,10 @@ class Windows:
     def _choose_scan(self) -> None:
         from dtype_tui.screens.scan_setup import ScanSetup
 
-        self._push(ScanSetup(), lambda dtypes: self._controller.start_scan(dtypes) if dtypes else None)
+        self._push(
+            ScanSetup(bool(self._experiment.tree.caches)),
+            lambda dtypes: self._controller.start_scan(dtypes) if dtypes else None,
+        )
 
     def _show_scan(self) -> None:
         from dtype_tui.screens.scan import ScanScreen

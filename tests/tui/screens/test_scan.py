@@ -240,6 +240,34 @@ async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int
         assert not isinstance(app.screen, OptimiseScreen)
 
 
+@pytest.mark.slow
+async def test_the_front_counts_caches_at_the_context_if_they_were_scanned() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        whole, experiment = scan_report(), app.controller.experiment
+        form = "kv:int8@token"
+        caches = tuple(WeightScore(name, form, 0, 1e-9, 1e-10) for name in experiment.tree.caches)
+        scanned = dataclasses.replace(whole, dtypes=(*DTYPES, form), weights=(*whole.weights, *caches))
+        await say(app, pilot, events.ScanUpdated(scanned, True))
+        app.controller.set_context(512, 3)
+        await pilot.press("o", "end")
+        view = app.screen
+        assert isinstance(view, OptimiseScreen)
+        elements = 6 * 2 * 3 * 512 * 2 * 24  # layers, keys and values, sequences, tokens, heads, width
+        assert view.solution is not None
+        assert view.solution.bytes == experiment.tree.stored_bytes + 4 * elements
+        assert f"KV cache {4 * elements / 2**20:.2f} MiB at 512 tokens × 3" in screen(app)
+        await pilot.press("home")
+        assert f"KV cache {(elements + elements // 24 * 4) / 2**10:.2f} KiB" in screen(app)
+        await until(pilot, lambda: view.recipe is not None)
+        assert view.recipe is not None
+        assert set(make_plan(experiment.tree, view.recipe).caches.values()) == {"int8@token"}
+        await pilot.press("enter")
+        await say(app, pilot, events.Measured(view.recipe, report(view.recipe)))
+        await pilot.pause()
+        assert view._measured() == [(view.solution.bytes, 2.5e-4)]
+
+
 async def test_the_front_shows_what_was_measured_also_where_nothing_drifts() -> None:
     app = make_app()
     async with running(app, (80, 24)) as pilot:

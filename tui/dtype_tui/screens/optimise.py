@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from rich.text import Text
@@ -18,11 +18,12 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
-from dtype_engine.recipe import Recipe
+from dtype_engine.recipe import Recipe, make_plan
 from dtype_engine.recipe.minimize import minimize
+from dtype_engine.recipe.serving_memory import cache_bytes
 from dtype_engine.results.drift import SQUARED
 from dtype_engine.search.constraints import SearchConstraints
-from dtype_engine.search.pareto import ParetoFront, Solution
+from dtype_engine.search.pareto import ParetoFront, Solution, written_dtype
 from dtype_tui.config.bindings import FRONT_KEYS
 from dtype_tui.rendering.canvas import Series, axes_around, plot
 from dtype_tui.rendering.cells import truncate
@@ -83,6 +84,8 @@ class OptimiseScreen(ModalScreen[None]):
         """
         self._rules: tuple[Solution, Recipe] | None = None
         """The solution for which rules were computed last, and the recipe with these rules."""
+        self._measured_caches: dict[Recipe, int] = {}
+        """The bytes of the KV caches under measured recipes."""
         self._timer: Timer | None = None
         self._seen = -1
         """The value of `ScanState.version` when the screen was last drawn."""
@@ -118,7 +121,7 @@ class OptimiseScreen(ModalScreen[None]):
         self._seen = self.view.version
         before, self.view.limits = self.view.limits, limits
         try:
-            front = self.view.front(self.experiment.tree)
+            front = self.view.front(self.experiment.tree, self.experiment.tokens, self.experiment.batch)
         except UserError as error:
             self.view.limits = before
             self._warn(str(error))
@@ -127,7 +130,7 @@ class OptimiseScreen(ModalScreen[None]):
         moved = self.front is None or limits != before
         self.front = front
         sizes = [point.bytes for point in front.points]
-        middle = self.experiment.tree.stored_bytes // 2
+        middle = (self.experiment.tree.stored_bytes + self._cache_bytes({})) // 2
         self.index = max(0, bisect.bisect_right(sizes, at if at is not None else middle) - 1)
         if moved or self.within is not None:
             self.within = front.best_within(limits.budget) if limits.budget is not None else None
@@ -137,6 +140,23 @@ class OptimiseScreen(ModalScreen[None]):
                 self._warn(f"no point fits the budget: the smallest has {human_bytes(sizes[0])}")
         self._draw()
         return True
+
+    def _cache_bytes(self, formats: Mapping[str, str]) -> int:
+        """Return the bytes of the KV caches at the current context, or 0 if the scan has no scores of them, because the front
+        then leaves them out. formats: by the name of a cache's tensor; one without a format has the dtype that the model writes.
+        """
+        if not self.view.has_caches:
+            return 0
+        tree, experiment = self.experiment.tree, self.experiment
+        given = {name: form for name, form in formats.items() if form != dtypes.STORED}
+        return sum(cache_bytes(tree, given, written_dtype(tree), experiment.tokens, experiment.batch).values())
+
+    def _measured_bytes(self, recipe: Recipe, weights: int) -> int:
+        """Return the bytes of a measured recipe as the front counts them. weights: those of its weights."""
+        if recipe not in self._measured_caches:
+            caches = make_plan(self.experiment.tree, recipe).caches if self.view.has_caches else {}
+            self._measured_caches[recipe] = self._cache_bytes(caches)
+        return weights + self._measured_caches[recipe]
 
     @property
     def solution(self) -> Solution | None:
@@ -245,7 +265,9 @@ class OptimiseScreen(ModalScreen[None]):
         distribution = self.view.report is not None and self.view.report.unit != SQUARED
         now = experiment.model.inputs, experiment.settings
         entries = [entry for entry in experiment.measured if (entry.inputs, entry.settings) == now]
-        drifts = [(entry.planned_bytes, entry.drift(distribution)) for entry in entries]
+        drifts = [
+            (self._measured_bytes(entry.recipe, entry.planned_bytes), entry.drift(distribution)) for entry in entries
+        ]
         return [(size, drift) for size, drift in drifts if drift is not None]
 
     def _point(self) -> Text:
@@ -255,7 +277,11 @@ class OptimiseScreen(ModalScreen[None]):
         size, stored = solution.bytes, self.experiment.tree.stored_bytes
         text = Text()
         text.append(human_bytes(size), style="bold")
-        text.append(f"  {100 * size / stored:.1f} % of stored   " if stored else "   ", style="dim")
+        if self.view.has_caches:
+            caches = human_bytes(self._cache_bytes(solution.dtypes))
+            text.append(f"  of which KV cache {caches} at {self.experiment.context_words}   ", style="dim")
+        else:
+            text.append(f"  {100 * size / stored:.1f} % of stored   " if stored else "   ", style="dim")
         text.append(f"predicted {figure(solution.score)}", style="bold")
         known = self.point_measurement()
         if known is not None:
@@ -277,9 +303,8 @@ class OptimiseScreen(ModalScreen[None]):
         if others:
             text.append("\n\nmeasured before: bytes, predicted, measured", style="dim")
             for point in reversed(others[-6:]):
-                text.append(
-                    f"\n{human_bytes(point.bytes):>10}  {figure(point.predicted):>8}  {figure(point.measured):>8}"
-                )
+                total = human_bytes(self._measured_bytes(point.recipe, point.bytes))
+                text.append(f"\n{total:>10}  {figure(point.predicted):>8}  {figure(point.measured):>8}")
         return text
 
     def point_measurement(self) -> Point | None:

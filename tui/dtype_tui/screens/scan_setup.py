@@ -14,6 +14,8 @@ from dtype_tui.screens.choice import ChoiceScreen
 SCANNED = (
     "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int8@tensor", "mxfp8", "mxfp4", "nvfp4", "int4@g128",
 )  # fmt: skip
+OF_CACHES = ("kv:float8_e4m3fn", "kv:int8@token", "kv:int4@token")
+"""Formats of KV caches, offered for models that have caches which rules can give a format."""
 PRESET = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 
 
@@ -35,25 +37,29 @@ class ScanSetup(ChoiceScreen[tuple[str, ...] | None]):
         Binding("escape,q", "leave", "Leave"),
     ]
 
-    def __init__(self) -> None:
-        super().__init__(len(SCANNED))
+    def __init__(self, has_caches: bool = False) -> None:
+        """has_caches: whether the model has KV caches that can be scanned."""
+        self._offered = (*SCANNED, *OF_CACHES) if has_caches else SCANNED
+        super().__init__(len(self._offered))
         self._chosen = set(PRESET)
 
     def draw(self) -> Text:
         text = Text("Scores every weight in each marked dtype, estimated from a few backward passes:\n", style="dim")
-        for index, dtype in enumerate(SCANNED):
+        for index, dtype in enumerate(self._offered):
             text.append("\n")
             text.append(*self.marker(index))
             text.append("[x] " if dtype in self._chosen else "[ ] ", style="bold")
-            text.append(f"{dtypes.short_name(dtype):<9}", style=f"bold {colour(dtype)}")
+            text.append(f"{dtypes.short_name(dtype):<14}", style=f"bold {colour(dtype)}")
             text.append(dtype, style="bold" if index == self.index else "dim")
+        if self._offered != SCANNED:
+            text.append("\n\nkv: is for KV caches, which o then counts, at :context.", style="dim")
         text.append("\n\nIt takes the time of about 20 forward passes; Esc stops it, s resumes it.", style="dim")
         return text
 
     def action_choose(self) -> None:
-        self._chosen ^= {SCANNED[self.index]}
+        self._chosen ^= {self._offered[self.index]}
         self.redraw()
 
     def action_start(self) -> None:
         if self._chosen:
-            self.dismiss(tuple(dtype for dtype in SCANNED if dtype in self._chosen))
+            self.dismiss(tuple(dtype for dtype in self._offered if dtype in self._chosen))

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.units import percent
 from dtype_tui.state.measurement_log import MOST_MEASURED
 
@@ -80,6 +81,11 @@ class ScanState:
 
         self.nodes = aggregate_by_node(tree, self.scores, dtype)
         self.version += 1
+
+    @property
+    def has_caches(self) -> bool:
+        """Whether the scan has scores of KV caches."""
+        return self.report is not None and any(each.startswith(SCANNED) for each in self.report.dtypes)
 
     @property
     def progress_words(self) -> str:
@@ -155,11 +161,16 @@ class ScanState:
             return f"activations were {were} in the scan, unlike now"
         return ""
 
-    def front(self, tree: Tree) -> ParetoFront:
-        """Return the Pareto front within the user's constraints. Raises UserError if no plan meets them."""
+    def front(self, tree: Tree, context: int | None = None, batch: int = 1) -> ParetoFront:
+        """Return the Pareto front within the user's constraints. Raises UserError if no plan meets them. context, batch: the tokens
+        and sequences for which KV caches count among the bytes if formats of them were scanned. None: they never count.
+        """
         from dtype_engine.search.pareto import make_front
 
-        return make_front(tree, self.scores, self.limits.constraints)
+        constraints = self.limits.constraints
+        if self.has_caches:
+            constraints = replace(constraints, context=context, batch=batch)
+        return make_front(tree, self.scores, constraints)
 
     def note_measured(self, tree: Tree, plan: Plan, report: DriftReport) -> None:
         """Store the measured drift of a plan together with the drift that the scan predicts for it. Stores nothing if there is no
