@@ -133,6 +133,19 @@ def _refusal(*arguments: str) -> str:
     raise AssertionError(f"not refused: {arguments}")
 
 
+def memory(job: Job) -> str:
+    """The bytes of the weights as stored; and of the cache that transformers makes, where the model is one of its decoders."""
+    found = answer("memory", *job.model, "--context", "8", "--batch", "2", "--activations", "none")
+    assert found["weights_bytes"] == job.made.stored_bytes()
+    assert found["total_bytes"] == found["weights_bytes"] + found["kv_bytes"]
+    elements = outside.cache_elements(job.made, 2, 8)
+    if elements is None:
+        return job.made.loader
+    (form,) = found["kv_dtypes"]
+    assert found["kv_bytes"] == elements * getattr(torch, form).itemsize
+    return "transformers' cache"
+
+
 def weights(job: Job) -> str:
     made = job.made
     found = {row["name"]: row for row in answer("weights", *job.model, "--cast", ALL_BF16)["weights"]}
@@ -495,6 +508,7 @@ def generate(job: Job) -> str:
 
 COMMANDS: dict[str, Way] = {
     "inspect": inspect,
+    "memory": memory,
     "weights": weights,
     "weights --against": weights_against,
     "check": check,

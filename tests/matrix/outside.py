@@ -46,6 +46,17 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return twin
 
 
+def cache_elements(made: Made, batch: int, tokens: int) -> int | None:
+    """How many values the KV cache holds after a pass over `tokens` tokens, or None where the model makes none."""
+    config = getattr(made.module, "config", None)
+    if made.module is None or not getattr(config, "use_cache", False) or config.is_encoder_decoder:
+        return None
+    with torch.no_grad():
+        found = made.module(input_ids=torch.ones(batch, tokens, dtype=torch.int64), use_cache=True)
+    cache = getattr(found, "past_key_values", None)
+    return None if cache is None else sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+
+
 def drift(made: Made, dtype: torch.dtype) -> tuple[float, float]:
     """Largest and mean |Δ| of the main output, everything in `dtype` against everything in float32."""
     assert made.module is not None
