@@ -196,9 +196,9 @@ OTHER_PLACES = (
         "In the tree",
         after(ready, "E"),
         (
-            Key("pagedown", line, 8),
-            Key("ctrl+f", line, 16),
-            Key("pageup", line, 8),
+            Key("pagedown", line, 10),
+            Key("ctrl+f", line, 20),
+            Key("pageup", line, 10),
             Key("ctrl+b", cursor, ""),
             Key("end", cursor, "model.norm.weight"),
             Key("home", cursor, ""),

@@ -35,7 +35,7 @@ def test_a_model_is_opened_with_the_same_options_by_every_command(name: str) -> 
     command = commands()[name]
     spelled = {text for option in command.params if isinstance(option, click.Option) for text in option.opts}
     assert spelled >= MODEL_OPTIONS
-    takes_rules = name in {"inspect", "weights", "drift", "flow", "speed", "export", "report", "dtype-tui"}
+    takes_rules = name in {"inspect", "weights", "drift", "flow", "speed", "export", "report", "memory", "dtype-tui"}
     assert (spelled & RULE_OPTIONS == RULE_OPTIONS) is takes_rules
 
 

@@ -128,7 +128,7 @@ def test_a_number_that_the_device_refuses_is_rounded_as_on_the_cpu() -> None:
     module, x = Masked(), torch.ones(4, 4)
     with torch.no_grad():
         expected = x + torch.where(torch.ones(4, 4).bool().tril(), module.bias.bfloat16(), -math.inf).softmax(-1)
-    session = de.open(module, inputs=(x,))
+    session = de.open(module, inputs=(placed(x),))
     session.cast("bias", "bfloat16")
     torch.testing.assert_close(candidate_output(session).cpu(), expected)
 

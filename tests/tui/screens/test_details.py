@@ -36,7 +36,7 @@ async def test_the_whole_model_has_every_figure_once_its_output_was_compared(
     scene: Scene, rows: dict[str, str]
 ) -> None:
     app = make_app()
-    async with running(app) as pilot:
+    async with running(app, (120, 44)) as pilot:  # all rows
         await scene(app, pilot)
         await pilot.press("less_than_sign", "enter")
         await pilot.pause()
