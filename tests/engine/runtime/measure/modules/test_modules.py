@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from tests.helpers import architectures
+from tests.helpers.measured_on import DEVICE
 from torch import nn
 
 import dtype_engine as de
@@ -83,7 +84,7 @@ def module_outputs(module: nn.Module, inputs: Sequence[Given], dtype: torch.dtyp
     def note(name: str, output: Any) -> None:
         while not isinstance(output, torch.Tensor):
             output = next(iter(output.values() if isinstance(output, dict) else output))
-        found.setdefault(name, []).append(output.double().flatten().clone())
+        found.setdefault(name, []).append(output.cpu().double().flatten())
 
     handles = [
         child.register_forward_hook(lambda _, __, output, name=name: note(name, output))  # type: ignore[misc]
@@ -105,13 +106,15 @@ def check(
     inputs: Sequence[Given],
     dtype: torch.dtype,
 ) -> None:
-    """The figures of all modules are those by hand, to 1e-6 dB. dtype: of the candidate's floating inputs."""
+    """The figures of all modules are those by hand, to 1e-6 dB, or to 1e-4 dB where a product may take another kernel each time.
+    dtype: of the candidate's floating inputs.
+    """
     r, c = module_outputs(reference, inputs, None), module_outputs(candidate, inputs, dtype)
     assert [each.name for each in modules] == [*r]
     for each in modules:
         delta = c[each.name] - r[each.name]
         expected = float(20 * torch.log10(r[each.name].norm() / delta.norm()))
-        assert each.sqnr_db == pytest.approx(expected, abs=1e-6, rel=0), each.name
+        assert each.sqnr_db == pytest.approx(expected, abs=1e-6 if DEVICE == "cpu" else 1e-4, rel=0), each.name
         assert (each.max_abs, each.nonfinite) == (float(delta.abs().max()), 0)
 
 
