@@ -56,11 +56,11 @@ _step = ""
 
 
 def say(step: str) -> None:
-    """Show on standard error what the program is doing, in place of the text that was shown before. Does nothing if standard error
-    is not a terminal.
+    """Show on standard error what the program is doing, in place of the text that was shown before, or erase that text if `step` is
+    "". Does nothing if standard error is not a terminal.
     """
     global _step
-    if sys.stderr.isatty():
+    if (step or _step) and sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{step}")
         sys.stderr.flush()
         _step = step
@@ -68,8 +68,7 @@ def say(step: str) -> None:
 
 def _last_line(sentence: str) -> None:
     """Erase the progress text and print a final sentence on standard error."""
-    if _step:
-        say("")
+    say("")
     print_stderr(sentence)
 
 

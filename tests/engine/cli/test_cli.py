@@ -192,6 +192,6 @@ def test_versions_name_what_a_figure_depends_on(capsys: pytest.CaptureFixture[st
         assert found["textual"] == metadata.version("textual")
         assert found["python"] == platform.python_version()
         assert found["threads"] == str(torch.get_num_threads())
-        assert {"transformers", "safetensors", "platform", "processor", "kernels", "GPU"} <= found.keys()
+        assert {"transformers", "safetensors", "platform", "processor", "kernels", "accelerator"} <= found.keys()
     assert run(cli, "dtype-engine", ["--verbose", "inspect"]) == 2
     assert "--version" in capsys.readouterr().err

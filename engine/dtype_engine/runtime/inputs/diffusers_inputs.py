@@ -194,7 +194,9 @@ def pipeline_inputs(model: LiveModel, options: Options) -> Inputs:
     if the user gave inputs of another kind.
     """
     if options.images or options.audio:
-        raise UserError(f"{model.title} makes pictures of prompts; leave --image and --audio out")
+        raise UserError(
+            f"{model.title} makes pictures of prompts; {hint('no-picture' if options.images else 'no-sound')}"
+        )
     pipeline = model.module.__dict__["pipeline"]
     arguments = inspect.signature(pipeline.__call__).parameters
     call: dict[str, Any] = {"num_inference_steps": _PIPELINE_STEPS}
