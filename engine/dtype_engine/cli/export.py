@@ -57,7 +57,8 @@ def export(
 
     With --quantize-activations=weights, the checkpoint tells runtimes to also round the inputs of matrix products, in the formats
     that support this (W8A8, W4A4).
-    Only NVFP4 and KV caches in fp8 require running the model: one pass over the calibration inputs measures their scales.
+    The scales of activations in NVFP4 and of KV caches in fp8 can't be computed from the weights: for them, the model runs once on
+    the calibration inputs.
     """
     from dtype_engine.checkpoint.export_folder import check_folder
     from dtype_engine.runtime.export import export as write

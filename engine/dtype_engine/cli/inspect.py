@@ -33,7 +33,9 @@ from dtype_engine.results.coverage import Coverage
     "--top", type=click.IntRange(min=1), metavar="N", help="List only the N modules whose own tensors are the largest."
 )
 @click.option(
-    "--by", type=click.Choice(["kind"]), help="kind: sum over attention, MLP, experts, embeddings, norms and others."
+    "--by",
+    type=click.Choice(["kind"]),
+    help="With `kind`, print the bytes of each kind of module: attention, MLP, experts, embeddings, norms, others.",
 )
 @click.option(
     "--sort",

@@ -35,7 +35,7 @@ DOES_NOT_FIT = 1
     "--budget",
     type=Bytes(),
     metavar="BYTES",
-    help="Also say up to which context all fits in BYTES, such as 24GiB. The exit status is 1 if it does not fit at --context.",
+    help="Also print the longest context that fits in BYTES, such as 24GiB. The exit status is 1 if --context does not fit.",
 )
 @click.option(
     "--kv",

@@ -35,7 +35,9 @@ def _paths(context: click.Context, parameter: click.Parameter, begun: str) -> li
 
 
 class _ClassesDim(click.ParamType["ClassesDim"]):
-    """A click parameter type for a dimension such as `1` or `-1`, or the word `auto` or `none`."""
+    """A click parameter type for the dimension of the output that counts classes or tokens: a number such as `1` or `-1`, `auto`
+    (by the class of the model), or `none` (the output is no distribution).
+    """
 
     name = "dimension"
 
@@ -145,7 +147,8 @@ _RUNNING = (
         ["--device"],
         default="auto",
         show_default=True,
-        help="Where to run the model: cpu, cuda, another accelerator such as mps, or auto (one with float64, or cpu).",
+        help="Where to run the model: cpu, cuda, another accelerator such as mps, or auto (an accelerator if it computes in "
+        "float64, else cpu).",
     ),
     click.Option(
         ["--over-memory"],
@@ -215,7 +218,7 @@ _RUNNING = (
         type=click.Choice(["none", "weights"]),
         default="none",
         show_default=True,
-        help="weights: also round the input of each matrix product to its weight's format, as W8A8 and W4A4 runtimes do.",
+        help="With `weights`, also round the input of each matrix product to its weight's format, as W8A8 and W4A4 runtimes do.",
     ),
     click.Option(
         ["--classes-dim"],

@@ -187,7 +187,10 @@ def search(
     as_object: bool,
     **how: Any,
 ) -> int:
-    """Find the best recipe for a size limit or a drift limit, based on a scan, and report its predicted and its measured drift."""
+    """Find the best recipe for a size limit or a drift limit, and report its predicted and its measured drift.
+
+    Predictions are sums of the scores of a scan. The model is scanned first, or a saved scan is read.
+    """
     from dtype_engine.core.atomic_write import check_target, write_text_atomic
     from dtype_engine.search.pareto import Constraints
 

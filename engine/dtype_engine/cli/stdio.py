@@ -42,7 +42,7 @@ def _checked_session(ctx: click.Context, param: click.Parameter, value: str | No
     "--session",
     callback=_checked_session,
     metavar="TOKEN",
-    help="With --linger: a unique token with which the app reconnects to this engine.",
+    help="With --linger: a token chosen by the app, by which it finds this engine after the connection was cut.",
 )
 def stdio(compressed: bool, linger: float | None, session: str | None) -> None:
     """Serve a dtype-tui on another machine, through standard input and output.

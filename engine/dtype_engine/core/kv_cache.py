@@ -30,8 +30,8 @@ class KVCacheTensor:
     heads: int = 1
     """The number of heads that share `per_token` equally. 1 if the heads have one common tensor, as the latent of MLA."""
     fixed: int = 0
-    """The number of elements for one sequence that does not depend on the context: that of a recurrent state. 0 for keys and
-    values.
+    """The number of elements for one sequence of a recurrent state, whose size does not depend on the number of tokens. 0 for keys
+    and values.
     """
     window: int | None = None
     """The number of tokens that a query attends to, itself included, if the layer has a sliding window or chunks."""

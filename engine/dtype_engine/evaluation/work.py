@@ -61,7 +61,9 @@ class Over:
     """
 
     def results(self, tasks: Sequence[Task], cancelled: IsCancelled) -> Iterator[tuple[int, Evaluated]]:
-        """Run tasks on the pool, in the model that its workers open. Yields (index, result) of each as soon as it is done."""
+        """Run tasks on the workers of the pool, each of which opens the model once. Yields (index of the task, its result) as
+        soon as a task is done. Raises Cancelled if `cancelled()` returns True.
+        """
         noted: set[str] = set()
         for index, result in self.pool.results([Evaluation(self.opened, task) for task in tasks], cancelled):
             other = other_versions(result)

@@ -59,7 +59,7 @@ class RecipeFile:
     settings: RunSettings | None = None
     """How to run the candidate, or None if the file has no settings."""
     measured: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
-    """Metrics of an earlier run, by name. They do not include the entry `lost`."""
+    """Metrics of an earlier run, by name. The file's entry `lost` is no metric, and is in the field `lost`."""
     lost: tuple[ValueLoss, ...] = ()
     """The tensors with values that their cast made infinite or zero in the earlier run."""
 

@@ -120,8 +120,10 @@ def shortened(shown: str) -> str:
 
 
 def _check_counts(source: str, shown: str, before: int) -> None:
-    """Raise PatternError for repeat counts that would need too much memory to compile. shown: the user's whole pattern, for
-    messages. before: index of the expression `source` in it.
+    """Raise PatternError if an expression has repeat counts that would need too much memory to compile.
+
+    source: the expression, a part of the user's pattern. shown: the whole pattern, for the message. before: the index in `shown` at
+    which `source` begins.
     """
     counts = [(found.start() + before, found[0], found[1] or found[2]) for found in _COUNTS.finditer(source)]
     for position, written, number in counts:

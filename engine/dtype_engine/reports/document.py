@@ -332,7 +332,9 @@ def _worst(tree: Tree, drift: DriftReport | None) -> list[Section]:
 
 
 def _has_weights(totals: Totals) -> bool:
-    """Return whether a module or one inside it has a parameter or a persistent buffer, also if it is tied to one elsewhere."""
+    """Return whether a module has parameters or persistent buffers, counting those of modules inside it and those that are tied to
+    another module's. totals: the totals of the module.
+    """
     return bool(totals.nbytes or totals.tied or totals.unknown)
 
 

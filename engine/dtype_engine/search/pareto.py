@@ -157,8 +157,8 @@ def _cache_choices(
 
 
 def written_dtype(tree: Tree) -> str:
-    """Return the dtype in which a model writes its KV cache without a rule: that of most of its weights as stored, or bfloat16
-    if it does not compute in that.
+    """Return the dtype that a KV cache without a rule is assumed to have: the stored dtype of most weights, or bfloat16 if models
+    do not compute in that dtype.
     """
     most = next(iter(tree.totals()[""].mix()), ("", 0.0))[0]
     return most if most in dtypes.COMPUTE_DTYPES else "bfloat16"

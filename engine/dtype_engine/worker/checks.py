@@ -23,7 +23,9 @@ _MOST_NOTICES = 1000
 
 
 def check_event(event: object) -> None:
-    """Raise ValueError or UserError if an event has values that no engine of this version would send.
+    """Check the values of an event that came from an engine, which may be another program on another machine.
+
+    Raises ValueError if a value is one that no engine of this version sends, and UserError for a rule that does not parse.
 
     The recipe of an event is not checked, because the app only compares it with the current recipe.
     """

@@ -78,7 +78,7 @@ class _Opening:
 @context_option
 @batch_option
 @click.option(
-    "--budget", type=Bytes(), metavar="BYTES", help="Show up to which context all fits in BYTES, such as 24GiB."
+    "--budget", type=Bytes(), metavar="BYTES", help="Show the longest context that fits in BYTES, such as 24GiB."
 )
 @workers_option
 @threshold_options

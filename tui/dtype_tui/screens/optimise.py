@@ -79,8 +79,8 @@ class OptimiseScreen(ModalScreen[None]):
         self.front: ParetoFront | None = None
         self.index = 0
         self.within: Solution | None = None
-        """While the cursor is on the best solution for the user's budget: this solution, which may lie between two points of the
-        front. None while the cursor is on a point of the front.
+        """The best solution for the user's budget, if the cursor is on it. Its size may lie between those of two drawn points of
+        the front. None if the cursor is on a drawn point.
         """
         self._rules: tuple[Solution, Recipe] | None = None
         """The solution for which rules were computed last, and the recipe with these rules."""

@@ -64,14 +64,16 @@ _LESS: tuple[Callable[[Columns], Columns], ...] = (
     lambda columns: replace(columns, track=0),
     lambda columns: replace(columns, heat=0),
 )
-"""What to leave out, in this order, until names have room."""
+"""Functions that each leave out one more column or narrow it. They are applied in this order until names have room."""
 _STILL_LESS: tuple[Callable[[Columns], Columns], ...] = (
     lambda columns: replace(columns, dtype=min(columns.dtype, 11)),
     lambda columns: replace(columns, drift=0) if columns.scan or columns.change else columns,
     lambda columns: replace(columns, scan=0),
     lambda columns: replace(columns, drift=0, change=0),
 )
-"""What to leave out if names would otherwise have less than two fifths of the width."""
+"""Functions that each leave out one more column or narrow it. They are applied in this order, after those of `_LESS`, until names
+have at least two fifths of the width.
+"""
 
 
 def needed_width(rows: Iterable[Row], title: str) -> tuple[int, int]:

@@ -32,8 +32,8 @@ FORMATS = tuple(
     for name in DESCRIBED
     if (blocks := dtypes.BY_NAME[name].blocks) is None or blocks.rule in ("amax", "compressed-tensors")
 )
-"""The formats that llm-compressor quantizes exactly as planned. An MX format is included only with the scale rule of
-llm-compressor.
+"""The formats whose values, as quantized by llm-compressor, equal ours. MX formats have several scale rules here, of which
+llm-compressor has one, so only the format with that rule is in the list.
 """
 
 

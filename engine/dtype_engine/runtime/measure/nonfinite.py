@@ -59,10 +59,10 @@ class _OpObserver(TorchFunctionMode):
     """A torch-function mode that checks the result of every operation in a pass. It must be entered before the pass's own mode.
 
     Attributes:
-        observed: the pass's own mode, which knows the running module.
+        observed: the mode under which the pass runs its operations (reference or candidate). It knows the running module.
         events: non-finite operations and the names of finished modules, in order.
         largest: the largest finite |value| of the results, keyed by (module, operation).
-        reached: the largest finite |value| of the activations in the operations of a weight, keyed by the name of the weight.
+        reached: for each weight, by name, the largest finite |value| of the activations that it was multiplied with or added to.
     """
 
     def __init__(self, weights: Mapping[int, Weight]) -> None:

@@ -96,8 +96,8 @@ def encoded_values(
 
 
 def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -> bool:
-    """Return whether a weight of a model that is larger than memory is read from its file in each visit. turned: the weights that
-    loading transposes.
+    """Return whether a weight is read from its file each time that a pass runs its block, in a model that is larger than memory.
+    Other weights stay in memory. turned: the names of the weights that loading transposes, which stay in memory.
     """
     if name in checkpoint.encoded:
         return True

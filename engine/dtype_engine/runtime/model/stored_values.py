@@ -181,7 +181,9 @@ class EncodedValues(StoredValues):
 
 
 class InFileValues(StoredValues):
-    """A weight of plain values that stays in its file: each read maps it anew. This is for models that are larger than memory."""
+    """A weight of plain values that stays in its file: each read maps the file again. Used for models larger
+    than memory.
+    """
 
     decoded = True
 

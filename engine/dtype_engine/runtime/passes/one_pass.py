@@ -39,7 +39,9 @@ class PassOptions:
     is entered before the mode. None: no further context.
     """
     caches: CacheWatcher | None = None
-    """What intercepts the KV caches that a pass of the reference writes, or None."""
+    """An object that receives all keys and values that a pass of the reference writes into KV caches, for example to calibrate
+    scales. None if no KV cache has a rule.
+    """
 
 
 @dataclass(slots=True)

@@ -55,8 +55,8 @@ class SequenceScores:
     independent, and varies far less between probes.
     """
     complete: bool = False
-    """Whether the probes are all the vectors that define the drift's second-order term, instead of random ones. `sums` are then
-    exact.
+    """Whether the backward passes used every vector whose squares add up to the drift's second-order term, and not a random sample
+    of such vectors. The estimates in `sums` then have no sampling error.
     """
     topk_samples: list[TopKSample] = field(default_factory=list)
     measured: dict[Key, float] = field(default_factory=dict)

@@ -124,7 +124,7 @@ class ValueRead:
     args: Arguments
     kwargs: dict[str, Any]
     source: tuple[int, WeightOrigin]
-    """The `id` of the tensor among the arguments, and how it was computed."""
+    """The `id` of the tensor in `args` or `kwargs`, and the operations that compute this tensor from the weight."""
     answer: bool | int
 
     def differs(self, value: torch.Tensor) -> bool:

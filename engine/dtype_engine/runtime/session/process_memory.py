@@ -36,7 +36,9 @@ class ProcessMemory:
 
 
 def process_memory(files: Iterable[Path] = ()) -> ProcessMemory:
-    """Return the current memory of this process. `files` are the checkpoint's files."""
+    """Return the resident memory of this process now, and its peak. files: the checkpoint's files, of which the mapped pages are
+    given apart.
+    """
     if not sys.platform.startswith("linux"):
         memory = psutil.Process().memory_info()
         return ProcessMemory(memory.rss, None, None, None)

@@ -371,8 +371,9 @@ class Session:
     ) -> ExportReport:
         """Write a checkpoint in the dtypes of the current recipe. The source is not changed.
 
-        With `quantize_activations="weights"`, the checkpoint requests quantized activations for the formats in which runtimes
-        support them. For NVFP4, the model first runs on the inputs, because the checkpoint stores scales of activations.
+        With the run setting `quantize_activations="weights"` (`RunSettings`), the checkpoint requests quantized activations
+        for the formats in which runtimes support them. For NVFP4, the model first runs on the inputs, because the checkpoint
+        stores scales of activations.
 
         Args:
             folder: A new folder.
