@@ -325,9 +325,9 @@ OTHER_PLACES = (
         "In the dtypes to scan",
         after(ready, "s"),
         (
-            Key("up", marked_line, "▌ [ ] i4@128 int4@g128"),
-            Key("k", marked_line, "▌ [ ] nvfp4 nvfp4"),
-            Key("down", marked_line, "▌ [ ] i4@128 int4@g128"),
+            Key("up", marked_line, "▌ [ ] kv:int4@token kv:int4@token"),
+            Key("k", marked_line, "▌ [ ] kv:int8@token kv:int8@token"),
+            Key("down", marked_line, "▌ [ ] kv:int4@token kv:int4@token"),
             Key("j", marked_line, "▌ [x] bf16 bfloat16"),
             Key("space", marked_line, "▌ [ ] bf16 bfloat16"),
             Key("escape", top, "MainScreen"),

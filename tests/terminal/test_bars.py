@@ -18,13 +18,13 @@ _READY = r"(?m)^ ● ready"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 0.8 M parameters in bfloat16: each job takes long enough to be seen."""
+    """A Llama of 2 M parameters in bfloat16: each job takes long enough to be seen."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=1024, hidden_size=160, intermediate_size=480, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=1024, hidden_size=192, intermediate_size=576, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=4, tie_word_embeddings=True, max_position_embeddings=512,
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("bars") / "llama"
