@@ -193,10 +193,10 @@ def pipeline_inputs(model: LiveModel, options: Options) -> Inputs:
     """Return one call of a pipeline for each prompt. Raises NoForward for a pipeline that needs more than a prompt, and UserError
     if the user gave inputs of another kind.
     """
-    if options.images or options.audio:
-        raise UserError(
-            f"{model.title} makes pictures of prompts; {hint('no-picture' if options.images else 'no-sound')}"
-        )
+    if options.images:
+        raise UserError(f"{model.title} makes pictures of prompts; {hint('no-picture')}")
+    if options.audio:
+        raise UserError(f"{model.title} makes pictures of prompts; {hint('no-sound')}")
     pipeline = model.module.__dict__["pipeline"]
     arguments = inspect.signature(pipeline.__call__).parameters
     call: dict[str, Any] = {"num_inference_steps": _PIPELINE_STEPS}
