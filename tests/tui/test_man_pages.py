@@ -46,5 +46,5 @@ def test_groff_has_nothing_to_say_and_shows_the_words(program: str, pages: dict[
     assert done.stderr == ""
     words = " ".join(re.sub(".\b|\x1b\\[[0-9;]*m", "", done.stdout).split())
     assert f"{program} - " in words
-    assert "--trust-pickle Load pickles that hold more than tensors. Such pickles can run any code." in words
+    assert "--trust-pickle Allow loading pickle files (.pt, .pth, .bin) that contain more than tensors." in words
     assert "BOX dtype-engine stdio" in words or program == "dtype-engine"

@@ -44,14 +44,15 @@ class _Commands(click.Group):
     is_flag=True,
     is_eager=True,
     expose_value=True,
-    help="With --version: also show the libraries and the hardware.",
+    help="With --version: also show the versions of Python and of the libraries, and the hardware.",
 )
 @click.option("--version", is_flag=True, expose_value=False, callback=print_version, help="Show the version and exit.")
 def cli(verbose: bool) -> None:
-    """What happens if these layers are in another dtype?
+    """Show what happens to a model's output, memory and speed if some of its layers are cast to another dtype.
 
-    MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, hf://org/name (a model on a hub, of which only
-    headers are read), file.py:Name or package.module:Name. Without MODEL, the built-in demo is used.
+    MODEL, which most commands take, is a checkpoint folder or file, a Hugging Face id in the local cache, hf://org/name (a model on
+    a hub, of which only headers are read), or Python code: file.py:Name or package.module:Name. Without MODEL, the built-in demo
+    model is used.
     """
     if verbose:
         raise click.UsageError("--verbose goes with --version")

@@ -16,24 +16,35 @@ _MOST_TENSORS = 10_000
 
 @click.command(cls=ModelCommand, rules=False, runs=False)
 @click.option(
-    "--against", metavar="SOURCE", help="Also compare tensor names and shapes with SOURCE, from which MODEL was made."
+    "--against",
+    metavar="SOURCE",
+    help="Also compare MODEL's tensor names and shapes with those of SOURCE, the checkpoint from which MODEL was made.",
 )
-@click.option("--values", is_flag=True, help="Also read all values, and report NaN, infinity and constant matrices.")
+@click.option(
+    "--values",
+    is_flag=True,
+    help="Also read the values of all tensors, and report NaN, infinities, and matrices whose elements are all the same.",
+)
 @click.option(
     "--modules/--no-modules",
     default=None,
-    help="Also compare the tensors with those of the architecture, which imports torch.  [default: only if there are at "
-    "most 10,000 tensors]",
+    help="Also compare MODEL's tensor names with those that its architecture has. This imports torch, which takes seconds.  "
+    "[default: only if there are at most 10,000 tensors]",
 )
-@click.option("--sarif", is_flag=True, help="Print the findings as SARIF 2.1.0.")
+@click.option(
+    "--sarif",
+    is_flag=True,
+    help="Print the findings as a JSON object in SARIF 2.1.0, a format for the results of static analysis.",
+)
 @json_option
 def check(
     request: RunRequest, against: str | None, values: bool, modules: bool | None, sarif: bool, as_object: bool
 ) -> int:
-    """Check a checkpoint's headers and scales for errors: missing tensors, missing or misshapen parts of quantized weights,
-    invalid scales, and inconsistent dtypes.
+    """Check a checkpoint for errors without loading it. Errors are missing tensors, quantized weights whose codes or scales are
+    missing or have a wrong shape, scales with invalid values such as NaN, and different dtypes in layers that belong together, such
+    as q, k and v.
 
-    Exit status 1 if there is a finding.
+    Only headers and scales are read, unless --values is given. The exit status is 1 if an error is found.
     """
     from dtype_engine.checkpoint.check import check as look
     from dtype_engine.checkpoint.source import locate

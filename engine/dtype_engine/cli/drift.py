@@ -46,38 +46,48 @@ MISSED = 1
     "tokens",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Also generate N tokens greedily with the reference and the candidate, and show the first token that differs.",
+    help="Also let the reference and the candidate continue each prompt by this number of tokens, greedily, and show the "
+    "first token that differs.",
 )
 @click.option(
     "-o",
     "--save-recipe",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write the rules, the settings and the measured metrics to this recipe file.",
+    help="Write a recipe file (YAML) with the rules, the settings of this run and the measured drift and metrics.",
 )
 @click.option(
     "--report",
     "report_file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Also write a report of this measurement. Its extension, .html or .md, determines the format.",
+    help="Also write a report of this measurement to a file. The file's extension, .html or .md, determines the format.",
 )
 @click.option(
     "--save-pictures",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Write the pictures that the reference and the candidate make to this folder, as PNG files.",
+    help="If the model makes pictures: write those of the reference and of the candidate for each input to this folder, as "
+    "PNG files.",
 )
 @click.option(
-    "--force", is_flag=True, help="With --save-recipe, --report or --save-pictures: replace an existing file."
+    "--force",
+    is_flag=True,
+    help="Let --save-recipe, --report and --save-pictures replace files that exist. Without --force, an existing file is an "
+    "error.",
 )
 @click.option(
-    "--causes", "with_causes", is_flag=True, help="Also cast one module at a time, to find the sources of the drift."
+    "--causes",
+    "with_causes",
+    is_flag=True,
+    help="Also find the modules in which the drift arises: cast each module alone, and measure how far the model's output "
+    "drifts.",
 )
 @click.option(
     "--suggest",
     is_flag=True,
-    help="Find rules for the weights with values that the casts make infinite or zero, and measure the drift with these rules.",
+    help="If casts make values of weights infinite or zero: find rules that give these weights dtypes which hold the values, "
+    "and measure the drift again with these rules.",
 )
 @workers_option
 @threshold_options
@@ -95,9 +105,10 @@ def drift(
     as_object: bool,
     **limits: Any,
 ) -> int:
-    """Run the float32 reference and the candidate (the cast model), and report how much the output and the memory changed.
+    """Run a model twice on the same inputs, as the reference (in float32) and as the candidate (with the casts), and report the
+    drift: how far the candidate's output is from the reference's. The memory before and after the casts is reported, too.
 
-    Weights in which the cast made values infinite or zero are listed, however small the drift is.
+    Weights in which the casts made values infinite or zero are listed, however small the drift is.
 
     The exit status is 1 if a limit (--max-kl, --min-sqnr, --min-top1, --min, --max) is not met.
     """
@@ -262,7 +273,9 @@ def _generation(text: Generation) -> dict[str, Any]:
 @click.command(cls=ModelCommand, compares=True)
 @json_option
 def flow(request: RunRequest, as_object: bool) -> None:
-    """List every implicit cast in one forward pass: module, operation, source dtype, target dtype and number of elements."""
+    """List the implicit casts of one forward pass: the operations in which torch changes a dtype by itself, without a call such as
+    `.to` in the model's code. Each line has the module, the operation, the dtype before and after, and the number of elements.
+    """
     session = request.open_session()
     casts = session.flow()
     if as_object:
@@ -280,11 +293,14 @@ def flow(request: RunRequest, as_object: bool) -> None:
     type=click.IntRange(min=3),
     default=5,
     show_default=True,
-    help="Number of passes to time after a warm-up.",
+    help="How many forward passes are timed for each version of the model (float32, stored dtypes, recipe's dtypes), after a "
+    "warm-up.",
 )
 @json_option
 def speed(request: RunRequest, repeats: int, as_object: bool) -> None:
-    """Time forward passes in float32, in the stored dtypes and in the recipe's dtypes. Each time is a median after a warm-up."""
+    """Measure how long forward passes take in float32, in the stored dtypes and in the recipe's dtypes. Each time is the median of
+    several passes after a warm-up.
+    """
     session = request.open_session()
     report = session.speed(lambda what, done, total: say_share(f"timing: {what}", done, total), repeats=repeats)
     say("")

@@ -42,21 +42,34 @@ _TENSOR_BYTES = 1 << 30
     required=True,
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="The folder to write. A folder that is not empty is replaced only with --force.",
+    help="The folder to write. If it exists and is not empty, it is replaced only with --force.",
 )
 @click.option(
-    "--force", is_flag=True, help="Replace an existing FOLDER once the export is complete, but never MODEL itself."
+    "--force",
+    is_flag=True,
+    help="Replace the output folder if it exists, once the export is complete. MODEL's own folder is never replaced.",
 )
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Maximum size of each weights file.")
-@click.option("--incomplete", is_flag=True, help="Export the existing tensors even if the checkpoint lacks some.")
+@click.option(
+    "--max-shard-size",
+    default="5GB",
+    show_default=True,
+    help="Maximum size of each weights file, such as 500MB. A larger export is split into several files.",
+)
+@click.option(
+    "--incomplete",
+    is_flag=True,
+    help="Export the tensors that exist even if the checkpoint lacks some of the model's tensors. Without this option, that "
+    "is an error.",
+)
 @json_option
 def export(
     request: RunRequest, folder: Path, force: bool, max_shard_size: str, incomplete: bool, as_object: bool
 ) -> None:
-    """Write a checkpoint in the dtypes of a recipe, streamed from the source, which stays unchanged.
+    """Write MODEL as a new checkpoint in the dtypes of a recipe. MODEL itself stays unchanged. Its weights are read, cast and
+    written one after another, so they need not fit in memory.
 
-    With --quantize-activations=weights, the checkpoint tells runtimes to also round the inputs of matrix products, in the formats
-    that support this (W8A8, W4A4).
+    With --quantize-activations=weights, the checkpoint tells inference runtimes to also round the inputs of matrix products, in the
+    formats that support this (W8A8, W4A4).
     The scales of activations in NVFP4 and of KV caches in fp8 can't be computed from the weights: for them, the model runs once on
     the calibration inputs.
     """
@@ -90,19 +103,21 @@ def export(
 
 @click.command(cls=ModelCommand, rules=False)
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--against", "model", required=True, metavar="MODEL", help="The source model of FOLDER.")
+@click.option("--against", "model", required=True, metavar="MODEL", help="The model from which FOLDER was made.")
 @click.option(
     "--drift",
     is_flag=True,
-    help="Also measure the drift of MODEL under the recipe and the drift of the reloaded export. Both must be equal.",
+    help="Also check that two drifts are equal: that of MODEL with the export's recipe, and that of the export itself, "
+    "loaded from FOLDER.",
 )
 @workers_option
 @json_option
 def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | None, as_object: bool) -> int:
-    """Check an export bit for bit: each tensor must have the dtype and the values that the export's recipe computes from MODEL.
+    """Check bit for bit that FOLDER, an export, is what its recipe says: each tensor must have the dtype and the values that the
+    recipe in FOLDER gives when it is applied to MODEL, the model of --against.
 
-    FOLDER may also be a checkpoint (folder or file) that another program made from MODEL. Then each tensor must be the tensor of
-    MODEL, cast to the dtype that it has in FOLDER.
+    FOLDER may also be a checkpoint (folder or file) that another program made from MODEL. Then each tensor must be MODEL's tensor,
+    cast to the dtype that it has in FOLDER.
 
     The exit status is 1 if a tensor differs, is missing or new, or can't be compared.
     """

@@ -27,33 +27,44 @@ from dtype_engine.results.coverage import Coverage
 @click.command(cls=ModelCommand, runs=False)
 @json_option
 @click.option(
-    "--depth", type=click.IntRange(min=0), metavar="N", help="Show at most N levels of modules below the model."
+    "--depth",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Show only this number of levels of modules below the model. By default, all levels.",
 )
 @click.option(
-    "--top", type=click.IntRange(min=1), metavar="N", help="List only the N modules whose own tensors are the largest."
+    "--top",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Instead of the tree, list this number of modules, those with the most bytes in their own tensors (without the "
+    "tensors of submodules).",
 )
 @click.option(
     "--by",
     type=click.Choice(["kind"]),
-    help="With `kind`, print the bytes of each kind of module: attention, MLP, experts, embeddings, norms, others.",
+    help="kind: instead of the tree, list the bytes of each kind of module: attention, MLP, experts, embeddings, norms, "
+    "others.",
 )
 @click.option(
     "--sort",
     type=click.Choice(["model", "bytes"]),
     default="model",
     show_default=True,
-    help="The order of the modules within their parent: the model's own, or the largest first.",
+    help="The order of the modules that have the same parent. model: the model's own order. bytes: the largest first.",
 )
 @click.option(
     "--all",
     "whole",
     is_flag=True,
-    help="Show each layer. On a terminal, layers like the one before are shown as one line.",
+    help="Show every layer. Without --all, a terminal shows layers that are like the one before them as a single line.",
 )
 def inspect(
     request: RunRequest, as_object: bool, depth: int | None, top: int | None, by: str | None, sort: str, whole: bool
 ) -> None:
-    """List modules with dtypes, parameters and bytes. If the checkpoint has headers, only the headers are read."""
+    """List MODEL's modules with their dtypes, number of parameters and bytes: as they are stored or, if there are rules such as
+    --cast, as they would be after the casts. If the checkpoint's files have headers, as safetensors files have, only the headers
+    are read.
+    """
     if (top is not None) + (by is not None) + (depth is not None or sort != "model" or whole) > 1:
         raise UserError("--top, --by, and the options of the tree (--depth, --sort, --all) exclude each other")
     if as_object and (top is not None or by is not None or depth is not None or sort != "model"):
@@ -150,20 +161,21 @@ def _coverage(
 @click.option(
     "--against",
     metavar="OTHER",
-    help="Compare with the weights of OTHER, a checkpoint of the same architecture, instead of casting.",
+    help="Compare MODEL's weights with those of another checkpoint of the same architecture, instead of casting them.",
 )
 @click.option(
     "--save",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="With --against: save the comparison to this file. If the file exists, continue from it.",
+    help="With --against: save the comparison to this file while it runs. If the file exists, the comparison continues from "
+    "it.",
 )
 @json_option
 def weights(request: RunRequest, against: str | None, save: Path | None, as_object: bool) -> int:
-    """Report the effect of the cast on each tensor's values: errors, overflow and underflow. No forward pass is run.
+    """Report what the casts do to the values of each tensor: rounding errors, overflow and underflow. No forward pass is run.
 
-    With --against, report the difference between each weight of MODEL and the same weight of OTHER. The exit status is then 1 if
-    anything differs.
+    With --against OTHER, report instead how each weight of MODEL differs from the same weight of the checkpoint OTHER. The exit
+    status is then 1 if anything differs.
     """
     if against is not None:
         from dtype_engine.cli.weights_against import compare_weights

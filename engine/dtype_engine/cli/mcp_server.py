@@ -74,20 +74,25 @@ class Access:
     "folders",
     multiple=True,
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="A folder whose models and text files may be read; may be repeated.  [default: the working directory]",
+    help="A folder from which agents may read models and text files; may be repeated.  [default: the working directory]",
 )
-@click.option("--hub", is_flag=True, help="Also allow models on a hub (hf://org/name) and in the Hugging Face cache.")
+@click.option(
+    "--hub",
+    is_flag=True,
+    help="Also let agents read models on a hub (hf://org/name) and in the local Hugging Face cache.",
+)
 @click.option(
     "--seconds",
     type=click.IntRange(min=1),
     default=600,
     show_default=True,
-    help="End each call after this time.",
+    help="The time limit for each call of a tool, in seconds. A call that takes longer is stopped with an error.",
 )
 def mcp(folders: tuple[Path, ...], hub: bool, seconds: int) -> None:
-    """Serve inspect, drift, scan, search, check and against to agents, by the Model Context Protocol on standard input and output.
+    """Serve the commands inspect, drift (also against another checkpoint), scan, search and check as tools for AI agents, by the
+    Model Context Protocol (MCP) on standard input and output.
 
-    Programs start this command. It needs `pip install 'dtype-tui[mcp]'`.
+    Agents start this command themselves; users name it in the agent's configuration. It needs `pip install 'dtype-tui[mcp]'`.
     """
     if sys.stdin.isatty():
         raise UserError("this is for programs: an agent's configuration names the command `dtype-engine mcp`")

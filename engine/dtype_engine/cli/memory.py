@@ -35,20 +35,23 @@ DOES_NOT_FIT = 1
     "--budget",
     type=Bytes(),
     metavar="BYTES",
-    help="Also print the longest context that fits in BYTES, such as 24GiB. The exit status is 1 if --context does not fit.",
+    help="Also print the longest context that fits in this amount of memory, such as 24GiB. The exit status is 1 if the "
+    "context of --context (or its default) does not fit.",
 )
 @click.option(
     "--kv",
     metavar="FORMAT",
-    help="The format of the KV cache where no rule gives it one, such as fp8. By default, the dtype in which the model computes.",
+    help="The dtype of the KV caches for which no rule sets one, such as fp8. By default, the dtype in which the model "
+    "computes.",
 )
 @click.option(
     "--activations",
     type=click.Choice(["estimate", "measure", "none"]),
     default="estimate",
     show_default=True,
-    help="estimate: follow a pass over the whole context without computing it; only headers are read. measure: load the model and "
-    "run that pass. none: leave activations out, which takes a fraction of a second for a model of any size.",
+    help="How to determine the peak memory of activations in a forward pass over the whole context. estimate: follow the "
+    "pass without computing it, from headers alone. measure: load the model and run the pass. none: leave activations out, "
+    "which is fastest.",
 )
 @json_option
 def memory(
@@ -60,7 +63,7 @@ def memory(
     activations: str,
     as_object: bool,
 ) -> int:
-    """Compute the memory that serving MODEL takes: weights, KV cache and the peak of activations."""
+    """Compute the memory that MODEL needs for inference: for its weights, its KV cache, and the peak of its activations."""
     source = request.locate()
     planned = request.plan(source)
     tree, plan, checkpoint = planned.tree, planned.plan, planned.checkpoint

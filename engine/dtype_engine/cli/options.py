@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 _FILE = click.Path(path_type=Path)
 
-json_option = click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
-force_option = click.option("--force", is_flag=True, help="Replace an existing output file.")
+json_option = click.option("--json", "as_object", is_flag=True, help="Print the answer as one JSON object.")
+force_option = click.option(
+    "--force", is_flag=True, help="Replace the output file if it exists. Without --force, an existing file is an error."
+)
 
 
 def _paths(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
@@ -90,56 +92,76 @@ _RULES = (
         ["--cast", "casts"],
         multiple=True,
         metavar="PATTERN=DTYPE",
-        help="Cast the tensors that PATTERN matches. The last rule that matches a tensor decides its dtype.",
+        help="A rule: '*.mlp=bf16' casts all tensors in modules named mlp to bfloat16. May be repeated; the last rule that "
+        "matches a tensor decides its dtype.",
     ),
     click.Option(
-        ["--recipe", "recipe_file"], type=_FILE, help="A recipe file. The rules of --cast follow the file's rules."
+        ["--recipe", "recipe_file"],
+        type=_FILE,
+        help="A recipe file: YAML with rules and settings for runs. The rules of --cast are applied after the file's rules.",
     ),
     click.Option(
-        ["--preset"], metavar="NAME", help="Put this preset's rules before all others. `recipe presets` lists presets."
+        ["--preset"],
+        metavar="NAME",
+        help="The name of a preset, a ready-made set of rules that is fitted to the model. Its rules come before those of "
+        "--recipe and --cast. `dtype-engine recipe presets` lists the names.",
     ),
 )
 _OPENING = (
     click.Option(
-        ["--revision"], metavar="NAME", help="For MODEL hf://org/name: the branch, tag or commit.  [default: main]"
+        ["--revision"],
+        metavar="NAME",
+        help="If MODEL is on a hub (hf://org/name): the branch, tag or commit to read.  [default: main]",
     ),
     click.Option(
         ["--trust-pickle"],
         is_flag=True,
-        help="Load pickles that hold more than tensors. Such pickles can run any code.",
+        help="Allow loading pickle files (.pt, .pth, .bin) that contain more than tensors. Loading such a file can run any code "
+        "that is in it.",
     ),
     click.Option(
-        ["--download"], is_flag=True, help="Download MODEL from the Hugging Face hub if it is not in the local cache."
+        ["--download"],
+        is_flag=True,
+        help="Download MODEL from the Hugging Face hub if it is not in the local cache. Without --download, nothing is "
+        "downloaded.",
     ),
     click.Option(
         ["--weights"],
         type=_FILE,
         metavar="FILE",
-        help="The checkpoint (.pth, .safetensors, ...) to load into a model built in Python.",
+        help="If MODEL is Python code (file.py:Name): the checkpoint file whose weights are loaded into it, such as net.pth or "
+        "net.safetensors.",
     ),
-    click.Option(["--trust-remote-code"], is_flag=True, help="Run the Python code that comes with the checkpoint."),
+    click.Option(
+        ["--trust-remote-code"], is_flag=True, help="Allow running the Python code that comes with the checkpoint."
+    ),
     click.Option(
         ["--component"],
         metavar="NAME",
-        help="Open this component of a diffusers pipeline by itself, such as unet or vae.",
+        help="If MODEL is a diffusers pipeline: open only this component of it, such as unet or vae.",
     ),
-    click.Option(["--architecture"], metavar="NAME", help="The checkpoint's model class, if no config.json names it."),
+    click.Option(
+        ["--architecture"],
+        metavar="NAME",
+        help="The model class of transformers to load the checkpoint into, such as LlamaForCausalLM. By default, config.json "
+        "names it.",
+    ),
 )
 _OF_CONFIGURATION = click.core.ParameterSource.DEFAULT_MAP
 _REFERENCE = (
     click.Option(
         ["--against"],
         metavar="OTHER",
-        help="Compare OTHER, a checkpoint of the same architecture, with MODEL: OTHER is cast and run, and the reference has the "
-        "weights of MODEL in float32.",
+        help="Compare OTHER, another checkpoint of the same architecture, with MODEL. The reference has MODEL's weights in "
+        "float32. The candidate has OTHER's weights, to which the casts apply.",
     ),
     click.Option(
         ["--reference"],
         type=click.Choice([FLOAT32, STORED]),
         default=FLOAT32,
         show_default=True,
-        help="What drift is measured from. float32: MODEL's weights in float32 arithmetic. stored: MODEL in its stored dtypes, as "
-        "plain torch runs it.",
+        help="The model from which the drift is measured. float32: MODEL with all weights and arithmetic in float32. stored: "
+        "MODEL in its stored dtypes, as plain torch runs it.",
     ),
 )
 _RUNNING = (
@@ -147,78 +169,120 @@ _RUNNING = (
         ["--device"],
         default="auto",
         show_default=True,
-        help="Where to run the model: cpu, cuda, another accelerator such as mps, or auto (an accelerator if it computes in "
-        "float64, else cpu).",
+        help="The device that runs the model: cpu, cuda, or another accelerator that torch supports, such as cuda:1 or mps. "
+        "auto: the accelerator if it can compute in float64, otherwise the CPU.",
     ),
     click.Option(
         ["--over-memory"],
         is_flag=True,
-        help="Run a model that is larger than the memory. Its weights are read from the disk whenever it runs.",
+        help="Run a model whose weights do not fit in memory, by reading them from the disk in every pass. Without this option, "
+        "such a model can be inspected and exported, but not run.",
     ),
     click.Option(
         ["--max-memory"],
         type=_MaxMemory(),
         default={},
         metavar="DEVICE=SIZE",
-        help="The most memory to use for weights, such as cpu=40GiB. By default, all memory of the machine.",
+        help="Maximum memory that weights may take on a device, such as cpu=40GiB or cuda:0=8GiB. By default, all memory of the "
+        "machine.",
     ),
     click.Option(
-        ["--random-weights"], is_flag=True, help="Run a model even if its files lack weights, which are then random."
+        ["--random-weights"],
+        is_flag=True,
+        help="Run the model even if its files lack some weights, which then get random values. Without this option, such a model "
+        "is not run.",
     ),
-    click.Option(["--prompt", "prompts"], multiple=True, help="A calibration text; may be repeated."),
+    click.Option(
+        ["--prompt", "prompts"],
+        multiple=True,
+        help="A text to run the model on (a calibration text); may be repeated. If no inputs are given, the program makes "
+        "suitable ones.",
+    ),
     click.Option(
         ["--text", "texts"],
         multiple=True,
         type=_FILE,
         metavar="FILE",
-        help="A calibration text file, or a .jsonl file in which each line is an object with a 'text', 'prompt' or 'messages' key. "
-        "The text is cut into sequences.",
-    ),
-    click.Option(["--chat"], is_flag=True, help="Apply the model's chat template to every prompt."),
-    click.Option(["--sequence-length"], type=click.IntRange(min=2), metavar="N", help="Maximum tokens per sequence."),
-    click.Option(["--sequences"], type=click.IntRange(min=1), metavar="N", help="Maximum number of sequences to run."),
-    click.Option(
-        ["--image", "images"], multiple=True, type=_FILE, metavar="FILE", help="A calibration image; may be repeated."
+        help="A file of texts to run the model on: a plain text, or a .jsonl file in which each line is an object with a 'text', "
+        "'prompt' or 'messages' key. Long texts are split into sequences. May be repeated.",
     ),
     click.Option(
-        ["--audio"], multiple=True, type=_FILE, metavar="FILE", help="A calibration audio file; may be repeated."
+        ["--chat"],
+        is_flag=True,
+        help="Format each text of --prompt and --text as a user's message, by the model's chat template.",
+    ),
+    click.Option(
+        ["--sequence-length"],
+        type=click.IntRange(min=2),
+        metavar="N",
+        help="Maximum number of tokens in a sequence; longer texts are split. By default 512, or as many as the model supports "
+        "if they are fewer.",
+    ),
+    click.Option(
+        ["--sequences"],
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Maximum number of sequences to run the model on. By default, all that the texts contain.",
+    ),
+    click.Option(
+        ["--image", "images"],
+        multiple=True,
+        type=_FILE,
+        metavar="FILE",
+        help="An image file to run the model on (a calibration input); may be repeated.",
+    ),
+    click.Option(
+        ["--audio"],
+        multiple=True,
+        type=_FILE,
+        metavar="FILE",
+        help="An audio file to run the model on (a calibration input); may be repeated.",
     ),
     click.Option(
         ["--inputs", "tensors"],
         type=_FILE,
         metavar="FILE",
-        help="A .safetensors, .npz or .pt file whose tensors have the names of the forward pass's arguments.",
+        help="A .safetensors, .npz or .pt file with the arguments of the forward pass, each a tensor with the argument's name, "
+        "such as input_ids. They replace all other inputs.",
     ),
     click.Option(
         ["--input-limit", "limits"],
         type=_InputLimit(),
         multiple=True,
         metavar="KIND=NUMBER",
-        help="Change a limit that protects against huge inputs, such as tokens=2000000; may be repeated. KIND is pixels (in an "
-        "image), seconds (of audio), values (in the tensor made from an image or audio), tokens (in all texts together), "
-        "template-seconds (that the chat template may run for a conversation) or template-bytes (in the text that it makes).",
+        help="Change a limit that protects against huge inputs, as in tokens=2000000; may be repeated. The limits are pixels (in "
+        "one image), seconds (of one audio file), values (in the tensor made from one image or audio file), tokens (in all "
+        "texts together), template-seconds (of running the chat template on one conversation) and template-bytes (in the text "
+        "that it returns).",
     ),
     click.Option(
         ["--compute"],
         default="float32",
         show_default=True,
-        help="The dtype to which weights in fp8, int8 and block formats are dequantized for operations without an activation, "
-        "such as an embedding lookup. Other operations, such as matrix products, use the activation's dtype.",
+        help="The dtype to which quantized weights (fp8, int8 and block formats) are dequantized for an operation that has no "
+        "activation, such as an embedding lookup. All other operations, such as matrix products, use the activation's dtype "
+        "instead.",
     ),
-    click.Option(["--autocast"], metavar="DTYPE", help="Run the candidate under torch.autocast in bf16 or fp16."),
+    click.Option(
+        ["--autocast"],
+        metavar="DTYPE",
+        help="Run the candidate (the cast model) under torch.autocast in this dtype, bf16 or fp16. By default, autocast is off.",
+    ),
     click.Option(
         ["--float-inputs"],
         type=click.Choice(["given", "model"]),
         default="given",
         show_default=True,
-        help="given: floating-point inputs keep their dtype. model: they are cast to the dtype of the model's first weight.",
+        help="The dtype in which the candidate gets floating-point inputs, such as pixel values. given: unchanged. model: the "
+        "dtype of the model's first weight.",
     ),
     click.Option(
         ["--quantize-activations"],
         type=click.Choice(["none", "weights"]),
         default="none",
         show_default=True,
-        help="With `weights`, also round the input of each matrix product to its weight's format, as W8A8 and W4A4 runtimes do.",
+        help="Whether the inputs of matrix products with quantized weights are quantized, too. none: they are not. weights: they "
+        "are rounded to the weight's format, as runtimes do that serve W8A8 or W4A4 models.",
     ),
     click.Option(
         ["--classes-dim"],
@@ -226,8 +290,8 @@ _RUNNING = (
         default="auto",
         show_default=True,
         metavar="N|none|auto",
-        help="The output dimension over which class probabilities are taken; none: the output is no distribution; auto: infer it "
-        "from the model's Python class and config.",
+        help="The dimension of the model's output along which the scores of the classes or tokens lie, such as -1; a softmax "
+        "over it gives their probabilities. none: the output has no such scores. auto: the model's class and config decide.",
     ),
 )
 
@@ -237,22 +301,25 @@ _METRICS = (
         ["--metric", "metrics"],
         multiple=True,
         metavar="FILE.py:NAME",
-        help="Also measure your own metric, such as an accuracy: a function NAME(output, inputs) that returns a number for each "
-        "example, NAME(model), or a torchmetrics object. Runs FILE.py. May be repeated.",
+        help="Also measure your own metric, such as an accuracy, on the reference and the candidate. NAME in FILE.py is a "
+        "function NAME(output, inputs) that returns a number for each example, a function NAME(model), or a torchmetrics "
+        "object. This runs FILE.py. May be repeated.",
     ),
     click.Option(
         ["--eval", "evals"],
         multiple=True,
         metavar="lm-eval:TASK",
-        help="Also evaluate the reference and the candidate on TASK of lm-eval, or on the task in a YAML file; may be repeated.",
+        help="Also evaluate the reference and the candidate on a task of lm-eval, the LM evaluation harness: lm-eval:arc_easy, "
+        "or lm-eval:FILE.yaml for a task of your own. May be repeated.",
     ),
     click.Option(
         ["--data"],
         multiple=True,
         type=_FILE,
         metavar="FILE",
-        help="The examples for --metric: a file of texts, an image, audio or tensors, which may have labels beside the arguments "
-        "of the forward pass; may be repeated. By default, the metric is measured on the inputs.",
+        help="A file of examples on which --metric is measured: texts, an image, audio or tensors; may be repeated. It may also "
+        "contain labels, which are passed to the metric, not to the model. By default, the metric is measured on the inputs of "
+        "the drift.",
     ),
 )
 
@@ -261,8 +328,8 @@ context_option = click.option(
     "--context",
     type=click.IntRange(1, MOST_TOKENS),
     metavar="N",
-    help=f"Tokens of each sequence in the KV cache. By default {DEFAULT_CONTEXT:,}, or as many as the model was made for if they "
-    "are fewer.",
+    help=f"Number of tokens of each sequence in the KV cache. By default {DEFAULT_CONTEXT:,}, or as many as the model was made for "
+    "if they are fewer.",
 )
 batch_option = click.option(
     "--batch",
@@ -270,7 +337,7 @@ batch_option = click.option(
     default=1,
     show_default=True,
     metavar="N",
-    help="Number of sequences in the KV cache.",
+    help="Number of sequences that are in the KV cache at the same time.",
 )
 
 
@@ -311,30 +378,32 @@ _MEASURING = (
         ["--precision"],
         type=_Precision(),
         metavar="SHARE",
-        help="Stop once the relative standard error of the drift is at most SHARE, such as 5%. By default, all inputs are run.",
+        help="Stop measuring once the standard error of the drift is at most this fraction of the drift, such as 5%. By default, "
+        "all inputs are run.",
     ),
     click.Option(
         ["--floor"],
         type=click.Choice(["auto", "always", "never"]),
         default="auto",
         show_default=True,
-        help="When to measure the noise floor: how much the reference differs from itself if its float32 sums are computed in "
-        "another order. auto: if the drift is so small that it may be mere noise (in dtype-tui, also whenever the engine is idle).",
+        help="When to measure the noise floor, the drift that the reference shows from itself if its float32 sums are computed "
+        "in another order: always, never, or auto. auto: only if the measured drift is small enough to be noise (in dtype-tui, "
+        "also whenever the engine is idle).",
     ),
     click.Option(
         ["--modules"],
         type=click.Choice(["some", "exact"]),
         default="some",
         show_default=True,
-        help="Compare modules' outputs over about a sixth of the inputs (some) or over all inputs (exact). The main output is "
-        "always compared over all inputs that are run.",
+        help="On how many inputs the outputs of modules are compared. some: on about a sixth of them. exact: on all. The model's "
+        "main output is always compared on all inputs that are run.",
     ),
     click.Option(
         ["--keep", "reference_bytes"],
         type=Bytes(),
         metavar="BYTES",
-        help="Maximum size of the reference outputs to keep for later measurements, such as 2GiB. By default, a quarter of the "
-        "free memory, at most 2 GiB.",
+        help="Maximum memory for the reference's outputs, such as 2GiB. They are kept so that later measurements in the same "
+        "process are faster. By default, a quarter of the free memory, at most 2 GiB.",
     ),
 )
 

@@ -31,8 +31,9 @@ workers_option = click.option(
     "--workers",
     callback=_workers,
     metavar="N|tcp://HOST:8786",
-    help="Run forward passes in parallel: in N processes on this machine, or on the workers of the Dask cluster at the address. "
-    "Fewer than N processes start if there is too little memory for N.  [default: in this process]",
+    help="Run forward passes in parallel: in this number of processes on this machine, or on the workers of the Dask cluster "
+    "whose scheduler has this address, such as tcp://HOST:8786. `drift` takes it only with --causes. Fewer processes start if "
+    "the memory is too small for all.  [default: in this process]",
 )
 
 

@@ -28,27 +28,39 @@ _SHOWN = 4
 
 file_argument = click.argument("file", type=click.Path(path_type=Path))
 model_option = click.option(
-    "--model", help="The model that the recipe is for. By default, the model that the recipe file names."
+    "--model",
+    help="The model whose tensors the recipe's patterns match. By default, the model that the recipe file names.",
 )
 target_names = click.Choice(tuple(TARGET_SUFFIXES))
 
 
 @click.group()
 def recipe() -> None:
-    """List presets, and write recipes in the formats of other tools."""
+    """List presets, write recipes in the formats of other tools, and check how other tools read their patterns."""
 
 
 @recipe.command(cls=ModelCommand, rules=False, runs=False)
 @file_argument
-@click.option("--to", "target", required=True, type=target_names, help="The tool for which to write the recipe.")
+@click.option(
+    "--to",
+    "target",
+    required=True,
+    type=target_names,
+    help="The tool in whose format the recipe is written, such as llm-compressor or torchao.",
+)
 @model_option
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of standard output.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="The file to write the converted recipe to. By default, it is printed to standard output.",
+)
 @force_option
 @json_option
 def convert(request: RunRequest, file: Path, target: str, output: Path | None, force: bool, as_object: bool) -> None:
-    """Write a recipe in the format of another tool, with patterns that give every tensor its planned dtype in that tool.
+    """Write a recipe in the format of another tool, so that the tool gives every tensor the dtype that the recipe gives it here.
 
-    Tensors that the tool can't express are listed on standard error, or under 'left_out' with --json.
+    Tensors with dtypes that the tool does not have are listed on standard error, or under 'left_out' with --json.
     """
     from dtype_engine.core.atomic_write import check_target, write_text_atomic
 
@@ -96,17 +108,23 @@ def _left_out_lines(written: Conversion) -> list[str]:
     "target",
     required=True,
     type=click.Choice((*TARGET_SUFFIXES, *RUNTIMES)),
-    help="The tool whose reading of the patterns is compared, or the runtime (vllm or sglang) that would load an export.",
+    help="The tool whose matches are compared with those of dtype-engine, or a runtime (vllm or sglang) that would load an "
+    "export.",
 )
 @model_option
-@click.option("--sarif", "as_sarif", is_flag=True, help="Print the findings as SARIF 2.1.0.")
+@click.option(
+    "--sarif",
+    "as_sarif",
+    is_flag=True,
+    help="Print the findings as a JSON object in SARIF 2.1.0, a format for the results of static analysis.",
+)
 @json_option
 def lint(request: RunRequest, file: Path, target: str, as_sarif: bool, as_object: bool) -> int:
-    """Find tensors that a recipe's pattern matches in dtype-engine but not in another tool that gets the same pattern, or the other
-    way round.
+    """Compare which tensors the patterns of a recipe match in dtype-engine and in another tool that gets the same patterns, and
+    list the differences.
 
-    For vllm and sglang, show how the runtime would load an export. The exit status is 1 if the matches differ, or if a runtime
-    would refuse or change a weight, or run it slowly.
+    With --for vllm or sglang, show instead how this inference runtime would load an export of the recipe. The exit status is 1 if
+    the matches differ, or if the runtime would refuse a weight, change it, or run it slowly.
     """
     from dtype_engine.recipe.lint import lint as read_as
 
@@ -179,7 +197,7 @@ def _rule_lines(rule: RuleComparison) -> list[str]:
 @recipe.command(cls=ModelCommand, rules=False, runs=False)
 @json_option
 def presets(request: RunRequest, as_object: bool) -> None:
-    """List the presets, and the size of this model under each preset."""
+    """List the presets, which are ready-made recipes, with their rules for MODEL and the size that MODEL has under each."""
     from dtype_engine.recipe.presets import preset_effects
 
     context = _context(request)

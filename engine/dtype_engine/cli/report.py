@@ -31,13 +31,19 @@ if TYPE_CHECKING:
     required=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The report to write. Its extension, .html or .md, determines the format.",
+    help="The report file to write. Its extension, .html or .md, determines the format.",
 )
-@click.option("--speed", "with_speed", is_flag=True, help="Also time forward passes, as the command speed does.")
+@click.option(
+    "--speed",
+    "with_speed",
+    is_flag=True,
+    help="Also time forward passes, as the command `dtype-engine speed` does, and put the times into the report.",
+)
 @force_option
 @json_option
 def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_object: bool) -> None:
-    """Measure a recipe, and write one file with its rules, memory and drift, all modules, and how the drift was measured.
+    """Measure a recipe, and write a report of it to one file: its rules, the memory, the drift, a table of all modules, and how the
+    drift was measured.
 
     The file is self-contained: it includes its plots, downloads nothing and runs no scripts. If the model can't be run, the report
     says why, and contains everything but the drift.

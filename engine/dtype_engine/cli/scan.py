@@ -42,31 +42,34 @@ def scan_options(function: Function) -> Function:
         click.option(
             "--save",
             type=click.Path(path_type=Path),
-            help="Save the scan's progress to this file. If the file exists, resume the scan from it.",
+            help="Save the scan to this file while it runs. If the file exists, the scan continues from it, or is read if it is "
+            "complete.",
         ),
         click.option(
             "--exact",
             is_flag=True,
-            help="Measure each weight in each dtype in a separate pass, in which everything else is as in the reference.",
+            help="Measure the scores instead of estimating them: for each weight and dtype, run a forward pass in which only "
+            "this weight is cast. This takes many passes.",
         ),
         click.option(
             "--draws",
             type=click.IntRange(min=1),
-            help="Number of backward passes per sequence.  [default: 24 divided by the number of sequences, at least 4]",
+            help="Number of backward passes for each sequence. More passes make the estimated scores more precise.  [default: 24 "
+            "divided by the number of sequences, at least 4]",
         ),
         click.option(
             "--dtypes",
             "dtype_names",
             metavar="DTYPE,...",
-            help="The dtypes to try; formats of KV caches begin with kv:, as in kv:fp8@head.  [default: "
-            "bf16,fp16,fp8,fp8e5,int8]",
+            help="The dtypes in which each weight is scored, separated by commas. Dtypes for KV caches begin with kv:, as in "
+            "kv:fp8@head.  [default: bf16,fp16,fp8,fp8e5,int8]",
         ),
         click.option(
             "--formats",
             "family",
             type=click.Choice(tuple(FAMILIES)),
-            help="Try the formats that this inference runtime can mix in one model, instead of --dtypes. A search then "
-            "also obeys the runtime's limits.",
+            help="The inference runtime that is to load the model, such as vllm. The dtypes that it can mix in one model replace "
+            "those of --dtypes, and a search obeys the runtime's other limits, too.",
         ),
     ):
         function = option(function)
@@ -89,14 +92,15 @@ class _ScanCommand(ModelCommand):
 @click.option(
     "--shard",
     metavar="3/16",
-    help="Run only one shard of the scan (3/16 is the third of sixteen) and write it to the --save file. slurm: read the shard "
-    "from a Slurm job array.",
+    help="Run only one share of the scan, such as 3/16 (the third of sixteen), and write it to the --save file. slurm: a "
+    "Slurm job array's environment variables say which share.",
 )
 @json_option
 def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) -> None:
-    """Estimate how far the output drifts when each weight alone is cast to each dtype, in the time of a few forward passes.
+    """Score each weight in each dtype: estimate how far the model's output drifts if this weight alone is cast to this dtype. A few
+    backward passes give all scores.
 
-    `dtype-engine scan merge FILES -o scan.json` combines the files of all shards into one scan.
+    `dtype-engine scan merge FILES -o scan.json` combines the files of a scan that was divided by --shard.
     """
     if shard is not None:
         _scan_shard(request, Shard.parse(shard, os.environ), as_object, how)
@@ -113,59 +117,77 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
 
 
 @click.command(cls=ModelCommand, rules=False, compares=True, has_metrics=True)
-@click.option("--budget", metavar="SIZE", help="Maximum size of the weights: 12GiB, 500MB, or 45% of the stored size.")
 @click.option(
-    "--max-predicted", type=float, metavar="DRIFT", help="Maximum predicted drift, in the unit of the scan's scores."
+    "--budget",
+    metavar="SIZE",
+    help="Find the recipe with the least predicted drift whose weights take at most this size: 12GiB, 500MB, or 45% of "
+    "the stored size.",
+)
+@click.option(
+    "--max-predicted",
+    type=float,
+    metavar="DRIFT",
+    help="Find the smallest recipe whose predicted drift is at most this number. Its unit is that of a scan's scores: "
+    "nats per token or, for outputs that are not probabilities, relative squared error.",
 )
 @click.option(
     "--keep",
     multiple=True,
     metavar="PATTERN",
-    help="Keep the stored dtype of the weights that PATTERN matches; may be repeated.",
+    help="Keep all weights that this pattern matches in their stored dtypes; may be repeated.",
 )
 @click.option(
     "--group",
     "groups",
     multiple=True,
     metavar="PATTERN",
-    help="Give all matches under one parent module the same dtype, as in '*.{q,k,v}_proj'; may be repeated.",
+    help="Give the same dtype to all weights that match this pattern in the same parent module. '*.{q,k,v}_proj' does so "
+    "for the three projections in each attention module. May be repeated.",
 )
 @click.option(
     "--only",
     multiple=True,
     metavar="PATTERN=DTYPE,...",
-    help="Allow only these dtypes for the weights that PATTERN matches. May be repeated; the last match decides.",
+    help="Allow only certain dtypes for some weights: '*.mlp=bf16,fp8' for those that the pattern *.mlp matches. May be "
+    "repeated; the last pattern that matches a weight decides.",
 )
 @click.option(
     "--context",
     type=click.IntRange(min=1),
     metavar="TOKENS",
-    help="Count the bytes of KV caches for sequences of TOKENS tokens, too, and choose formats for them among those scanned.",
+    help="Also choose dtypes for KV caches, among those of --dtypes that begin with kv:. The caches' bytes, for sequences of "
+    "this number of tokens, then count towards the recipe's size.",
 )
 @click.option(
     "--batch",
     type=click.IntRange(min=1),
     default=1,
     metavar="N",
-    help="Number of sequences for --context.  [default: 1]",
+    help="With --context: the number of sequences whose KV caches are counted.  [default: 1]",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the recipe to this file.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the best recipe to this file, as YAML.")
 @force_option
-@click.option("--measure/--no-measure", default=True, show_default=True, help="Measure the drift of the best recipe.")
+@click.option(
+    "--measure/--no-measure",
+    default=True,
+    show_default=True,
+    help="Also measure the drift of the best recipe, with a forward pass over each input. --no-measure leaves this out.",
+)
 @click.option(
     "--verify",
     "candidates",
     type=click.IntRange(min=2),
     metavar="K",
-    help="On the --held-out text, measure the drift and the metrics of the K recipes nearest to the limit, and choose the best of "
-    "them. With --min or --max alone, these are K recipes of all sizes, and the best is the smallest that meets the limits.",
+    help="Measure this number of recipes, at least 2, on the texts of --held-out: those whose predictions are nearest to the "
+    "limit. Choose the best by their measured drift and metrics. If --min or --max is the only limit, recipes of all sizes are "
+    "measured, and the smallest one that meets it is chosen.",
 )
 @click.option(
     "--held-out",
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="A text file for --verify that the scan does not use; may be repeated.",
+    help="A text file on which --verify measures the recipes, and which the scan does not use; may be repeated.",
 )
 @scan_options
 @metric_options
@@ -187,9 +209,11 @@ def search(
     as_object: bool,
     **how: Any,
 ) -> int:
-    """Find the best recipe for a size limit or a drift limit, and report its predicted and its measured drift.
+    """Find the recipe with the least drift for a limit on size (--budget), or the smallest one for a limit on drift
+    (--max-predicted), and report its predicted and its measured drift.
 
-    Predictions are sums of the scores of a scan. The model is scanned first, or a saved scan is read.
+    The predicted drift of a recipe is the sum of its weights' scores in a scan. The model is scanned first, unless --save names a
+    file with a complete scan.
     """
     from dtype_engine.core.atomic_write import check_target, write_text_atomic
     from dtype_engine.search.pareto import Constraints
@@ -249,13 +273,17 @@ def search(
 @click.command
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), required=True, help="Write the combined scan to this file."
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The file to which the combined scan is written.",
 )
 @force_option
 def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
-    """Combine the files of all shards into the file of one scan, which `scan --save` and `search --save` can read.
+    """Combine the files that `scan --shard` wrote into the file of one scan, which `scan --save` and `search --save` can read.
 
-    The result is the same as that of a scan without shards.
+    The combined scan is the same as a scan that was not divided.
     """
     from dtype_engine.core.atomic_write import check_target
     from dtype_engine.runtime.scan import saved

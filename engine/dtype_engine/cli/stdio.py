@@ -31,25 +31,28 @@ def _checked_session(ctx: click.Context, param: click.Parameter, value: str | No
 
 
 @click.command(context_settings={"max_content_width": 100})
-@click.option("--compressed", is_flag=True, help="Compress the messages to the app.")
+@click.option("--compressed", is_flag=True, help="Compress the messages that the engine sends to dtype-tui.")
 @click.option(
     "--linger",
     type=_Duration(),
     metavar="TIME",
-    help="If the connection is cut, finish the work, then wait this long (90s, 10m or 2h) for the app to reconnect.",
+    help="If the connection is cut, finish the running work, then wait for dtype-tui to reconnect, at most this long: 90s, "
+    "10m or 2h. Needs --session. Without --linger, the engine ends at once.",
 )
 @click.option(
     "--session",
     callback=_checked_session,
     metavar="TOKEN",
-    help="With --linger: a token chosen by the app, by which it finds this engine after the connection was cut.",
+    help="With --linger: a text of letters and digits, chosen by dtype-tui, by which it finds this engine when it reconnects.",
 )
 def stdio(compressed: bool, linger: float | None, session: str | None) -> None:
-    """Serve a dtype-tui on another machine, through standard input and output.
+    """Run the engine, which loads and runs the model, for a dtype-tui on another machine. The two talk through standard input and
+    output.
 
     Programs start this command: `dtype-tui ssh://HOST/PATH` runs it on HOST through ssh, and `dtype-tui --engine-command 'docker
-    exec -i BOX dtype-engine stdio'` runs it in a container. With `--linger 10m --session {session}` in that command, dtype-tui
-    replaces {session} with a token, and nothing is lost if the connection is cut. Both machines must have the same version.
+    exec -i BOX dtype-engine stdio'` runs it in a container. If the quoted command ends with `--linger 10m --session {session}`,
+    dtype-tui replaces {session} with a token, and can reconnect without losing work if the connection is cut. Both machines must
+    have the same version of dtype-tui.
     """
     if (linger is None) is not (session is None):
         raise UserError("--linger and --session go together")

@@ -26,7 +26,8 @@ def _unit(output: OutputDrift) -> str:
 @workers_option
 @json_option
 def sweep(request: RunRequest, recipes: tuple[Path, ...], workers: str | int | None, as_object: bool) -> None:
-    """Measure many recipe files on one model, and print one table of their bytes and drift, with the best recipes marked.
+    """Measure many recipe files on one model, and print a table of their bytes and drift. A mark shows the best recipes: those that
+    no other recipe beats in both bytes and drift.
 
     Each recipe is measured with the settings of its file or, if the file has none, with those of the command line.
     """

@@ -42,16 +42,21 @@ _OPTIONS = (
         "--max-kl",
         metavar="NATS",
         callback=_number,
-        help="Fail if the mean KL divergence is larger than this number of nats per position.",
+        help="Fail if the mean KL divergence of the candidate's output distribution from the reference's is larger than this "
+        "number, in nats per position.",
     ),
     click.option(
-        "--min-sqnr", metavar="DB", callback=_number, help="Fail if the main output's SQNR is below this number of dB."
+        "--min-sqnr",
+        metavar="DB",
+        callback=_number,
+        help="Fail if the signal-to-quantization-noise ratio (SQNR) of the model's main output is lower than this number, in dB.",
     ),
     click.option(
         "--min-top1",
         metavar="SHARE",
         callback=_share,
-        help="Fail if the top-1 agreement is lower than this share, such as 0.99 or 99%.",
+        help="Fail if the candidate's likeliest token or class is the same as the reference's in less than this share of "
+        "positions, such as 0.99 or 99%.",
     ),
 )
 _METRIC_OPTIONS = (
@@ -60,15 +65,16 @@ _METRIC_OPTIONS = (
         "least",
         multiple=True,
         metavar="METRIC=NUMBER",
-        help="Fail if a metric of --metric or --eval is lower than NUMBER or, if NUMBER has a sign, falls by more: accuracy=90%, "
-        "accuracy=-1%. May be repeated.",
+        help="Fail if the candidate's value in a metric of --metric or --eval is too low. accuracy=90%: lower than 0.9. "
+        "accuracy=-1%, with a sign: more than 0.01 below the reference's value. May be repeated.",
     ),
     click.option(
         "--max",
         "most",
         multiple=True,
         metavar="METRIC=NUMBER",
-        help="Fail if a metric is larger than NUMBER or, if NUMBER has a sign, rises by more: wer=+0.5%. May be repeated.",
+        help="Fail if the candidate's value in a metric of --metric or --eval is too high. wer=10%: higher than 0.1. wer=+0.5%, "
+        "with a sign: more than 0.005 above the reference's value. May be repeated.",
     ),
 )
 

@@ -10,7 +10,9 @@ from dtype_engine.cli.program import answer
 @click.command
 @click.argument("address", default="tcp://HOST:8786")
 def worker(address: str) -> None:
-    """Print the shell commands that start Dask workers, on which `scan --workers tcp://HOST:8786` and others run a model."""
+    """Print the shell commands that start a Dask cluster. Commands with the option --workers tcp://HOST:8786, such as `scan`, then
+    run the model on the cluster's workers. ADDRESS is that of its scheduler.
+    """
     from dtype_engine.evaluation.cluster import worker_lines
 
     answer(worker_lines(address))

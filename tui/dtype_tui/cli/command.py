@@ -60,25 +60,37 @@ class _Opening:
     cls=ModelCommand, measures=True, checks_inputs=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 @click.version_option(package_name="dtype-tui")
-@click.option("--resume", is_flag=True, help="Resume the last session or, with MODEL, the last session of that model.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Reopen the session that was saved last: the model, its recipe and what was measured. If MODEL is given, reopen the "
+    "last session of that model.",
+)
 @click.option("--ascii", "in_ascii", is_flag=True, help="Draw the screen with ASCII characters only.")
 @click.option(
-    "--in-process", is_flag=True, help="Run the engine in a thread of this program instead of in a separate process."
+    "--in-process",
+    is_flag=True,
+    help="Run the engine, which loads and runs the model, in a thread of this program. By default, it is a separate process.",
 )
 @click.option(
     "--engine-command",
     metavar="CMD",
-    help="A command that starts the engine elsewhere, such as 'docker exec -i BOX dtype-engine stdio'. MODEL is looked up there.",
+    help="A command that starts the engine on another machine or in a container, such as 'docker exec -i BOX dtype-engine "
+    "stdio'. MODEL is then a path or name there.",
 )
 @click.option(
     "--read-only",
     is_flag=True,
-    help="For a screen that is shown to others: they can look and cast, but not name, read or write files, nor save a session.",
+    help="For a screen that other people use: they can look around and cast layers, but they can't open, read or write "
+    "files, and no session is saved.",
 )
 @context_option
 @batch_option
 @click.option(
-    "--budget", type=Bytes(), metavar="BYTES", help="Show the longest context that fits in BYTES, such as 24GiB."
+    "--budget",
+    type=Bytes(),
+    metavar="BYTES",
+    help="Show, in the Memory pane, the longest context that fits in this amount of memory, such as 24GiB.",
 )
 @workers_option
 @threshold_options

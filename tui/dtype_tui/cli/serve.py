@@ -16,10 +16,17 @@ from dtype_tui.state.addresses import is_address
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
 @click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to listen on, by default only on this machine."
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="The network address to listen on. The default can be reached only from this machine.",
 )
-@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="TCP port to listen on.")
-@click.option("--read-only", is_flag=True, help="Let viewers look and cast, but not name, read or write any file.")
+@click.option(
+    "--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="The TCP port to listen on."
+)
+@click.option(
+    "--read-only", is_flag=True, help="Let viewers look around and cast layers, but not open, read or write files."
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def serve(host: str, port: int, read_only: bool, arguments: tuple[str, ...]) -> None:
     """Open the app in a browser: `dtype-tui serve [--port 8000] MODEL ...`, with any arguments of dtype-tui.
