@@ -1,1 +1,3 @@
-"""The engine as the app sees it: it accepts commands and emits events, and one thread owns the model."""
+"""The worker is the engine that the app controls: one thread owns the model, runs the commands of the app, and emits the results as
+events.
+"""

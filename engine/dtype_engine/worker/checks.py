@@ -15,11 +15,13 @@ from dtype_engine.results.losses import ValueLoss
 from dtype_engine.worker import events
 
 _LARGEST_EXPONENT = 1100
-"""An upper bound for the absolute exponents of float64, which reach -1074 in subnormal numbers."""
+"""The largest |exponent| to base 2 that the histogram of a weight's exponents may contain. Float64 reaches -1074 in subnormal
+numbers.
+"""
 _MOST_SHOWN = 100
 """Maximum length of a list whose entries the app draws all at once, such as the rows of a speed measurement."""
 _MOST_NOTICES = 1000
-"""Maximum number of notices in one event."""
+"""Maximum number of notices, which are sentences for the user, in one event."""
 
 
 def check_event(event: object) -> None:
@@ -84,7 +86,9 @@ def _shown_whole(event: object) -> Iterator[tuple[int, int]]:
 
 
 def check_kv_cache(cache: KVCache) -> None:
-    """Raise ValueError if no KV cache has tensors of such sizes."""
+    """Check the dtype, the lengths and the tensor sizes in a description of a KV cache that an engine has sent. Raises ValueError
+    for impossible values, such as a negative size.
+    """
     if cache.dtype is not None:
         _check_dtypes((cache.dtype,))
     if not 0 < (cache.longest or 1) < 1 << 40:

@@ -1,4 +1,4 @@
-"""The commands that the worker understands, as data. `queue.merge` orders them, and `run_commands` runs them."""
+"""The requests that the worker accepts, as data classes. `queue.merge` orders them, and `run_commands` runs them."""
 
 from __future__ import annotations
 
@@ -42,21 +42,23 @@ READ_ONLY = "this session is read-only: no files are read or written in it"
 
 
 class SetRecipe(Message, frozen=True):
-    """Cast to `recipe` and measure it. Work for another recipe is stopped."""
+    """Cast the model to `recipe` and measure its drift. Running work on the previous recipe is stopped, except saves and
+    downloads.
+    """
 
     recipe: Recipe
 
 
 class FollowRecipe(Message, frozen=True):
-    """Replace the current recipe by one with other rules that gives every tensor the same dtype as the current one does. The
-    metrics of the current recipe therefore stay valid. If it has none yet, the new recipe is measured.
+    """Make `recipe` the current recipe. Its rules differ from those of the recipe before, but give every tensor the same dtype. The
+    metrics measured before therefore stay valid. If there are none, the new recipe is measured.
     """
 
     recipe: Recipe
 
 
 class SetSettings(Message, frozen=True):
-    """Use other settings for the passes of the cast model from now on, and measure the current recipe again."""
+    """Use `settings` for all later forward passes of the cast model, and measure the current recipe again."""
 
     settings: RunSettings
 
@@ -69,7 +71,7 @@ class Pause(Message, frozen=True):
 
 class Cancel(Message, frozen=True):
     """Stop the running command and drop the waiting ones. If `name` is given, stop or drop only commands with this name. The
-    current recipe stays the same. If this stops the casts to the recipe halfway, the next command completes them.
+    current recipe stays the same. If the casts to this recipe are stopped halfway, the next command completes them.
     """
 
     name: str | None = None
@@ -95,8 +97,8 @@ class Command(Message, frozen=True):
 
 
 class SetInputs(Command, frozen=True):
-    """Use other inputs, and measure on them. `line` is a prompt, or the paths of files. A command that runs on the old inputs is
-    stopped. If the new inputs are refused, the stopped command runs again.
+    """Run the model on the inputs that `line` names: a prompt, or the paths of files. Then measure the current recipe on them. A
+    running command on the previous inputs is stopped. It runs again if the new inputs are refused.
     """
 
     name = "inputs"
@@ -122,7 +124,7 @@ class Measure(Command, frozen=True):
 
 
 class ApplyRecipe(Command, frozen=True):
-    """Cast to the current recipe without measuring it."""
+    """Cast the model to the current recipe without measuring its drift."""
 
     name = "recipe"
     rank = 2
@@ -137,7 +139,7 @@ class FollowUp(Command, frozen=True):
 
 
 class FindNonfinite(FollowUp, frozen=True):
-    """Find out why the measured output is not finite, and find a rule that makes it finite."""
+    """Find out why the output in the measurement `report` is not finite, and find a rule that makes it finite."""
 
     name = "nonfinite"
     report: dtype_engine.results.drift.DriftReport
@@ -171,8 +173,8 @@ class MeasureFloor(FollowUp, frozen=True):
 
 
 class CompareWeights(FollowUp, frozen=True):
-    """When no other command is waiting, compare each weight, as it is cast, with the same weight of the checkpoint that is the
-    reference.
+    """Compare each weight, as the current recipe casts it, with the same weight of the checkpoint that serves as the reference.
+    This runs when no other command is waiting.
     """
 
     name = "weights"
@@ -180,27 +182,31 @@ class CompareWeights(FollowUp, frozen=True):
 
 
 class TraceCasts(Command, frozen=True):
-    """Trace the implicit casts of one forward pass: those inside operations that receive tensors of another dtype than they compute
-    in.
+    """Record the implicit casts of one forward pass. An implicit cast happens inside an operation that receives a tensor in another
+    dtype than the one in which it computes.
     """
 
     name = "flow"
 
 
 class AttributeDrift(Command, frozen=True):
-    """Find the modules in which the drift arises, by casting one module at a time and measuring the drift of the output."""
+    """Find the modules that cause the drift of the output, by casting one module at a time and measuring the drift."""
 
     name = "causes"
 
 
 class MeasureSpeed(Command, frozen=True):
-    """Time forward passes in the dtypes of the reference, of the checkpoint and of the recipe."""
+    """Time forward passes in three versions of the model: in the dtypes of the reference, of the checkpoint, and of the current
+    recipe.
+    """
 
     name = "speed"
 
 
 class EstimateActivations(Command, frozen=True):
-    """Estimate the memory of passes over each of `contexts` tokens in `batch` sequences."""
+    """Estimate the peak memory of activations in forward passes over `batch` sequences. `contexts` lists the lengths of the
+    sequences, in tokens, for which to estimate it.
+    """
 
     name = "activations"
     contexts: tuple[int, ...]
@@ -215,7 +221,7 @@ class CheckFiles(Command, frozen=True):
 
 
 class Download(Command, frozen=True):
-    """Download the model of which only the headers were read from a hub, and open it."""
+    """Download the whole model from its hub, and open it. Before this command, only the headers of its files have been read."""
 
     name = "download"
     needs_model = False
@@ -298,4 +304,4 @@ FromTheApp = (
     | MeasureRecipes
     | InspectWeight
 )
-"""The requests that the app sends. The worker creates all other commands itself."""
+"""The requests of this module that the app sends. The worker creates all other commands itself."""

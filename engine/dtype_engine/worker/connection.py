@@ -27,21 +27,25 @@ COMMAND = (sys.executable, "-P", "-m", "dtype_engine.worker.stdio")
 
 
 THIS_MACHINE = "the engine"
-"""The name of the engine on this machine in messages to the user."""
+"""What messages to the user call an engine that runs on this machine."""
 SESSION = "{session}"
 """A placeholder in the command that starts an engine. It is replaced by a token that identifies the engine, so that the same
 command can later reconnect to it.
 """
 _KEPT_OF_STDERR = 4096
 MOST_UNSENT = 4096
-"""Maximum number of requests that wait to be sent. An engine that lets more pile up has ceased to read, and is ended."""
+"""Maximum number of requests that wait to be sent to an engine. If there are more, the engine has stopped reading, and is
+killed.
+"""
 ENGINE_ENDED = 70
 """The exit status of `dtype-engine stdio` when it only relays messages to an engine in another process, and this engine has ended.
 """
 
 
 class NoAnswer(UserError):
-    """Raised if the started process sends no message of dtype-engine. status: its exit status, or None while it is running."""
+    """Raised if the started process closes its output without a message of dtype-engine. status: the exit status of the process, or
+    None while it is running. words: its status and the last line of its standard error, as text.
+    """
 
     def __init__(self, message: str, status: int | None, words: str) -> None:
         super().__init__(message)
@@ -58,12 +62,12 @@ class EngineCommand:
     the same command again reconnects to it.
     """
     name: str = THIS_MACHINE
-    """The name of the engine in messages to the user."""
+    """What messages to the user call the engine, such as "me@gpu1"."""
     compressed: bool = False
     """Whether the engine compresses its events."""
     unattended: Sequence[str] = ()
-    """The arguments for reconnecting while the app's screen is open, when ssh can't ask for a password. If
-    empty, `arguments` are used.
+    """The command for reconnecting while the app's screen is open and ssh can't ask for a password. If empty, `arguments` are
+    used.
     """
 
     @property
@@ -73,7 +77,7 @@ class EngineCommand:
 
     @property
     def lingers(self) -> bool:
-        """Whether the engine outlives its connection."""
+        """Whether the engine keeps running when its connection is cut."""
         return any(SESSION in argument for argument in self.arguments)
 
     def start(self, session: str = "", attended: bool = False) -> subprocess.Popen[bytes]:
@@ -218,7 +222,9 @@ class Connection:
         self._process.kill()
 
     def end(self, seconds: float) -> int:
-        """Close the engine's input, wait up to `seconds`, then kill it. Returns its exit status, or -n if signal n ended it."""
+        """Close the engine's input, and wait up to `seconds` until the process exits. If it does not exit, kill it. Returns its
+        exit status, or -n if signal n ended it.
+        """
         with contextlib.suppress(queue.Full):
             self._outgoing.put_nowait(None)
         try:

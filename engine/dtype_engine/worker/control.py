@@ -18,7 +18,8 @@ class Hello(Message, frozen=True):
     missing: tuple[str, ...] = ()
     """Packages that the engine needs but that are not installed."""
     requests: int = 0
-    """How many requests the engine has received since `Open`. After a reconnection, the app sends all requests after these again.
+    """How many requests the engine has received since `Open`. After a reconnection, the app sends again all requests that came
+    after these.
     """
     is_open: bool = False
     """Whether the engine still has a model open from an earlier connection."""
@@ -61,7 +62,9 @@ class PlanExport(Message, frozen=True):
 
 
 class CheckPath(Message, frozen=True):
-    """Requests a `PathChecked` event: whether something exists at a path on the engine's machine."""
+    """Requests a `PathChecked` event: whether something exists at a path on the engine's machine. `for_export`: True if the path is
+    the folder of an export, False if it is a file.
+    """
 
     path: str
     for_export: bool

@@ -16,7 +16,9 @@ class Engine(ABC):
     """The engine as the app uses it. Methods return at once; results arrive as events."""
 
     can_restart: ClassVar[bool] = False
-    """Whether `restart` works. Restarting ends even a computation that can't be cancelled, and opens the model again."""
+    """Whether this engine has the method `restart`, which ends even a computation that can't be cancelled, and opens the model
+    again.
+    """
 
     @property
     def host(self) -> str:
@@ -25,7 +27,7 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start opening the model, and then measuring it."""
+        """Start opening the model. Once it is open, the current recipe is measured."""
 
     @abstractmethod
     def request(self, request: Request) -> None:

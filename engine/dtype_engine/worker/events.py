@@ -3,8 +3,8 @@
 Events come in order, from the worker's threads. An event about a recipe contains that recipe, so that a pane can ignore events
 about any recipe but the current one.
 
-Annotations name classes of `dtype_engine.results` in full without importing them, because creating data classes takes milliseconds
-and the first paint needs none. `messages.py` imports these classes, because msgspec looks them up there.
+Annotations name classes of `dtype_engine.results` in full, but this module does not import them: creating data classes takes
+milliseconds, and the first paint needs none of them. `messages.py` imports them, because msgspec looks them up there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class LoadingProgress(Event, frozen=True):
 
 
 class HeadersRead(Event, frozen=True):
-    """Reports that all headers of the checkpoint are read. `tree` replaces the tree that the app built from the first headers."""
+    """Reports that all headers of the checkpoint are read. `tree` replaces the tree that the app built from only some of the
+    headers.
+    """
 
     tree: Tree
     notices: tuple[str, ...] = ()
@@ -61,7 +63,7 @@ class ModelReady(Event, frozen=True):
     """Reports that the model is loaded."""
 
     tree: Tree
-    """The model's tree, with module classes, ties and buffers."""
+    """The model's tree, with module classes, tied weights and buffers."""
     class_name: str
     device: str
     seconds: float
@@ -86,7 +88,7 @@ class InputsReady(Event, frozen=True):
 
 
 class InputsRefused(Event, frozen=True):
-    """Reports that new inputs do not fit the model or can't be read. The previous inputs stay in use."""
+    """Reports that the inputs that the user requested do not fit the model or can't be read. The previous inputs stay in use."""
 
     message: str
 
@@ -114,9 +116,11 @@ class CastDone(Event, frozen=True):
 
     recipe: Recipe
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None
-    """How many values casts make infinite, make zero or clip in each tensor that has such values. None if they were not counted."""
+    """For each tensor in which casts make values infinite, make them zero or clip them: how many values. None if they were not
+    counted.
+    """
     reason: str = ""
-    """If `lost` is None, why the values that casts make infinite or zero were not counted; otherwise ""."""
+    """Why `lost` is None, that is, why the values were not counted; "" if they were."""
 
 
 class LossRemedyFound(Event, frozen=True):
@@ -141,7 +145,7 @@ class MeasuringProgress(Event, frozen=True):
 
 
 class WorkingProgress(Event, frozen=True):
-    """Reports that a long command has done `done` of `total` steps. Measurements and saves have events of their own for this."""
+    """Reports that a long command has done `done` of `total` steps. Measurements and saves report progress by other events."""
 
     recipe: Recipe
     what: str
@@ -151,7 +155,9 @@ class WorkingProgress(Event, frozen=True):
 
 
 class ModulesMeasured(Event, frozen=True):
-    """Reports the drift of some modules over the inputs that have been run. Newer metrics of a module replace its older ones."""
+    """Reports the drift of some modules over the inputs that have been run so far. Each later event replaces the metrics of the
+    modules that it contains.
+    """
 
     recipe: Recipe
     modules: tuple[dtype_engine.results.drift.ModuleDrift, ...]
@@ -209,7 +215,7 @@ class AttributionGrown(Event, frozen=True):
 
 
 class AttributionReady(Event, frozen=True):
-    """Reports the modules in which the drift arises: the answer to `AttributeDrift`."""
+    """Reports the modules that cause the drift of the output: the answer to `AttributeDrift`."""
 
     recipe: Recipe
     report: dtype_engine.results.attribution.AttributionReport
@@ -244,7 +250,7 @@ class SpeedMeasured(Event, frozen=True):
 
 
 class ActivationsEstimated(Event, frozen=True):
-    """Reports the memory of activations at several contexts: the answer to `EstimateActivations`."""
+    """Reports the estimated peak memory of activations at several sequence lengths: the answer to `EstimateActivations`."""
 
     recipe: Recipe
     peaks: tuple[dtype_engine.results.serving_memory.ActivationMemory, ...]
@@ -266,7 +272,7 @@ class WeightInspected(Event, frozen=True):
 
 
 class ExportPlanned(Event, frozen=True):
-    """Reports what an export of this recipe would write. If it can't be exported, `plan` is None and `reason` says why."""
+    """Reports what an export of `recipe` would write. If the recipe can't be exported, `plan` is None and `reason` says why."""
 
     recipe: Recipe
     plan: ExportPlan | None
@@ -294,7 +300,7 @@ class SavingProgress(Event, frozen=True):
 
 
 class Saved(Event, frozen=True):
-    """Reports that a save (of an export, a recipe, a report) has ended, successfully or not."""
+    """Reports that a save has ended, successfully or not. A save writes an export, a recipe or a report."""
 
     recipe: Recipe
     done: bool
@@ -305,7 +311,9 @@ class Saved(Event, frozen=True):
 
 
 class Composed(Event, frozen=True):
-    """Carries the text of a recipe file. The app writes this file itself, because it runs on another machine than the engine."""
+    """Carries the text of a recipe file that the user saves. The app writes the file itself, because it runs on another machine
+    than the engine.
+    """
 
     recipe: Recipe
     text: str
@@ -337,7 +345,7 @@ class Noticed(Event, frozen=True):
 
 
 class Failed(Event, frozen=True):
-    """Reports that the measurement of this recipe ended with an error. The session continues."""
+    """Reports that the measurement of `recipe` ended with an error. The session continues."""
 
     recipe: Recipe
     message: str
@@ -358,13 +366,15 @@ class Stopped(Event, frozen=True):
 
     recipe: Recipe
     job: JobName | None
-    """The command that was running, or None if none was."""
+    """The name of the command that was running, or None if none was."""
     dropped: tuple[JobName, ...] = ()
-    """The waiting commands that were dropped."""
+    """The names of the waiting commands that were dropped."""
 
 
 class Jobs(Event, frozen=True):
-    """Reports the running command ("" if none is running) and the waiting commands in order. It is emitted on every change."""
+    """Reports the names of the running command ("" if none is running) and of the waiting commands, in order. It is emitted on
+    every change.
+    """
 
     running: JobName | Literal[""]
     waiting: tuple[JobName, ...]
@@ -394,7 +404,9 @@ class EngineLost(Event, frozen=True):
 
 
 class EngineBack(Event, frozen=True):
-    """Reports that the engine is connected again. The events that it emitted while it was disconnected follow."""
+    """Reports that the engine is connected again. It is followed by the events that the engine emitted while it was
+    disconnected.
+    """
 
 
 REPLACEABLE = (
@@ -410,7 +422,7 @@ REPLACEABLE = (
     Jobs,
     ScanUpdated,
 )
-"""Events that report a current state, so that only the newest event of each type matters."""
+"""Types of events that report a current state. Of each type, only the newest event matters."""
 
 
 def is_opened(event: Event) -> bool:

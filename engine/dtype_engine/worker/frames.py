@@ -19,8 +19,8 @@ class WireError(Exception):
 
 
 class FrameReader:
-    """Reads the messages of a byte stream. read(n): a function that waits for bytes and returns at most n of them, or b"" at the
-    end of the stream.
+    """Reads the messages of a byte stream. read: a function whose argument is n. It waits for bytes, and returns at most n of them,
+    or b"" at the end of the stream.
     """
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
@@ -84,7 +84,9 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Writes messages to a stream. write: a function that writes bytes completely. It raises OSError if the reader is gone."""
+    """Writes messages to a stream. write: a function that writes all the bytes it is given. It raises OSError if nobody reads the
+    stream any more. compressed: whether to compress everything after the mark.
+    """
 
     def __init__(self, write: Callable[[bytes], object], compressed: bool = False) -> None:
         self._write = write

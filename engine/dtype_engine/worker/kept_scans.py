@@ -19,13 +19,13 @@ MOST_KEPT = 20
 
 
 def kept_scans_folder() -> Path:
-    """Return the folder with this user's saved scans."""
+    """Return the folder in which the scans of this user are saved."""
     return state_folder() / "scans"
 
 
 def keep(scan: Scan, on_unsaved: Callable[[str], None]) -> None:
     """Make a scan save its results in a file after every sequence. If an earlier engine saved results for the same weights, inputs,
-    dtypes and library versions, the scan continues from them.
+    dtypes and library versions, the scan continues from those results.
 
     If the file can't be written, `on_unsaved` is called once with the reason, and the scan continues unsaved.
     """
@@ -49,7 +49,7 @@ def keep(scan: Scan, on_unsaved: Callable[[str], None]) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Remove all files but the `MOST_KEPT` that were written last."""
+    """Delete all saved scans in a folder but the `MOST_KEPT` that were written last."""
     files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     for file in files[MOST_KEPT:]:
         file.unlink(missing_ok=True)

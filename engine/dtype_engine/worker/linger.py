@@ -111,8 +111,8 @@ def _reach(
 
 @contextlib.contextmanager
 def _folder_locked() -> Iterator[None]:
-    """A context manager that locks the working directory. Otherwise, two relays that start at the same time might both start an
-    engine.
+    """A context manager that locks the working directory. Without the lock, two relays that start at the same time might both start
+    an engine.
     """
     lock = os.open(".", os.O_RDONLY)
     try:
@@ -132,9 +132,11 @@ def _remove(path: str) -> None:
 def _start(
     listener: socket.socket, session: str, started_in: str, linger_s: float, compressed: bool
 ) -> subprocess.Popen[bytes]:
-    """Start an engine that survives a hang-up, with a listening socket and a locked log file. session: the engine's token.
-    started_in: its working directory. linger_s: how many seconds it waits for a connection. compressed: whether it compresses its
-    events.
+    """Start an engine that survives a hang-up, and return its process. The engine inherits the socket `listener` and a locked log
+    file.
+
+    session: the engine's token. started_in: its working directory. linger_s: how many seconds it waits for a connection.
+    compressed: whether it compresses its events.
     """
     log = os.open(f"{session}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     try:
@@ -190,7 +192,9 @@ def _copy_input(connection: socket.socket) -> None:
 
 
 class _Listener:
-    """Accepts one connection at a time. A new one replaces the current one, since a cut connection may look intact for hours."""
+    """Accepts one connection at a time. A new connection replaces the current one, because a connection that is cut may look intact
+    for hours.
+    """
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener

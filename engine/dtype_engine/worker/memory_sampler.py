@@ -15,7 +15,9 @@ _INTERVAL_S = 0.25
 
 
 class MemorySampler:
-    """A thread that emits `Memory` events four times a second while the event `busy` is set, but none until `session` is set."""
+    """A thread that emits `Memory` events. While the event `busy` is set, it emits four a second. Until `session` is set, it emits
+    none.
+    """
 
     def __init__(self, emit: Callable[[events.Event], None]) -> None:
         self.busy = threading.Event()

@@ -69,10 +69,10 @@ class TreePart(Message, frozen=True):
     """A message with some of a tree's tensors and modules. A tree is sent in several such messages."""
 
     with_classes: bool
-    """Whether the tree knows the modules' classes."""
+    """Whether the tree contains the modules' classes."""
     tensors: tuple[_Tensor, ...]
     modules: tuple[tuple[str, str | None, str | None], ...]
-    """The name of each module, its class, and the reason why it must stay in float32."""
+    """For each module: its name, its class, and the reason why it must stay in float32. The class or the reason may be None."""
     kv_cache: KVCache | None = None
     """The tensors of the tree's KV cache. Only the first part has them."""
 
@@ -83,8 +83,8 @@ _ANSWERS: Any = Union[(control.Hello, control.Opened, *events.Event.__subclasses
 
 
 def _plain(value: object) -> str | None:
-    """Encode a value of a type that msgspec does not know. A Path becomes a string. A tree becomes None, because its parts are sent
-    before the event. msgspec calls this as its `enc_hook`.
+    """Encode a value of a type that msgspec can't encode; msgspec calls this as its `enc_hook`. A Path becomes a string. A tree
+    becomes None, because its parts are sent before the event.
     """
     if isinstance(value, Tree):
         return None
@@ -111,7 +111,7 @@ def decode_request(data: bytes) -> Request:
 
 
 def encode_answer(answer: Answer) -> Iterator[bytes]:
-    """Return the messages for one event: first the parts of its tree, if it has one, then the event."""
+    """Return the MessagePack messages for one event: first the parts of its tree, if it has one, then the event."""
     if isinstance(answer, events.HeadersRead | events.ModelReady):
         yield from _tree_parts(answer.tree)
     yield _ENCODER.encode(answer)
@@ -127,9 +127,11 @@ class AnswerDecoder:
         self._tensors: list[TensorInfo] = []
         self._kv_cache = KVCache()
         self._bytes = 0
-        """How many bytes the parts of the incomplete tree had."""
+        """Total bytes of the `TreePart` messages that have arrived for the tree that is still incomplete."""
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        """The shapes of a tree's tensors. Equal shapes share one object: 90,000 tensors may have only a few dozen shapes."""
+        """Maps each shape to itself, so that tensors of equal shapes share one tuple: 90,000 tensors may have only a few dozen
+        shapes.
+        """
 
     def begin_again(self) -> None:
         """Forget the parts of an incomplete tree, because the engine will send all of them again."""

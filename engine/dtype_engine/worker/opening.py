@@ -33,11 +33,13 @@ class OpenModel:
     checkpoint: Checkpoint | None = None
     session: Session | None = None
     known_tree: Tree | None = None
-    """The model's tree with module classes, if the architecture is known but the model could not be loaded; otherwise None."""
+    """The tree with module classes, if the architecture is known but the model could not be loaded; otherwise None."""
     why_closed: str = ""
     """Why the model could not be loaded, or "" if it was loaded."""
     downloaded: Source | None = None
-    """The whole model, once it has been downloaded from the hub from which `source` has only headers. It must be opened next."""
+    """The whole model, after it was downloaded from the hub; None before. Until then, `source` has only the headers. It must be
+    opened next.
+    """
 
     @property
     def available(self) -> Available:
@@ -137,8 +139,8 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
 def _opened(
     model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool, on_step: Callable[[str], None]
 ) -> Session:
-    """Open the model in a session, and return the session. If `read_headers` is set, the tree that the headers give is emitted
-    before. on_step: called with a description of each step. Raises NoForward, UserError.
+    """Open the model in a session, and return the session. If `read_headers` is set, first emit the tree that the headers give.
+    on_step: called with a description of each step. Raises NoForward, UserError.
     """
     source = model.source
     if source.kind == "checkpoint":

@@ -9,8 +9,8 @@ from dtype_engine.worker import events
 
 
 def add(waiting: deque[events.Event], event: events.Event) -> None:
-    """Add an event to the end of a queue. If it replaces what waiting events of its type report, such as progress (`REPLACEABLE`),
-    these are dropped. Two events with modules of the same recipe become one.
+    """Add an event to the end of a queue. If its type is in `REPLACEABLE`, such as progress, waiting events of the same type are
+    dropped. A `ModulesMeasured` event is merged with a waiting one of the same recipe.
     """
     if isinstance(event, events.REPLACEABLE):
         kept = [old for old in waiting if type(old) is not type(event)]
@@ -32,10 +32,10 @@ def _merged(waiting: deque[events.Event], event: events.ModulesMeasured) -> even
 
 
 class Outbox:
-    """A thread-safe queue of events on their way to the app. Events that a newer one replaces are dropped (`add`).
+    """A thread-safe queue of events on their way to the app. `add` drops waiting events that a newer event replaces.
 
-    keep: whether events that were taken stay stored until the app acknowledges them. After the app has reconnected, `take` returns
-    them again. Events are numbered in the order in which they were first taken.
+    keep: whether an event stays stored after `take` has returned it, until the app acknowledges it. After the app has reconnected,
+    `take` returns the stored events again. Events are numbered in the order in which they were first taken.
     """
 
     def __init__(self, keep: bool = False) -> None:
@@ -65,14 +65,16 @@ class Outbox:
             return event
 
     def acknowledge(self, received: int) -> None:
-        """Forget the first `received` events, which have arrived."""
+        """Delete the first `received` events, which have arrived at the app."""
         with self._changed:
             while self._acknowledged < received and self._left:
                 self._left.popleft()
                 self._acknowledged += 1
 
     def open(self, received: int = 0) -> None:
-        """Let `take` return events again, beginning after the first `received` ones, even if they were taken before."""
+        """Let `take` return events. The app has received the first `received` of them; later ones are returned again, even if they
+        were taken before.
+        """
         self.acknowledge(received)
         with self._changed:
             self._waiting.extendleft(reversed(self._left))

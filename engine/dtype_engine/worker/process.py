@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 _ACKNOWLEDGE_EVERY = 32
 _MOST_UNHANDLED = 8
 _MOST_UNHANDLED_BYTES = 1 << 20
-"""After so many messages, or messages of so many bytes, the pipe is not read on until the app has handled them all."""
+"""After `_MOST_UNHANDLED` messages, or messages of this many bytes in all, reading from the engine pauses until the app has handled
+them.
+"""
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """The seconds to wait before each attempt to reconnect; the last number is used for all further attempts. The waits are long,
 because each attempt may be a login that the server refuses.
@@ -52,7 +54,7 @@ because each attempt may be a login that the server refuses.
 
 @dataclass
 class _InForce:
-    """The recipe, settings and inputs that the app requested last. An engine that is started again gets them."""
+    """The recipe, settings and inputs that the app requested last. After a restart, the new engine gets them."""
 
     recipe: Recipe = field(default_factory=Recipe)
     settings: RunSettings | None = None
@@ -90,7 +92,8 @@ class EngineProcess(Engine):
 
     process: a process that was already started with `command`. connection: a connection to an engine that has already answered and
     has been asked to open the model. session: the token that identifies the engine when the app reconnects to it. wait: a function
-    that returns when the app has handled all events that were emitted. Only the thread that reads calls it, without a lock.
+    that returns when the app has handled all events that were emitted. The thread that reads from the engine calls it, and holds no
+    lock meanwhile.
     """
 
     can_restart: ClassVar[bool] = True

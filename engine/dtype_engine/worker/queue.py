@@ -54,17 +54,17 @@ class Queue:
     stopping: Literal["", "newer", "user"] = ""
     """Why the running command is being stopped: "newer" (by a newer command), "user", or "" (it is not)."""
     failed: bool = False
-    """Whether the last measurement ended without metrics."""
+    """Whether the last measurement ended with an error and therefore has no metrics."""
     in_full: bool = False
     """Whether the running measurement must run all inputs, as the user can request even while it runs."""
     paused: bool = False
     """Whether scans are paused."""
     stopped: JobName | None = None
-    """The command that the user stopped."""
+    """The name of the command that the user stopped."""
     dropped: tuple[JobName, ...] = ()
-    """The commands that were waiting when the user stopped all commands."""
+    """The names of the commands that were waiting when the user stopped all commands."""
     refused: tuple[tuple[JobName, str], ...] = ()
-    """Commands that can't run, with the reason for each."""
+    """The names of commands that can't run, each with the reason."""
 
 
 def merge(queue: Queue, request: Request) -> Queue:
@@ -103,7 +103,7 @@ def opened(queue: Queue, available: Available, reason: str = "") -> Queue:
 
 
 def take(queue: Queue) -> Queue:
-    """Return the queue with its first waiting command running."""
+    """Return the queue after its first waiting command has become the running one."""
     running, *waiting = queue.waiting
     failed = queue.failed and not isinstance(running, Measure)
     in_full = isinstance(running, Measure) and running.in_full

@@ -43,7 +43,7 @@ class ReportRequest(Message, frozen=True):
     drift: dtype_engine.results.drift.DriftReport | None = None
     """A measurement of the recipe. If None, the recipe is measured for the report."""
     nonfinite: dtype_engine.results.attribution.NonFiniteDiagnosis | None = None
-    """Where values stop being finite in this measurement, if they do and the app knows it already."""
+    """Where values stop being finite in the measurement `drift`. None if all are finite, or if the app does not know it yet."""
     speed: dtype_engine.results.runs.SpeedReport | None = None
     """The times of forward passes under the recipe. If None, the report has no times, because writing a report does not measure
     them.
@@ -51,7 +51,7 @@ class ReportRequest(Message, frozen=True):
 
 
 class ConvertRequest(Message, frozen=True):
-    """Write the current recipe in the format of another tool, `target`."""
+    """Write the current recipe in the format of another tool. `target` names the tool, such as "torchao"."""
 
     file: Path
     target: str
@@ -64,7 +64,7 @@ SaveRequest = ExportRequest | RecipeRequest | ReportRequest | ConvertRequest
 
 
 class ExportPlan(Message, frozen=True):
-    """The bytes and dtypes that an export would write."""
+    """What an export would write: its bytes, files and dtypes."""
 
     nbytes: int
     """Bytes of all tensors, scales included."""
@@ -75,4 +75,4 @@ class ExportPlan(Message, frozen=True):
     """A sentence that names the dtypes in which `from_pretrained` would load the export."""
     notices: tuple[str, ...] = ()
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None = ()
-    """The weights in which casts make values infinite or zero or clip them, or None if such values were not counted yet."""
+    """The weights in which casts make values infinite, make them zero or clip them. None if such values were not counted yet."""

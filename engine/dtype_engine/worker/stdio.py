@@ -42,7 +42,7 @@ class EngineServer:
 
         self._outbox = Outbox(keep)
         self._requests = 0
-        """How many requests have arrived since `Open`."""
+        """How many requests have arrived since the model was opened (`Open`)."""
         self._worker: Worker | None = None
         self._idle_since: float | None = time.monotonic()
         self._running = ""
@@ -95,7 +95,7 @@ class EngineServer:
         return False
 
     def close(self) -> None:
-        """Stop the worker, and remove the unfinished files that it wrote."""
+        """Stop the worker, and remove the unfinished files that it was writing."""
         if self._worker is not None:
             self._worker.close()
 

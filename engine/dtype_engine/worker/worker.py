@@ -1,4 +1,4 @@
-"""One thread that owns the model. It accepts commands and emits events, and its callers never wait.
+"""The worker: a thread that owns the model. It accepts commands and emits events, and its callers never wait.
 
 A request of the app becomes a command (`commands`). The queue decides which commands are superseded by a newer one, and which
 command runs next (`queue`). The thread runs the commands one by one (`run_commands`). A running command that is superseded stops
@@ -65,7 +65,9 @@ class Worker(Engine):
         self._emit = emit
         self._read_headers = read_headers
         self._changed = threading.Condition()
-        """Must be held to read or change the queue and the token. It is notified when the queue changes."""
+        """A condition whose lock must be held to read or change `_queue` and `_token`. Its waiters are notified when the queue
+        changes.
+        """
         self._queue = Queue(settings=options.settings)
         self._token = CancelToken()
         """Cancelling this token stops the running command. Each command gets a new token."""
@@ -73,7 +75,7 @@ class Worker(Engine):
         self._model: OpenModel | None = None
         """The opened model. It is set once, before `_opened` is set."""
         self._opened = threading.Event()
-        """Ends the wait of threads that need the model: set when the model is open, and by `close`."""
+        """Set when the model is open, and by `close`. Threads that need the model wait for this."""
         self._planned_losses = PlannedLosses()
         self._memory = MemorySampler(emit)
         self._thread = threading.Thread(target=self._work, name="dtype-engine", daemon=True)
@@ -126,7 +128,7 @@ class Worker(Engine):
                 thread.join(max(0.0, until - time.monotonic()))
 
     def _replace_queue(self, queue: Queue) -> None:
-        """Make `queue` the current queue, and emit its refusals and stopped commands. The caller must hold the lock."""
+        """Make `queue` the current queue, and emit which commands were refused or stopped. The caller must hold the lock."""
         self._queue = reported(queue)
         if queue.stopping:
             self._token.cancel()
@@ -141,7 +143,9 @@ class Worker(Engine):
             self._emit(events.Stopped(queue.recipe, queue.stopped, queue.dropped))
 
     def _emit_jobs(self) -> None:
-        """Emit the running and waiting commands. The caller must hold the lock, so that the last event is the newest state."""
+        """Emit the names of the running and waiting commands. The caller must hold the lock, so that the last event is the newest
+        state.
+        """
         running = self._queue.running
         name = job_names(self._queue, (running,))[0] if running is not None else ""
         self._emit(events.Jobs(name, job_names(self._queue, self._queue.waiting)))

@@ -39,7 +39,7 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class SaveContext:
-    """The model, the settings and the recipe that a save uses."""
+    """The model, settings and recipe from which a save request is run."""
 
     model: OpenModel
     settings: RunSettings
@@ -51,7 +51,7 @@ class SaveContext:
 
     @property
     def title(self) -> str:
-        """The name of the model in the files that are written."""
+        """What the written files call the model."""
         return self.model.source.title
 
     def plan(self, tree: Tree) -> Plan:
