@@ -44,7 +44,9 @@ _SAVE_EVERY_S = 0.2
 _SERVER_EVERY_S = 1.0
 """Number of seconds between checks of whether the web server is still connected."""
 _SIGNAL_WAIT_S = 0.3
-"""How long the engine may take to end after a signal, so that the app ends within a second. It is killed then."""
+"""Maximum number of seconds, after a signal, that the engine gets to end. It is then killed, so that the app ends within a
+second.
+"""
 _SIGNAL_MOST_S = 0.8
 """Maximum number of seconds, after a signal, for restoring the terminal and closing the engine. Then the process ends in any case.
 """
@@ -55,8 +57,8 @@ StartEngine = Callable[[Callable[[events.Event], None], Callable[[], None]], Eng
 class DtypeApp(BaseApp[None]):
     """The app for exploring a model: the user casts the tensors that a pattern matches, and watches drift and memory.
 
-    start_engine: creates the engine. Its arguments are the function that the engine calls with every event, from any thread, and a
-    function that waits until the app has handled all of them.
+    start_engine: a function that creates the engine. Its arguments are the function that the engine calls with every event, from
+    any thread, and a function that waits until the app has handled all of them.
     """
 
     CSS_PATH = "app.tcss"
@@ -236,7 +238,9 @@ class DtypeApp(BaseApp[None]):
         return super().deliver_screenshot(*arguments, **named)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether Textual's panel of keys shows an action."""
+        """Return whether an action is available, and shown in Textual's panel of keys. It is not if the session is read-only and
+        refuses the action.
+        """
         return not (self.launch.read_only and refuses(action)) and super().check_action(action, parameters)
 
     def action_messages(self) -> None:

@@ -64,8 +64,8 @@ class BaseApp(App[ReturnType]):
         """The last message that the user has read."""
 
     def get_css_variables(self) -> dict[str, str]:
-        """Return the variables of the style sheets. In every theme but those of the terminal's own colors, a list's cursor looks
-        as in the tree.
+        """Return the variables of the style sheets. Unless the theme uses the terminal's own colors, these variables make the
+        cursor of every list look like the tree's.
         """
         theme = self.current_theme
         own = {} if theme.ansi else {**cursor_variables(theme.dark), **theme.variables}
@@ -105,8 +105,8 @@ class BaseApp(App[ReturnType]):
             line.show(newest)
 
     def _note_read(self, surely: bool) -> None:
-        """Mark the newest message as read, after a key press. A message that appeared less than `READ_S` seconds ago stays unread,
-        unless `surely` is True.
+        """After a key press, mark the newest message as read if it has been shown for at least `READ_S` seconds. surely: whether to
+        mark it even if it is newer.
         """
         said = self.messages
         if not said or said[-1] is self._read:
@@ -116,7 +116,7 @@ class BaseApp(App[ReturnType]):
             self._refresh_notifications()
 
     def withdraw(self, message: str) -> None:
-        """Stop showing a message. If it is not the newest message, do nothing."""
+        """Stop showing the message with this text. If it is not the newest message, do nothing."""
         if self.messages and self.messages[-1].message == message:
             self._note_read(True)
 
@@ -130,7 +130,7 @@ class BaseApp(App[ReturnType]):
         return "Esc quits"
 
     def action_help_quit(self) -> None:
-        """Tell the user which key quits after Ctrl+C, which copies text in this app.
+        """After Ctrl+C, tell the user which key quits the app; Ctrl+C itself only copies text.
 
         Textual's own message contains markup and names a key that is not in use.
         """
@@ -225,9 +225,9 @@ class BaseApp(App[ReturnType]):
 
 
 def _after_escape(key: Key) -> Key | None:
-    """For alt+j, return the key j, likewise for other letters: the user may have pressed Escape and then j, for which most
+    """Return the key j for alt+j, and likewise for other letters: the user may have pressed Escape and then j, for which most
     terminals send the same bytes. Returns None for all other keys.
 
-    A terminal that distinguishes both sends alt+j without a character. Then None is returned, too.
+    A terminal that sends different bytes for both reports alt+j without a character. The result is then None, too.
     """
     return Key(key.character, key.character) if key.key.startswith("alt+") and key.character else None

@@ -57,15 +57,17 @@ class CommandWords:
             raise UserError(f"there is no {printable(name, 200)} in this model")
 
     def sort_by(self, order: str) -> None:
-        """Sort the children of every node by one of `ORDERS`. Raises UserError for a text that is not in `ORDERS`."""
+        """Sort the children of every node by one of `ORDERS`, such as "drift". Raises UserError for a text that is not in
+        `ORDERS`.
+        """
         if order not in ORDERS:
             raise UserError(f"children are sorted by {', '.join(ORDERS)}")
         self._tree.sort_by(order)
         self._controller.notify(f"children in order of {'the model' if order == 'model' else order}", "information")
 
     def use_context(self, tokens: str, sequences: str = "1") -> None:
-        """Show the bytes of KV caches for so many tokens and sequences. Raises UserError unless both texts are whole numbers over
-        0.
+        """Show the bytes of KV caches for this number of tokens and sequences. Raises UserError unless both texts are whole numbers
+        above 0.
         """
         numbers = [text.replace(",", "").replace("_", "") for text in (tokens, sequences)]
         if not all(text.isdecimal() and 0 < len(text) < 9 and int(text) for text in numbers):
@@ -74,8 +76,8 @@ class CommandWords:
         self._controller.set_context(context, batch)
 
     def use_budget(self, size: str = "") -> None:
-        """Show in the Memory pane the largest context at which the model fits in a size, such as 24GiB. If the text is empty, show
-        none. Raises UserError for a text that is no size.
+        """Show in the Memory pane the largest context at which the model fits in `size`, such as "24GiB". If `size` is empty, show
+        none. Raises UserError for any other text.
         """
         self._controller.set_budget(parse_bytes(size, 0) if size else None)
 
@@ -93,7 +95,7 @@ class CommandWords:
         self._tree.app.theme = name
 
     def save_to(self, kind: str, typed: str) -> None:
-        """Write a file of one of the kinds that the save screen offers, to the path `typed`.
+        """Write a file of one of the kinds that the save screen offers, such as "recipe", to the path `typed`.
 
         Raises UserError if the path exists: only the save screen replaces files, after asking.
         """
@@ -109,7 +111,7 @@ class CommandWords:
         self._controller.save(save_request(kind, path, False, experiment.results))
 
     def completer(self) -> Completer:
-        """Return a completer for the actions of keys, the commands with arguments, and this model's names."""
+        """Return a completer for key actions, for commands with arguments, and for the names of this model's nodes."""
         actions = [
             (binding.action, binding.description)
             for binding in KEYS

@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 SMALLEST = (60, 15)
 NARROW_BELOW = 100
 DEPTH_FROM = (120, 36)
-"""The smallest terminal, in columns and lines, with room for the plot of drift over depth below the tree."""
+"""The smallest terminal, as (columns, lines), that has room for the plot of drift over depth below the tree."""
 TRADE_OFF_FROM = 180
-"""Least number of columns with room for the plot of bytes and drift next to it."""
+"""Minimum number of terminal columns for showing the plot of drift against bytes next to the plot of drift over depth."""
 MOST_WINDOWS = 6
-"""Maximum number of open screens, the main screen included. If this many are open, a result that arrives opens no further window.
-Textual draws all of them, one over the other: for twenty windows of 200 rows, this takes eight seconds, in which no key is handled.
+"""Maximum number of open screens, the main screen included. If this many are open, no window opens for a result that arrives.
+Textual draws all screens, one over the other: for twenty windows of 200 rows, this takes eight seconds, in which no key is handled.
 """
 
 
@@ -68,8 +68,8 @@ def message_text(sentence: str) -> str:
 class MainScreen(Screen[None]):
     """Shows the module tree, drift, memory and rules.
 
-    chosen_keys: the user's own keys, by the id of their binding. cursor: the node to start at. If None, this is the root.
-    next_event: returns the oldest event of the engine that waits, or None.
+    chosen_keys: the keys that the user has configured, by binding id, such as {"measure": "f5"}. cursor: the node to start at. If
+    None, this is the root. next_event: returns the oldest waiting event of the engine, or None if none waits.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = MAIN_KEYS
@@ -101,7 +101,7 @@ class MainScreen(Screen[None]):
         self._windows = Windows(controller, self.tree_view, lambda *window: self.app.push_screen(*window))
         self._awaited = AwaitedResults(controller)
         self._rest: list[AwaitMount] = []
-        """What to await until the panes and prompts are mounted. Empty until `complete` is called."""
+        """The mounts of the panes and prompts, as Textual's awaitables. Empty until `complete` is called."""
         self._is_complete = False
         self.draw_every_s = 0.1
         """Minimum number of seconds between two redraws that are caused by engine events.
@@ -248,7 +248,7 @@ class MainScreen(Screen[None]):
     # -- events of the engine ------------------------------------------------------------------------------------
 
     def on_event_waits(self) -> None:
-        """Pass the oldest event that waits to the controller, then to every open window."""
+        """Pass the oldest waiting event of the engine to the controller, then to every open window."""
         event = self._next_event()
         if event is None or self.app.return_code is not None:
             return  # a newer event has replaced it, or the app is ending
@@ -277,7 +277,7 @@ class MainScreen(Screen[None]):
 
     @property
     def cursor(self) -> str | None:
-        """The node to save as the session's cursor, or None while the model is unknown."""
+        """The name of the node to save as the position of the cursor, or None while the model is unknown."""
         if self._wanted_cursor is not None or not self.experiment.model.has_tree:
             return self._wanted_cursor
         # The widget exists longer than the screen, so this works while the app is ending, and the last keys count.
@@ -466,7 +466,7 @@ class MainScreen(Screen[None]):
         self._words.sort_by(ORDERS[(ORDERS.index(self.tree_view.order) + 1) % len(ORDERS)])
 
     def action_fold(self) -> None:
-        """Switch between one row for neighbors that are alike and a row for each of them."""
+        """Switch between two ways to show neighbors that are alike: in one row, or each in a row of its own."""
         self.tree_view.fold(not self.tree_view.folds)
         words = "neighbors that are alike share a row" if self.tree_view.folds else "every layer has a row of its own"
         self.say(words, "information")
@@ -507,13 +507,15 @@ class MainScreen(Screen[None]):
         self.call_after_refresh(self._show_panes)
 
     def action_rules(self) -> None:
-        """Go to the rules, to the one that decides the node under the cursor."""
+        """Go to the list of rules, and there to the rule that decides the dtype of the node under the cursor."""
         self.side.activate(self.side.recipe)
         self.set_focus(self.side.recipe)
         self.side.recipe.go_to_deciding_rule(self.tree_view.current.name if self.tree_view.rows else "")
 
     def action_edit_rule(self) -> None:
-        """Open the cast prompt with the rule under the cursor of the Recipe pane. The changed rule takes its place."""
+        """Open the cast prompt with the rule under the cursor of the Recipe pane. The text that the user enters replaces this
+        rule.
+        """
         from dtype_tui.widgets.prompts import CastPrompt
 
         row, rule = self.side.recipe.cursor, self.side.recipe.current
@@ -533,7 +535,7 @@ class MainScreen(Screen[None]):
         self.set_focus(self.tree_view)
 
     def _leave_zoom(self) -> None:
-        """Show everything again if a pane is shown alone, before something happens in the tree."""
+        """If a pane is shown alone, show everything again, because something is about to happen in the tree."""
         if self.has_class("zoomed"):
             self.action_zoom()
 
@@ -545,7 +547,9 @@ class MainScreen(Screen[None]):
         self._windows.help(self._chosen_keys, (*self.side.panes, self.depth, self.trade_off), hidden)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether Textual's panel of keys shows an action."""
+        """Return whether an action is available, and shown in Textual's panel of keys. It is not if the session is read-only and
+        the action is one of `HIDDEN`.
+        """
         return not (self.controller.read_only and action.replace("_", "-") in HIDDEN)
 
     # -- the command line ----------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ class _Opening:
     reference: str | None
     """The argument MODEL as typed on the command line, or None. It identifies the model's saved session for `--resume`."""
     make_engine: Callable[[Callable[[Event], None], Callable[[], None]], Engine]
-    """A function that creates the engine that opens the model. Its arguments are the function that the engine calls with each event
-    and one that waits until the app has handled all of them.
+    """A function that creates the engine that opens the model. Its arguments are two functions: one that the engine calls with each
+    event, and one that waits until the app has handled all events.
     """
     path: Path | None = None
     """The path of the model's files, or None if they are not on this machine."""
@@ -265,8 +265,8 @@ def _opened_by_engine(request: RunRequest) -> Connection:
 
 
 def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
-    """Connect to an engine on another machine and let it find the model. engine_command: the command that starts it; if None, MODEL
-    is an `ssh://` address. Raises UserError.
+    """Connect to an engine on another machine and let it find the model. engine_command: the command that starts the engine; if
+    None, MODEL must be an `ssh://` address. Raises UserError.
     """
     from dtype_engine.worker.process import EngineProcess
     from dtype_tui.cli.remote import connect
@@ -293,7 +293,9 @@ def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
 
 
 def _need_a_terminal() -> None:
-    """Raise UserError unless the standard streams are a terminal or a browser shows the app. Textual draws on standard error."""
+    """Raise UserError unless a browser shows the app or all three standard streams are a terminal. Standard error counts, too,
+    because Textual draws on it.
+    """
     if "TEXTUAL_DRIVER" in os.environ:
         return
     for name in ("COLUMNS", "LINES"):
@@ -305,9 +307,9 @@ def _need_a_terminal() -> None:
 
 
 def _chosen(config: Config) -> str | None:
-    """Let the user choose a model from a list, because the command line names none. Returns the model, or the demo without asking
-    if there is no other choice. Returns None if the user leaves without choosing. Exits if the picker fails; the picker has then
-    reported the error.
+    """Let the user choose a model from a list, because the command line names none. Returns the model, or None if the user leaves
+    without choosing. If there is nothing but the demo to choose, returns the demo without asking. Exits if the picker fails; the
+    picker has then reported the error.
     """
     from dtype_engine.checkpoint.discovery import find_models
     from dtype_engine.checkpoint.source import locate
@@ -359,7 +361,9 @@ def configured() -> Config:
 
 
 def _options() -> dict[str, str]:
-    """Map each option's name on the command line, without dashes, to click's name of its parameter: `keep` to `reference_bytes`."""
+    """Return a mapping from each option's name on the command line, without dashes, to the name of its parameter in click, such as
+    `keep` to `reference_bytes`.
+    """
     return {name: option.name for name, option in click_options().items() if option.name}
 
 

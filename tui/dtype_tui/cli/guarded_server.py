@@ -57,7 +57,7 @@ class GuardedServer(Server):
 
     @property
     def address(self) -> str:
-        """The URL to open in a browser."""
+        """The URL to open in a browser. It contains the token."""
         shown = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{shown}:{self.port}/{self.token}/"
 
@@ -135,7 +135,9 @@ class GuardedServer(Server):
             self._apps -= 1
 
     async def _process_messages(self, websocket: web.WebSocketResponse, app_service: AppService) -> None:
-        """Pass keys and sizes of a page on to its app. Messages that the page of textual-serve does not send are ignored."""
+        """Pass the keys and sizes that a page sends on to its app. Messages of any other kind are ignored, because textual-serve's
+        page sends none.
+        """
         async for message in websocket:
             if message.type != WSMsgType.TEXT:
                 continue
@@ -224,8 +226,8 @@ def _within(size: int, largest: int) -> int:
 
 
 def _most_strangers() -> int:
-    """Return how many connections that have not sent the token may be open: 64, or a quarter of the file descriptors that this
-    process may open if that is less.
+    """Return how many connections that have not sent the token may be open: the smaller of 64 and a quarter of the file descriptors
+    that this process may open.
     """
     try:
         import resource

@@ -33,7 +33,7 @@ class Offer:
     model: str
     """The text that names this model as the command-line argument MODEL."""
     origin: str
-    """A few words that say where the model comes from."""
+    """A few words that say where the model comes from, such as "opened recently"."""
     nbytes: int | None = None
     modified: float | None = None
     """The time in seconds since 1970 at which the model was last written or opened."""
@@ -97,7 +97,7 @@ class ModelPicker(BaseApp[str]):
         self.call_after_refresh(self._fill)
 
     def _filter(self, text: str) -> None:
-        """Show the models that contain the typed text, in any case, and move the cursor to the first."""
+        """Show the models that contain the typed text, ignoring upper and lower case, and move the cursor to the first."""
         if self.query(OptionList):
             self.query_one("#says", Static).update("")
             self._fill(keep_cursor=False)
@@ -153,7 +153,8 @@ def _is_path(text: str) -> bool:
 
 
 def offer_line(offer: Offer, width: int, origin_width: int = 0) -> Text:
-    """Return a line with a model's name, size, age and origin in `width` cells. The origin is left out if there is no room.
+    """Return a line of `width` cells with a model's name, size, age and origin, such as "opened recently". The origin is left out
+    if there is no room.
 
     origin_width: width in cells of the longest origin of all lines, which aligns the columns.
     """

@@ -50,7 +50,7 @@ class FarEngine:
     model: str | None
     title: str
     session: str
-    """The token with which a new connection finds this engine again."""
+    """The token that identifies this engine when the app reconnects to it."""
     connection: Connection
 
 
@@ -90,7 +90,7 @@ def reference_there(model: str | None, options: Options) -> str:
 
 
 def command_of(address: Address) -> EngineCommand:
-    """Return the ssh command that starts the engine. ssh reads the user's own configuration.
+    """Return the ssh command that starts the engine. ssh also applies the user's own ssh configuration.
 
     The model's path is not part of the command line: the engine receives it as data, so no shell interprets it.
     """
@@ -116,8 +116,9 @@ def command_from(line: str) -> EngineCommand:
 
 
 def connect(model: str | None, engine_command: str | None, options: Options, recipe: Recipe) -> FarEngine:
-    """Connect to an engine and let it open the model, with the options and the recipe. Returns the connection. engine_command: the
-    command that starts the engine; if None, ssh is used. This happens before the screen opens, so that ssh can ask for a password.
+    """Connect to an engine and let it open the model, with the options and the recipe. Returns the connection. model: MODEL from
+    the command line. engine_command: the command that starts the engine; if None, ssh is used. This happens before the screen
+    opens, so that ssh can ask for a password.
 
     Raises UserError if the engine can't be reached, the model can't be found, or a rule matches nothing.
     """

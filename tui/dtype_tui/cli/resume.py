@@ -36,9 +36,11 @@ def saved_session(model: str | None) -> SavedSession:
     """Return the session that `--resume` resumes: the newest session of `model`, or the newest of all if `model` is None.
 
     If the session's model is a Python module, the folder in which the session was started is added to `sys.path`, so that Python
-    finds the module. Raises UserError if there is no such session. Also raises UserError if another user could have written the
-    session's file, and the session names a cluster (which may run code here), or `model` is None and the session names Python code
-    as its model. In the last case the user has to name the code on the command line.
+    finds the module.
+
+    Raises UserError if there is no such session. Also raises UserError for two kinds of sessions whose file another user could have
+    written. One names a cluster, which may run code here. In the other, the model is Python code; it is refused only if `model` is
+    None, and the user then has to name the code on the command line.
     """
     saved = newest_session(model)
     if isinstance(saved.options.workers, str) and not saved.own:

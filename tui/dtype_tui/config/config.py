@@ -104,7 +104,7 @@ def _mapping(what: str, value: object) -> dict[str, Any]:
 
 
 def _is_key(name: str) -> bool:
-    """Return whether this can be the name of a key. Whether a terminal sends such a key is not checked."""
+    """Return whether a text can be the name of a key, such as "f5". Whether any terminal sends this key is not checked."""
     return name.isprintable() and len(name.split()) == 1 and len(name) <= _LONGEST_KEY
 
 

@@ -29,7 +29,9 @@ def start_early(arguments: Sequence[str]) -> None:
 
 
 def take() -> subprocess.Popen[bytes] | None:
-    """Return the engine process that `start_early` started, but only to the first caller. Otherwise, return None."""
+    """Return the engine process that `start_early` started, but only to the first caller. Later calls, or calls without such a
+    process, return None.
+    """
     global _process
     process, _process = _process, None
     return process

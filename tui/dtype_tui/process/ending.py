@@ -9,8 +9,8 @@ import sys
 def exit_at_once(status: str | int | None) -> None:
     """End the process. If torch was imported, the interpreter's normal shutdown is skipped.
 
-    The shutdown aborts the process if a thread that used torch is still ending, even after the thread's last line of Python. The
-    terminal has been restored and the session saved before this is called.
+    The shutdown would abort the process if a thread that used torch is still ending. The terminal has been restored and the session
+    saved before this is called.
 
     status: an exit status or an error message to print, as for `sys.exit`.
     """

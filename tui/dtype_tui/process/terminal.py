@@ -34,9 +34,8 @@ def exit_on_terminal_loss(on_exit: Callable[[], None]) -> None:
 
 
 def server_disconnected() -> bool:
-    """Return whether the app runs in a browser and the web server has closed its end of this process's standard input.
-
-    Textual does not check this, and an unreachable app would keep its model in memory forever.
+    """Return whether the web server has closed its end of this process's standard input, for an app that runs in a browser. Textual
+    does not check this, and an app that can't be reached would keep its model in memory forever.
     """
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLHUP)

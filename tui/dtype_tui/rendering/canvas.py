@@ -34,7 +34,7 @@ class Series:
     """The character that marks each point. If "", a line of dots joins the points instead."""
     style: str = ""
     styles: Sequence[str] = ()
-    """The style of each point, and of the line from the point before to it. If empty, all have `style`."""
+    """The style of each point and of the line that leads to it from the previous point. If empty, all points have `style`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Axes:
     high: float
     """The upper end of the vertical axis: the largest y on a linear axis, its logarithm to base ten on a logarithmic axis."""
     zero: bool
-    """Whether there is a separate line for zero."""
+    """Whether points whose y is zero have a separate line at the bottom."""
     linear: bool = False
 
     def level(self, y: float) -> float | None:
@@ -72,7 +72,7 @@ class Axes:
 
 def axes_around(points: Sequence[tuple[float, float]]) -> Axes:
     """Return axes that contain every finite point: x is linear and y logarithmic. Points whose y is less than a millionth of the
-    largest y are drawn in a row for zero, below the logarithmic scale.
+    largest y are drawn in a separate row for zero, below the logarithmic scale.
 
     points: pairs (x, y).
     """
@@ -147,7 +147,9 @@ def plot(
 
 
 class _Grid:
-    """The cells of a plot inside its axes, in which dots are set. If there is a line for zero, it is the last row."""
+    """The cells of a plot inside its axes, in which dots are set. If points whose y is zero have a separate line, it is the last
+    row.
+    """
 
     def __init__(self, columns: int, rows: int, axes: Axes) -> None:
         self._columns, self._rows, self._axes = columns, rows, axes
@@ -159,12 +161,12 @@ class _Grid:
         return min(self._columns - 1, self._across(x) // 2)
 
     def _across(self, x: float) -> int:
-        """Return the column of dots for an x, counted from the left with two dots per cell."""
+        """Return the column of dots for an x. Columns are counted from the left, two per cell."""
         axes = self._axes
         return round((x - axes.left) / (axes.right - axes.left) * (2 * self._columns - 1))
 
     def _down(self, y: float) -> int | None:
-        """Return the row of dots for a y, counted from the top with four dots per cell, or None if the y is drawn as zero."""
+        """Return the row of dots for a y, or None if the y is drawn as zero. Rows are counted from the top, four per cell."""
         axes, level = self._axes, self._axes.level(y)
         return None if level is None else round((axes.high - level) / (axes.high - axes.low) * (4 * self._rows - 1))
 
@@ -206,7 +208,7 @@ class _Grid:
         self._styles[cell] = style
 
     def write(self, note: Note) -> None:
-        """Write a note inside the plot, near its point: where it covers the fewest dots, and there as near as possible."""
+        """Write a note inside the plot, near its point. Of the places where it covers the fewest dots, it takes the nearest."""
         down = self._down(note.y)
         width = len(note.text)
         if down is None or width > self._columns:

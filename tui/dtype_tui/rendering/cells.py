@@ -19,7 +19,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def name_cell(text: str, width: int) -> str:
-    """Return a name from a file without control characters, truncated to `width` cells."""
+    """Return a name that comes from a file, with control characters escaped, truncated to `width` cells."""
     return truncate(printable(text, max(width, 1)), width)
 
 
@@ -42,7 +42,9 @@ def wrap_dotted(name: str, width: int) -> str:
 
 
 def drift_text(drift: ModuleDrift | None) -> str:
-    """Return a module's SQNR in dB without the unit, or a word of at most seven cells in place of it."""
+    """Return a module's SQNR in dB without the unit, such as "41.3". In place of a number, the text may be a word of at most seven
+    cells, such as "exact" or "inf/nan".
+    """
     if drift is None:
         return ""
     if drift.nonfinite or (drift.sqnr_db is not None and math.isnan(drift.sqnr_db)):

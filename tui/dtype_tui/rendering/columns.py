@@ -31,7 +31,7 @@ def in_columns(blocks: Sequence[Sequence[Text]], width: int, narrowest: int) -> 
 
 
 def _partitions(blocks: Sequence[Sequence[Text]], count: int) -> list[list[list[Text]]]:
-    """Return every way to distribute the blocks over `count` columns in order. In a column, an empty line separates blocks."""
+    """Return every way to distribute the blocks, in order, over `count` columns. In a column, an empty line separates blocks."""
     found = []
     for cuts in combinations(range(1, len(blocks)), count - 1):
         bounds = [0, *cuts, len(blocks)]

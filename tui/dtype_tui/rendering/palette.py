@@ -80,7 +80,7 @@ def _theme(name: str, index: int) -> Theme:
 
 
 DARK, LIGHT = _meanings(0), _meanings(1)
-"""What the names of colors mean in a dark and in a light theme."""
+"""The values that the names of the 16 terminal colors, such as "red", have in a dark theme and in a light theme."""
 THEMES = _theme("dtype-dark", 0), _theme("dtype-light", 1)
 """The app's own themes, the default first. All of Textual's themes work, too."""
 
@@ -111,7 +111,7 @@ def pill(dtype: str) -> tuple[str, Style]:
 
 
 def ramp(word: Word) -> str:
-    """Return the name of the color for a word of `meaning`, such as "yellow" for "small"."""
+    """Return the name of the color for a rating of drift, such as "yellow" for "small"."""
     from dtype_engine.results.meaning import GRADES  # imported late, for a faster first paint
 
     grade = GRADES[word]
@@ -126,14 +126,14 @@ def sqnr_colour(sqnr_db: float, limits: Iterable[tuple[float, Word]]) -> str:
 
 
 def heat(share: float) -> str:
-    """Return the name of the ramp's color for a share of the worst, from 0 (best) to 1 (worst)."""
+    """Return the name of a color between green and red. share: how bad something is, from 0 (best, green) to 1 (worst, red)."""
     return next(
         (name for least, name in ((0.75, "red"), (0.5, "bright_red"), (0.25, "yellow")) if share > least), "green"
     )
 
 
 def verdict_pill(word: Word) -> tuple[str, Style]:
-    """Return the badge of a word of `meaning`, such as "small": the word between blanks, and the style."""
+    """Return the badge of a rating of drift, such as "small": the word between blanks, and the style."""
     return f" {word} ", _filled(ramp(word))
 
 

@@ -21,7 +21,7 @@ _LABELS = ("worst", "dB")
 _LABEL = 6
 """Width in cells of the labels in front of the numbers."""
 _TRACK = 4
-"""Width in cells of the track that shows a module's drift."""
+"""Width in cells of the bar that shows a module's drift."""
 
 
 def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | None:
@@ -53,7 +53,7 @@ def worst_lines(
     ambiguous, the full name follows on further lines.
 
     worst: the modules to list. width: the width of the lines in cells. others: the names of all modules. scale: the SQNRs in dB at
-    which a bar is full and at which it is empty. limits: see `Results.sqnr_limits`.
+    which a bar is full and at which it is empty. limits: the minimum SQNR in dB of each rating, such as (40.0, "small").
     """
     numbers = ["not finite" if drift.nonfinite else decibels(drift.sqnr_db).removesuffix(" dB") for drift in worst]
     widest = max(map(len, numbers), default=0)

@@ -38,8 +38,10 @@ _STOPPED = "Stopped: close this and press d to go on."
 
 class CausesScreen(ChoiceScreen[str]):
     """Plots the SQNR of every module's output in the order of the forward pass, in two series: under the whole recipe, and with
-    only the module itself cast. Lists the causes of the drift as they are found. The user goes to one in the tree, which is the
-    result of the window, or puts it back to the reference's dtype.
+    only the module itself cast.
+
+    Lists the causes of the drift as they are found. The user can choose a cause, which is then the result of the window, or cast it
+    back to the reference's dtype.
     """
 
     HEADING = "Drift over depth"
@@ -70,7 +72,7 @@ class CausesScreen(ChoiceScreen[str]):
         self._controller = controller
         self._experiment = controller.experiment
         self._ended = ""
-        """Why no causes are being measured, as a sentence, or "" if they are being measured or known."""
+        """A sentence that says why no causes are being measured. "" if they are being measured or already known."""
         self._before: tuple[Recipe, Results] | None = None
         """The recipe and the results from before the user changed the recipe in this window. They are shown until the causes under
         the new recipe are known.
@@ -103,7 +105,7 @@ class CausesScreen(ChoiceScreen[str]):
 
     @property
     def _report(self) -> AttributionReport | None:
-        """The causes to show, which may be only those found so far, or None if there are none yet."""
+        """The causes to show: all of them, or those found so far. None if none have been found yet."""
         results = self._results
         return results.causes or (results.partial_causes.report if results.partial_causes is not None else None)
 
@@ -149,7 +151,7 @@ class CausesScreen(ChoiceScreen[str]):
         )
 
     def _progress(self) -> str:
-        """Return a sentence about the measurement of causes that is running, or about why it is not."""
+        """Return a sentence about the progress of measuring the causes. If this is not running, the sentence says why."""
         activity = self._controller.activity
         what, share = activity.now()
         if self._ended or not what:
@@ -239,7 +241,7 @@ class CausesScreen(ChoiceScreen[str]):
         self._change(self._controller.undo)
 
     def _change(self, change: Callable[[], None]) -> None:
-        """Change the recipe, and measure its causes unless they are known."""
+        """Change the recipe by calling `change`, and measure the causes under the new recipe unless they are known."""
         experiment = self._experiment
         recipe, results = experiment.recipe, self._results
         change()
@@ -285,7 +287,7 @@ class CausesScreen(ChoiceScreen[str]):
 
 
 def _plot_y(sqnr_db: float | None) -> float:
-    """Return the SQNR as the plot's y, or NaN if it is unknown. The plot omits points with NaN, and points with infinity, which is
-    the SQNR of modules without any drift.
+    """Return an SQNR in dB as the y of a point in the plot, or NaN if it is unknown. The plot omits points whose y is NaN or
+    infinite; the SQNR is infinite for a module without any drift.
     """
     return math.nan if sqnr_db is None else sqnr_db

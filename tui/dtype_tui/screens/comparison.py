@@ -27,26 +27,25 @@ MOST_ROWS = 300
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two recipes in a comparison."""
+    """A recipe that is compared with another one, and what is known about it."""
 
     title: str
     """The short name of the recipe in the window's headings."""
     recipe: Recipe
     entry: MeasuredRecipe | None
-    """The measurement, or None if the recipe was not measured."""
+    """The measurement of the recipe, or None if it was not measured."""
     modules: Mapping[str, ModuleDrift] | None
     """The drift of the modules by name, or None if it is not stored any more."""
 
 
 def side_of(experiment: Experiment, entry: MeasuredRecipe, title: str) -> Side:
-    """Return the side of the comparison that shows a measured recipe. title: the recipe's short name for headings."""
+    """Return what `comparison_screen` shows of a measured recipe. title: the short name of the recipe for headings."""
     return Side(title, entry.recipe, entry, experiment.module_log.of(entry))
 
 
 def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
-    """Return the side of the comparison that shows a recipe. title: the recipe's short name for headings.
-
-    If the recipe was measured on the current inputs and settings, the side includes the measurement.
+    """Return what `comparison_screen` shows of a recipe, including a measurement if the recipe was measured on the current inputs
+    and settings. title: the short name of the recipe for headings.
     """
     now = experiment.settings, experiment.model.inputs
     for entry in experiment.measured:
@@ -154,8 +153,8 @@ def _rules(one: Side, other: Side) -> Table:
 
 
 def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right: str) -> Table | Text:
-    """Return a table of the tensors that have different dtypes under the two recipes. plans: those of both recipes. left, right:
-    their short names.
+    """Return a table of the tensors that have different dtypes under two recipes. plans: the dtypes under each recipe. left, right:
+    the short names of the recipes.
     """
     first, second = plans
     differ = [tensor for tensor in experiment.tree.order if first.dtypes[tensor.name] != second.dtypes[tensor.name]]
@@ -179,7 +178,9 @@ def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right:
 
 
 def _modules(one: Side, other: Side) -> Table | Text:
-    """Return a table of the modules that have different drift under the two recipes, largest difference first."""
+    """Return a table of the modules whose drift differs between two recipes, largest difference first. one, other: the two
+    recipes.
+    """
     if one.modules is None or other.modules is None:
         return _heading("modules: not kept for both; going back to a recipe measures it again")
     rows = []

@@ -112,8 +112,8 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
 
 
 def _over(report: DriftReport | None) -> str:
-    """Return how many sequences the modules' drift covers, such as `, over 2 of 6 sequences`. Returns "" if it covers all, and if
-    there is no report.
+    """Return how many sequences the modules' drift covers, such as `, over 2 of 6 sequences`. Returns "" if it covers all of them,
+    or if `report` is None.
     """
     extent = modules_extent_text(report) if report is not None else ""
     return f", over {extent}" if extent else ""

@@ -8,7 +8,7 @@ from dtype_engine.worker import events
 
 
 class EventWaits(Message, bubble=False):
-    """Tells the main screen that one more event of the engine waits for it."""
+    """Tells the main screen that one more event of the engine waits to be handled."""
 
 
 class EngineEvent(Message, bubble=False):

@@ -17,7 +17,7 @@ from dtype_tui.screens.overlay import Overlay
 MOST_ROWS = 200
 """Maximum number of casts that the window shows. Drawing a thousand casts takes two seconds, and no key is handled meanwhile."""
 _NAME_WIDTH = 26
-"""Width in cells to be left for module names. Long operation names are truncated to make room for them."""
+"""Minimum width in cells of module names. Operation names are truncated if they would leave less."""
 
 
 def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:

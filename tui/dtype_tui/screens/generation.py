@@ -36,9 +36,9 @@ _MOST_OF_A_PIECE = 1000
 class GenerationScreen(ModalScreen[None]):
     """Asks for a prompt and a length, and shows both texts as they are generated. The first token that differs is in brackets.
 
-    wanted: the prompt and length of the last time, or None at the first time. If they are known, the window generates at once.
-    texts: the texts that were generated with them, if the recipe and the settings are still the same. start: called with the prompt
-    and length to generate. stop: called if the window is closed while texts are generated.
+    wanted: the prompt and length that the user requested last, or None. Unless it is None, the window generates texts at once.
+    texts: the texts that were generated for this request, if the recipe and the settings are still the same. start: called with the
+    prompt and length to generate. stop: called if the window is closed while texts are generated.
     """
 
     DEFAULT_CSS = """
@@ -147,10 +147,10 @@ class GenerationScreen(ModalScreen[None]):
 
 
 def _written(text: Generation, written: Written) -> Text:
-    """Return the end of the prompt in a dim style, followed by one model's continuation of it. The first token in which the two
-    models' continuations differ is in brackets.
+    """Return the end of the prompt in a dim style, followed by one model's continuation of it. The first token in which the
+    continuations of the two models differ is in brackets. Control characters are escaped.
 
-    text: the prompt with both continuations. written: the one to show. Control characters are escaped.
+    text: the prompt with the continuations of both models. written: the continuation to return.
     """
     shown = Text(_safe_lines("…" + text.prompt[-60:] if len(text.prompt) > 60 else text.prompt), style="dim")
     parts_at = text.same_tokens if text.differs else None

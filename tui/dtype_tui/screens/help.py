@@ -55,7 +55,7 @@ class HelpScreen(ModalScreen[None]):
     """Shows the help.
 
     node: the name of the node under the cursor. node_keys: (binding id, description) of the keys for that node. chosen: the user's
-    own keys, by binding id. words: (title, text) of the explanations. hidden: the ids of the bindings that it leaves out.
+    own keys, by binding id. words: (title, text) of the explanations. hidden: the ids of key bindings that the help leaves out.
     """
 
     DEFAULT_CSS = """
@@ -126,8 +126,8 @@ class HelpScreen(ModalScreen[None]):
         return page
 
     def _searched(self) -> list[Section]:
-        """Return all keys that can be found: those for the node, those that the first page lists, and the sections. A key that the
-        first page describes in other words than its section has both descriptions.
+        """Return the sections of keys that a search covers: the keys for the node under the cursor, the keys on the first page, and
+        the sections of the other windows. A key may be in two sections with different descriptions.
         """
         node = f"Here: {printable(self._node, 500)}"
         here = (node, [(_keys((name,), self._chosen), words) for name, words in self._node_keys])
@@ -155,12 +155,12 @@ class HelpScreen(ModalScreen[None]):
 def sections(
     chosen: Mapping[str, str], words: Iterable[tuple[str, str]], hidden: Set[str] = frozenset()
 ) -> tuple[list[Section], list[tuple[str, str]]]:
-    """Return the two parts of the help: the sections, each as (title of a screen or prompt, its keys with descriptions), and the
-    explanations of terms, each as (title, text).
+    """Return the two parts of the help. The first consists of sections (title of a screen or prompt, its keys with descriptions);
+    the main screen comes first, then the tree. The second consists of explanations of terms as (title, text).
 
-    The main screen comes first, then the tree. Descriptions begin with a lower-case letter here, unlike in the command palette.
-    words: explanations of terms, as (title, text). Those of two windows are added to them. chosen: the user's own keys, by binding
-    id. hidden: the ids of the bindings that are left out, with the window that such a binding opens.
+    Descriptions begin with a lower-case letter here, unlike in the command palette. words: explanations of terms, to which those of
+    two windows are added. chosen: the user's own keys, by binding id. hidden: the ids of bindings to leave out. If there are any,
+    the section of the save window is left out, too.
     """
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
         ("Casting and measuring", KEYS),
@@ -249,8 +249,8 @@ def _groups(chosen: Mapping[str, str], hidden: Set[str]) -> list[Section]:
 def _block(
     title: str, rows: Iterable[tuple[str, str]], widest: int = _KEYS_WIDTH, width: int | None = None
 ) -> list[Text]:
-    """Return the lines of a heading and of the rows below it. rows: (keys, description). widest: the maximum width of the keys.
-    width: the page's width in cells; if None, descriptions are not wrapped.
+    """Return the lines of a heading and of the rows below it. rows: pairs (keys, description). widest: the width in cells of the
+    column of keys, at most. width: the page's width in cells; if None, descriptions are not wrapped.
     """
     listed = list(rows)
     keys_width = min(widest, max(len(keys) for keys, _ in listed))

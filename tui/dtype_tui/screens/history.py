@@ -36,9 +36,8 @@ _PADDING = 2
 
 
 class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
-    """Lists the measured recipes. The window's result is the recipe to go back to, or None if the user chose none.
-
-    Keys pin a recipe, compare two recipes, or make one the baseline for the tree and the panes.
+    """Lists the measured recipes. The window's result is the recipe to return to, or None if the user chose none. Keys pin a
+    recipe, compare it with another one, or make it the baseline for the tree and the panes.
     """
 
     DEFAULT_CSS = """
@@ -148,7 +147,9 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         }
 
     def _meaning(self, entry: MeasuredRecipe) -> Meaning:
-        """Return a rating of a measurement's drift. The rating considers the noise floor if it was measured on the same inputs."""
+        """Return a rating of a measurement's drift, such as "small". The rating considers the noise floor if it was measured on the
+        same inputs.
+        """
         return meaning(entry.output, self._experiment.floor if entry.inputs == self._experiment.model.inputs else None)
 
     @property
@@ -184,10 +185,8 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
             self._plot()
 
     def _plot(self) -> None:
-        """Plot the drift of the measured recipes against their bytes.
-
-        The drift is the KL or, if the outputs are not distributions, the square of the relative L2 error. A metric of the user may
-        stand in its place.
+        """Plot the drift of the measured recipes against their bytes. The drift is the KL or, if the outputs are not distributions,
+        the square of the relative L2 error. If the user chose a metric of their own, it is plotted instead of the drift.
         """
         widget = self.query_one("#plot", Static)
         axis = self._experiment.axis

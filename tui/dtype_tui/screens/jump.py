@@ -29,9 +29,10 @@ def labels(count: int) -> list[str]:
 
 
 class JumpScreen(ModalScreen[int]):
-    """Shows a label on each place of the screen below. When the user types a label, the window closes with the index of its place.
+    """Shows a label at each of the given places of the screen below. When the user types a label, the window closes with the index
+    of its place.
 
-    places: where the labels begin, in cells from the upper left corner of the screen.
+    places: the positions at which the labels begin, in cells from the upper left corner of the screen.
     """
 
     DEFAULT_CSS = """

@@ -71,8 +71,8 @@ def _draw_over(window: Screen[Any]) -> RenderableType | None:
     """Return what to draw behind a window: the screen below it, tinted by the window's background. Returns None if the window is
     not open.
 
-    Textual finds the screen below in a list that changes while other windows are drawn. If windows open and close meanwhile, two
-    windows can each be drawn over the other, without end.
+    Textual finds the screen below in a list that changes while other windows are drawn. If windows open and close during the
+    drawing, each of two windows could be drawn over the other, in an endless recursion.
     """
     stack = window.app.screen_stack
     place = stack.index(window) if window in stack else 0

@@ -83,9 +83,9 @@ class OptimiseScreen(ModalScreen[None]):
         the front. None if the cursor is on a drawn point.
         """
         self._rules: tuple[Solution, Recipe] | None = None
-        """The solution for which rules were computed last, and the recipe with these rules."""
+        """The solution for which a recipe was computed last, and this recipe."""
         self._measured_caches: dict[Recipe, int] = {}
-        """The bytes of the KV caches under measured recipes."""
+        """Total bytes of the KV caches under each measured recipe."""
         self._timer: Timer | None = None
         self._seen = -1
         """The value of `ScanState.version` when the screen was last drawn."""
@@ -114,9 +114,8 @@ class OptimiseScreen(ModalScreen[None]):
             self._make(self.view.limits)
 
     def _make(self, limits: SearchConstraints) -> bool:
-        """Compute the Pareto front under the user's requirements `limits`. Returns False if no plan meets them.
-
-        The cursor moves to the largest plan with at most as many bytes as the plan that was under the cursor before.
+        """Compute the Pareto front under the user's requirements `limits`. Returns False if no plan meets them. The cursor moves to
+        the largest plan that has no more bytes than the plan that was under the cursor before.
         """
         self._seen = self.view.version
         before, self.view.limits = self.view.limits, limits
@@ -142,8 +141,9 @@ class OptimiseScreen(ModalScreen[None]):
         return True
 
     def _cache_bytes(self, formats: Mapping[str, str]) -> int:
-        """Return the bytes of the KV caches at the current context, or 0 if the scan has no scores of them, because the front
-        then leaves them out. formats: by the name of a cache's tensor; one without a format has the dtype that the model writes.
+        """Return the bytes of the KV caches at the current context. Returns 0 if the scan has no scores of caches, because the
+        front then leaves their bytes out. formats: the format of each cache tensor, by its name; a tensor without a format has the
+        dtype in which the model writes it.
         """
         if not self.view.has_caches:
             return 0
@@ -152,7 +152,9 @@ class OptimiseScreen(ModalScreen[None]):
         return sum(cache_bytes(tree, given, written_dtype(tree), experiment.tokens, experiment.batch).values())
 
     def _measured_bytes(self, recipe: Recipe, weights: int) -> int:
-        """Return the bytes of a measured recipe as the front counts them. weights: those of its weights."""
+        """Return the bytes of a measured recipe: those of the weights (`weights`) and, if the front includes them, those of the KV
+        caches.
+        """
         if recipe not in self._measured_caches:
             caches = make_plan(self.experiment.tree, recipe).caches if self.view.has_caches else {}
             self._measured_caches[recipe] = self._cache_bytes(caches)

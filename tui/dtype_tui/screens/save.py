@@ -43,7 +43,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     *((target, "the recipe for this tool, exact for this model") for target in TARGET_SUFFIXES),
 )
 WRITTEN_THERE = ("checkpoint", "report")
-"""The kinds of file that an engine on another machine writes to that machine, so that their paths are paths there."""
+"""The kinds of file that the engine writes even if it runs on another machine. Their paths are paths on that machine."""
 
 
 class SaveScreen(ChoiceScreen[SaveRequest | None]):
@@ -132,7 +132,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         return "new folder" if self._kind == "checkpoint" else "new file"
 
     def _free_name(self) -> str:
-        """Return a file name that does not exist in the working directory."""
+        """Return the name of a file that does not exist in the working directory yet."""
         ending = {"checkpoint": "-cast", "recipe": ".recipe.yaml", "report": "-report.html"}
         end = ending.get(self._kind) or f".{self._kind}{TARGET_SUFFIXES[self._kind]}"
         word, dot, suffix = end.partition(".")
@@ -249,8 +249,8 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
 
 
 def save_request(kind: str, path: Path, replace: bool, results: Results) -> SaveRequest:
-    """Return the request to write a file of one of `KINDS`. replace: whether to replace an existing file. results: what is known
-    about the current recipe.
+    """Return the request to write a file of the kind `kind`, one of `KINDS`, such as "recipe". replace: whether to replace an
+    existing file. results: what is known about the current recipe.
     """
     match kind:
         case "checkpoint":

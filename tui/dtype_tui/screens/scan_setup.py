@@ -15,7 +15,7 @@ SCANNED = (
     "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int8@tensor", "mxfp8", "mxfp4", "nvfp4", "int4@g128",
 )  # fmt: skip
 OF_CACHES = ("kv:float8_e4m3fn", "kv:int8@token", "kv:int4@token")
-"""Formats of KV caches, offered for models that have caches which rules can give a format."""
+"""Formats of KV caches. The window offers them if rules can give the model's caches a format."""
 PRESET = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 
 

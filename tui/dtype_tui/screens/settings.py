@@ -92,7 +92,7 @@ class SettingsScreen(ChoiceScreen[RunSettings | None]):
         return text
 
     def _choices(self, index: int) -> tuple[tuple[object, str], ...]:
-        """Return a setting's possible values. They include the current value, even if only the command line offers it."""
+        """Return a setting's possible values. The current value is among them even if it can be chosen only on the command line."""
         field, _, choices, _ = CHOICES[index]
         value = getattr(self._settings, field)
         return choices if value in [each for each, _ in choices] else (*choices, (value, str(value)))

@@ -24,8 +24,8 @@ Progress = (
 
 
 class Activity:
-    """Tracks what the engine is doing, from its events and from the app's requests that it has not begun yet. clock: returns the
-    time in seconds.
+    """Tracks what the engine is doing, from its events and from requests of the app that the engine has not begun yet. clock: a
+    function that returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,7 +65,7 @@ class Activity:
 
     @property
     def queue(self) -> str:
-        """The names of the waiting jobs, in order, as one text."""
+        """The names of the waiting jobs, in order, as one text, such as "scan, writing"."""
         return queue_words(self.running, self.waiting)
 
     def expect(self, job: str) -> None:

@@ -1,4 +1,6 @@
-"""Gives a tree nodes for KV caches: below each attention a node `kv_cache`, and below it one node for each of its tensors."""
+"""Gives a tree nodes for KV caches: below each attention module a node `kv_cache`, and below that one node for each tensor of the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ CacheNodes = dict[str, tuple[KVCacheTensor, ...]]
 
 
 def add_cache_nodes(tree: Tree) -> CacheNodes:
-    """Add the nodes of KV caches to a tree that lacks them. They are modules without weights. Return the cache tensors at or below
-    each of them, keyed by the node's name.
+    """Add the nodes of KV caches to a tree that lacks them. The new nodes are modules without weights. Returns the cache tensors at
+    or below each new node, keyed by the node's name.
     """
     found: CacheNodes = {}
     for tensor in tree.kv_cache.tensors:

@@ -35,7 +35,7 @@ class Command:
     action: str
     """The name of the app's action that the command runs. The action receives the command's arguments as strings."""
     arguments: tuple[str, ...] = ()
-    """The kind of each argument. `Completer` completes an argument by its kind."""
+    """The kind of each argument, such as ("pattern", "dtype"). `Completer` completes an argument by its kind."""
     meaning: str = ""
     needs: int | None = None
     """Minimum number of arguments. If None, all arguments are required."""
@@ -110,8 +110,8 @@ def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, 
 
 @dataclass(frozen=True)
 class Completer:
-    """Completes a partly typed line. The fields besides `commands` are functions, because the tree, the cursor and the themes
-    change.
+    """Completes a partly typed line. The fields that return names, patterns and words are functions, because the tree, the cursor
+    and the themes change.
     """
 
     commands: dict[str, Command]

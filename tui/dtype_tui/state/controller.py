@@ -83,9 +83,8 @@ class Controller:
     # -- events of the engine ------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event) -> bool:
-        """Update the state from an event of the engine. The caller redraws, since many events may arrive at once.
-
-        Returns False, and changes nothing, if the event belongs to a recipe or settings that are not current.
+        """Update the state from an event of the engine. Returns False, and changes nothing, if the event belongs to a recipe or
+        settings that are not the current ones. The caller has to redraw the screen, because many events may arrive at once.
         """
         if self.experiment.is_stale(event):
             return False
@@ -208,7 +207,9 @@ class Controller:
         return self._change(lambda: self.experiment.push_rules(rules))
 
     def _change(self, change: Callable[[], bool]) -> bool:
-        """Change the rules, send the recipe to the engine if it has changed too, and redraw. Returns False if nothing changed."""
+        """Call `change`, which changes the rules and returns whether it did. If the recipe has changed, too, send it to the engine.
+        Then redraw the screen. Returns False if nothing changed.
+        """
         before = self.experiment.recipe
         if not change():
             return False
@@ -279,7 +280,7 @@ class Controller:
             self.notify("nothing to redo", "information")
 
     def drop_rules(self, node: str) -> None:
-        """Remove the rules that match tensors of this node and no others. If there are none, tell the user why."""
+        """Remove the rules that match tensors of this node and no tensors outside it. If there are none, tell the user why."""
         inside, beyond = rules_within(self.experiment.tree, self.experiment.plan, node)
         if inside:
             self.apply_rules(self.experiment.rules.without(inside))
@@ -292,15 +293,15 @@ class Controller:
             self.notify("no rule matches this node", "information")
 
     def change_rule(self, row: int, rule: Rule) -> None:
-        """Replace the rule in a row of the rules by another one. Refuses a rule that matches nothing."""
+        """Replace the rule at index `row` of the list of rules by `rule`. Refuses a rule that matches nothing."""
         if (refusal := self.experiment.refusal(rule)) is not None:
             self.notify(refusal, "warning")
         elif self.apply_rules(self.experiment.rules.with_rule(row, rule)):
             self._warn_unmatched()
 
     def put_back(self, node: str) -> None:
-        """Give a node the dtype that it has in the reference, by a rule after all others, and tell the user how many bytes that
-        costs.
+        """Give a node the dtype that it has in the reference, by a rule that is added after all others. Tell the user how many
+        bytes that costs.
         """
         experiment, name = self.experiment, node or "the model"
         rule, before = reference_rule(experiment.tree, node, experiment.model.reference), experiment.plan
@@ -320,9 +321,8 @@ class Controller:
         self.notify(f"{name} is {dtype} again{cost}; u undoes this", "information")
 
     def apply_remedy(self) -> None:
-        """Apply the rules that make the output finite.
-
-        If there are no such rules, apply the rules that prevent casts from making weight values infinite or zero.
+        """Apply the rules that make the output finite. If no such rules have been found, apply the rules that prevent casts from
+        making weight values infinite or zero.
         """
         nonfinite, losses = self.experiment.results.nonfinite, self.experiment.results.loss_remedy
         rules = nonfinite.remedy if nonfinite is not None else ()
@@ -337,12 +337,12 @@ class Controller:
             self.notify(nonfinite.reason if nonfinite is not None else "nothing needs a remedy", "information")
 
     def replace_rules(self, recipe: Recipe) -> None:
-        """Replace all rules by a preset's recipe."""
+        """Replace all rules by those of a recipe, which comes from a preset."""
         if not self.apply_recipe(recipe):
             self.notify("this preset is already applied", "information")
 
     def set_context(self, context: int, batch: int) -> None:
-        """Show the bytes of KV caches for `batch` sequences of `context` tokens."""
+        """Show the bytes of KV caches for `batch` sequences of `context` tokens each."""
         self.experiment.context, self.experiment.batch = context, batch
         self._changed()
 
@@ -393,7 +393,7 @@ class Controller:
         self._changed()
 
     def set_settings(self, settings: RunSettings) -> None:
-        """Run candidates with these settings from now on, and measure the current recipe with them."""
+        """Run the cast model with these settings from now on, and measure the current recipe with them."""
         if settings == self.experiment.settings:
             return
         self.experiment.set_settings(settings)
@@ -401,7 +401,7 @@ class Controller:
         self._changed()
 
     def set_inputs(self, line: str) -> None:
-        """Run the model from now on with the inputs that the line names."""
+        """Run the model, from now on, on the inputs that `line` names: a prompt or the paths of files."""
         self.engine.request(SetInputs(line))
         self._expect("inputs")
 
