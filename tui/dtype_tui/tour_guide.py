@@ -20,7 +20,7 @@ from dtype_tui.widgets.prompts import CastPrompt
 from dtype_tui.widgets.tour_panel import TourPanel
 
 _LOOK_EVERY_S = 0.1
-"""Number of seconds between two checks. Each check looks for a new window that needs the tour's panel, and whether the engine has
+"""Number of seconds between two checks. Each check looks whether a new window needs the tour's panel, and whether the engine has
 done what the current step waits for.
 """
 _ARROWS = {"↑": "Up", "↓": "Down", "←": "Left", "→": "Right"}

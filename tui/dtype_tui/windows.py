@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class _LastGeneration:
-    """What the window for generated text showed last."""
+    """The request and the texts that the window for generated text showed last."""
 
     wanted: Generate | None = None
-    """The prompt and length, or None if nothing was generated yet."""
+    """The requested prompt and length, or None if nothing was generated yet."""
     texts: tuple[Generation, ...] = ()
     made_with: tuple[Recipe, RunSettings, InputsSummary | None] | None = None
     """The recipe, settings and inputs with which `texts` were generated."""
@@ -46,7 +46,7 @@ class Windows:
         self._generation = _LastGeneration()
 
     def keep_result(self, event: events.Generated) -> None:
-        """Keep generated texts for the next time that their window is opened."""
+        """Store generated texts, so that their window shows them when it is opened the next time."""
         self._generation.texts = event.texts
         self._generation.made_with = event.recipe, self._experiment.settings, self._experiment.model.inputs_summary
 
@@ -71,8 +71,8 @@ class Windows:
                 self._push(weight_screen(self._experiment, event.name, event.stats))
 
     def generation(self) -> None:
-        """Open the window that generates text. The prompt and length of the last time are kept, and so are their texts while the
-        recipe, the settings and the inputs are the same.
+        """Open the window that generates text. It starts with the prompt and length of the last request. It shows the texts of that
+        request, too, if the recipe, the settings and the inputs are the same.
         """
         controller, last = self._controller, self._generation
         if why := self._experiment.model.no_forward or self._experiment.model.no_text:
@@ -223,7 +223,7 @@ class Windows:
         self._push(details_screen(self._experiment, self._tree.current.name))
 
     def jobs(self, stopped: Callable[[], None]) -> None:
-        """Open the list of jobs. stopped: called before a job is stopped."""
+        """Open the list of jobs. stopped: a function that is called before a job is stopped."""
         from dtype_tui.screens.jobs import JobsScreen
 
         def stop(job: str) -> None:
@@ -241,8 +241,8 @@ class Windows:
         self._push(JumpScreen(places), go)
 
     def help(self, chosen_keys: Mapping[str, str], panes: Sequence[Pane], hidden: Set[str]) -> None:
-        """Open the help. chosen_keys: the user's own keys, by binding id. panes: those whose terms the help explains. hidden: the
-        ids of the bindings that it leaves out.
+        """Open the help. chosen_keys: the keys that the user has configured, by binding id. panes: the panes whose terms the help
+        explains. hidden: the ids of the bindings that the help leaves out.
         """
         from dtype_tui.screens.help import HelpScreen, keys_for_node
 

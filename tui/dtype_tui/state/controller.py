@@ -450,9 +450,8 @@ class Controller:
     # -- the scan ------------------------------------------------------------------------------------------------
 
     def next_of_scan(self) -> Literal["choose", "show", "wait"]:
-        """Return what the key for scans should do next. If a scan was stopped, this method also resumes it.
-
-        "choose": open the window that chooses dtypes for a new scan. "show": open the current results. "wait": open nothing.
+        """Return what the key for scans should do next: "choose" (open the window that chooses dtypes for a new scan), "show" (open
+        the current results), or "wait" (open nothing). If a scan was stopped, this method also resumes it.
         """
         experiment, scan = self.experiment, self.experiment.scan
         if experiment.model.no_forward:

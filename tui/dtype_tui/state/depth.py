@@ -1,4 +1,4 @@
-"""Chooses the modules that stand for the depth of a model, in a plot of drift over depth."""
+"""Chooses the modules that represent the depth of a model in a plot of drift over depth."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LONGEST_LABEL = 16
 
 
 def depth_modules(tree: Tree) -> list[str]:
-    """Return the names of the modules that stand for the model's depth, in the tree's order.
+    """Return the names of the modules that represent the model's depth in a plot, in the tree's order.
 
     These are the layers of the outermost stacks, and the topmost other modules that hold weights, such as an embedding, a final
     norm and a head. A stack is a module whose children are numbered, as in a ModuleList. A model without a stack is represented by

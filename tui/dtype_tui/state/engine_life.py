@@ -50,7 +50,7 @@ class EngineLife:
         self.quit_requested = False
         """Whether the user pressed the key for quitting while the engine was writing files."""
         self._stopping: str | None = None
-        """The job that was asked to stop and is still running (a value of `Activity.running`)."""
+        """The name of the job that was asked to stop and is still running. None if no job was asked to stop."""
         self._stopping_since = 0.0
         """The time, by `time.monotonic`, at which the job in `_stopping` was asked to stop."""
         self.must_end = False
@@ -101,10 +101,9 @@ class EngineLife:
         return True
 
     def _reset(self, error: str | None) -> list[str]:
-        """Record that no work is running any more.
+        """Record that no work is running any more. error: why there is no engine, or None if another engine is starting.
 
-        Returns parts of a sentence that tell the user which work is lost, such as "the files that it was writing are lost". error:
-        why there is no engine, or None if another engine is starting.
+        Returns parts of a sentence that tell the user which work is lost, such as "the files that it was writing are lost".
         """
         lost = ["the files that it was writing are lost"] if self.activity.saving else []
         if self._scan.lose():
@@ -116,8 +115,8 @@ class EngineLife:
         return lost
 
     def begin(self, what: str) -> None:
-        """Show that the engine is doing `what`, even before the engine reports it. Not for jobs that wait in the queue: see
-        `expect`.
+        """Show that the engine is doing `what`, even before the engine reports it. For jobs that wait in the queue, `expect` is
+        used instead.
         """
         if self.error is None:
             self.activity.begin(what)
@@ -146,13 +145,15 @@ class EngineLife:
         return f"no engine: {RESTARTS}" if self.error is not None else ""
 
     def idle_words(self, planning_only: bool) -> str:
-        """Return what the status line shows while the engine is idle. planning_only: whether the model could not be opened."""
+        """Return what the status line shows while the engine is idle, such as "ready". planning_only: whether the model could not
+        be opened.
+        """
         if self.lost:
             return "connection cut: trying again"
         return self.no_engine_words or ("no live model: planning only" if planning_only else "ready")
 
     def stop(self, job: str | None = None) -> None:
-        """Ask the engine to stop the running job and to drop all waiting jobs. If `job` is given, only the job with this name is
+        """Ask the engine to stop the running job and to drop all waiting jobs. If `job` is given, only jobs with this name are
         stopped or dropped.
         """
         if self.activity.busy:

@@ -13,7 +13,7 @@ from dtype_engine.worker.outbox import add
 class EventQueue:
     """A thread-safe queue of the engine's events. Of events that replace each other, such as progress, only the newest waits.
 
-    arrived: called each time that one more event waits. It must not wait for the app's thread.
+    arrived: a function that is called each time that one more event waits. It must not wait for the app's thread.
     """
 
     def __init__(self, arrived: Callable[[], None]) -> None:

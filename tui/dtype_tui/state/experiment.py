@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
 """Events that are handled even if they belong to a recipe that is no longer the current one."""
 _MOST_MODULES_SIZE = 32 << 20
-"""Maximum size of the drift of all modules: 100 for each module, and 1 for each character of its name."""
+"""Maximum size, roughly in bytes, of the drift of all modules. A module counts as 100 plus the length of its name."""
 _MOST_OF_A_FAILURE = 2000
 """Maximum number of characters of the reason why a measurement failed. A longer reason is cut."""
 _MOST_KNOWN = 10
@@ -73,7 +73,7 @@ class ModelFacts:
     path: Path | None = None
     """The path of the model on this machine, or None if this machine has no file of the model."""
     partial: bool = False
-    """Whether only some headers of a large checkpoint have been read, so that sums do not cover the whole model yet."""
+    """Whether only some of the headers of a large checkpoint have been read. Sums then do not cover the whole model yet."""
     provenance: tuple[str, ...] = ()
     """Lines that say how the checkpoint was quantized, such as "written by dtype-tui". Empty if its files do not say."""
     reference: str = "float32"
@@ -101,20 +101,24 @@ class Experiment:
     """
     memory: MemoryStats | None = None
     context: int | None = None
-    """The number of tokens in each sequence of the KV caches whose bytes are shown. None: that of `default_context`."""
+    """The number of tokens in each sequence of the KV caches whose bytes are shown. If None, `default_context` of the model is
+    used.
+    """
     batch: int = 1
     """The number of sequences in the KV caches whose bytes are shown."""
     budget: int | None = None
     """The bytes in which weights, KV cache and activations together are to fit. None if the user gave no budget."""
     peaks: tuple[ActivationMemory, ...] = ()
-    """The memory of activations at several contexts, or () while it is unknown."""
+    """The estimated memory of activations at several contexts (numbers of tokens), or () while it is unknown."""
     caches: CacheNodes = field(init=False)
     """The cache tensors at or below each node of a KV cache in the tree, keyed by the node's name."""
     floor: NoiseFloor | None = None
     measured: tuple[MeasuredRecipe, ...] = ()
     module_log: ModuleLog = field(default_factory=ModuleLog)
     axis: str = ""
-    """The metric of the user on the vertical axis of plots of measured recipes, or "" for the drift."""
+    """The name of the user's own metric on the vertical axis of the plots of measured recipes, or "" if the plots show the
+    drift.
+    """
     baseline: MeasuredRecipe | None = None
     """The measured recipe with which the tree and the panes compare the current one."""
     scan: ScanState = field(default_factory=ScanState)
@@ -124,14 +128,16 @@ class Experiment:
     """
 
     _serving: tuple[object, ServingMemory] | None = field(default=None, init=False)
-    """What `serving` returned last, after the values from which it was computed."""
+    """The last result of `serving`, preceded by the values from which it was computed. While these are the same, the result is
+    reused.
+    """
     _prepared: tuple[Plan, NodeTotals] | None = field(default=None, init=False)
     """The plan of the current recipe for a tree that is about to replace `tree`, and the totals (such as bytes by dtype) of each
     node. `prepare` computes both in advance for the next call of `replace_tree`.
     """
     _known: dict[tuple[Recipe, RunSettings], Results] = field(default_factory=dict, init=False)
-    """The latest drift reports that cover all of the current inputs, and the causes if they are known, by recipe and settings. An
-    undo shows the results of its recipe at once.
+    """The latest results for recipes that were measured on all of the current inputs, by recipe and settings. An undo shows the
+    results of its recipe at once.
     """
 
     def __post_init__(self) -> None:
@@ -140,7 +146,7 @@ class Experiment:
 
     @property
     def tokens(self) -> int:
-        """The tokens of each sequence for which the bytes of KV caches are shown."""
+        """The number of tokens in each sequence of the KV caches whose bytes are shown."""
         return self.context or default_context(self.tree)
 
     @property
@@ -175,7 +181,9 @@ class Experiment:
         return self._serving[1]
 
     def _activations(self, context: int) -> ActivationMemory:
-        """Return the memory of activations at a context, interpolated between those that the engine estimated."""
+        """Return the memory of activations at `context` tokens, interpolated between the contexts for which the engine estimated
+        it.
+        """
         known = {peak.context: peak.nbytes for peak in self.peaks}
         return replace(self.peaks[0], nbytes=max(0, round(interpolated(known, context))), context=context)
 
@@ -250,7 +258,7 @@ class Experiment:
         return explain_no_match(self.tree, rule.pattern, plan.selections[last]) + more
 
     def push(self, recipe: Recipe) -> bool:
-        """Make a recipe the current one, without disabled rules. Returns False if it already is the current one."""
+        """Make a recipe the current one, and drop all disabled rules. Returns False if it already is the current one."""
         return recipe != self.recipe and self.push_rules(RuleList.of(recipe.rules))
 
     def push_rules(self, rules: RuleList) -> bool:
@@ -264,7 +272,9 @@ class Experiment:
         return self._change(self.history.redo)
 
     def _change(self, change: Callable[[], bool]) -> bool:
-        """Change the history, and plan again if the recipe has changed too. It does not if only disabled rules have changed."""
+        """Call `change`, which changes the history of rules and returns whether it did. If the recipe has changed, too, and not
+        only disabled rules, plan again. Returns the result of `change`.
+        """
         before = self.recipe
         changed = change()
         if self.recipe != before:
@@ -298,7 +308,7 @@ class Experiment:
             self.before = self.results.report
 
     def set_settings(self, settings: RunSettings) -> None:
-        """Run candidates with these settings from now on, and drop the results that were measured with the previous settings."""
+        """Use these settings for the cast model from now on, and drop the results that were measured with the previous settings."""
         self.settings = settings
         self.scan.measured.clear()
         self.forget_figures()
@@ -319,7 +329,7 @@ class Experiment:
     # -- results of the engine -----------------------------------------------------------------------------------
 
     def is_stale(self, event: events.Event) -> bool:
-        """Return whether an event belongs to a recipe or settings that are not current."""
+        """Return whether an event belongs to a recipe or settings that are not the current ones."""
         if isinstance(event, events.Measured | events.OutputMeasured) and event.settings != self.settings:
             return True
         recipe = getattr(event, "recipe", None)

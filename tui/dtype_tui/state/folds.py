@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 FEWEST = 4
 """Minimum number of modules in a fold."""
 NEAR_DB = 6.0
-"""Maximum difference in dB between the SQNRs of a fold's members: a factor of two in the amplitude of the error. The row shows the
-SQNR of the worst member, and every other member is better by at most this much.
+"""Maximum difference in dB between the SQNRs of a fold's members. It corresponds to a factor of two in the amplitude of the error.
+The row shows the SQNR of the worst member; every other member is better by at most this much.
 """
 _INVISIBLE_DB = 80.0
-"""SQNRs above this number of dB count as equal to it. Modules whose drift is invisible or zero can therefore share a fold."""
+"""An SQNR above this number of dB counts as equal to it. Modules whose drift is invisible or zero can therefore share a fold."""
 _LONGEST_NAME = 2000
-"""Maximum number of characters of a fold's name, far below that of a pattern. Modules are not folded if the name would be longer.
+"""Maximum number of characters of a fold's name, far below the maximum length of a pattern. If the name would be longer, modules
+are not folded.
 """
 
 Members = tuple[Module, ...]
@@ -127,8 +128,8 @@ def fold_name(members: Sequence[Module]) -> str:
 
 
 def _follows(one: str, other: str) -> bool:
-    """Return whether `other` is the number after `one`, so that a range in a pattern can contain both. Labels such as `07` are in
-    no range.
+    """Return whether `other` is the number after `one`, so that a range in a pattern can contain both. A number with a leading
+    zero, such as `07`, can't be in a range.
     """
     if not (one.isascii() and other.isascii() and len(other) < 19):
         return False

@@ -26,7 +26,7 @@ Rows = list[tuple[str, str]]
 
 
 def drift_rows(experiment: Experiment) -> Rows:
-    """Return the figures of the output's drift. Empty if there are none yet."""
+    """Return rows (label, text) about the drift of the model's output. Empty if nothing has been measured yet."""
     report, partial = experiment.results.report, experiment.results.partial_drift
     if report is not None:
         rows = [("over", extent_text(report.sequences)), *_reference(experiment)]
@@ -40,14 +40,14 @@ def drift_rows(experiment: Experiment) -> Rows:
 
 
 def _reference(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """Yield the row that names the reference. Yields nothing if the reference is a dtype, such as float32."""
+    """Yield the row (label, text) that names the reference. Yields nothing if the reference is a dtype, such as float32."""
     if experiment.model.reference not in BY_NAME:
         yield "reference", printable(experiment.model.reference, 300)
 
 
 def _figures(experiment: Experiment, output: OutputDrift, extent: Extent) -> Iterator[tuple[str, str]]:
-    """Yield the output's metrics. If there is a baseline recipe, its metrics stand next to them. extent: the inputs that the
-    metrics cover.
+    """Yield the output's metrics as rows (label, text). If there is a baseline recipe, its metrics stand next to them. extent: the
+    inputs that the metrics cover.
     """
     base = experiment.baseline
     if base is not None:
@@ -95,7 +95,7 @@ def _top1(output: OutputDrift) -> str:
 
 
 def _run(report: DriftReport) -> Iterator[tuple[str, str]]:
-    """Yield what is known about the measurement itself."""
+    """Yield rows (label, text) about the measurement itself, such as its settings, its inputs and its time."""
     if report.sequences.left_out:
         yield "padding", f"{plural(report.sequences.left_out, 'position')} left out"
     if report.settings != str(RunSettings()):
@@ -111,7 +111,9 @@ def _run(report: DriftReport) -> Iterator[tuple[str, str]]:
 
 
 def memory_rows(experiment: Experiment) -> Rows:
-    """Return the bytes of the checkpoint, of the tensors in memory, and of the process. Empty while not all headers are read."""
+    """Return rows (label, text) with the bytes of the checkpoint, of the tensors in memory, and of the process. Empty while not all
+    headers are read.
+    """
     if experiment.model.partial:
         return []
     plan = experiment.plan
@@ -126,7 +128,7 @@ def memory_rows(experiment: Experiment) -> Rows:
 
 
 def _serving(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """Yield what serving the model takes beside its weights."""
+    """Yield rows (label, text) about the memory that serving the model takes in addition to its weights."""
     memory = experiment.serving()
     if memory.kv_dtypes:
         yield "KV cache", f"{human_bytes(memory.kv_bytes)}  {cache_words(memory)}; {size_words(memory)}"

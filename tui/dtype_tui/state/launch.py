@@ -35,7 +35,7 @@ class Launch:
     """The tokens of each sequence for which the bytes of KV caches are shown, or None for the default."""
     batch: int = 1
     budget: int | None = None
-    """The bytes into which the model is to fit when it is served, or None."""
+    """The bytes into which the model is to fit when it is served, or None if the user gave no such number."""
     recipe: Recipe = field(default_factory=Recipe)
     """The rules from the command line, which are appended to the rules of `preset` or of `saved`."""
     preset: str | None = None
@@ -47,7 +47,7 @@ class Launch:
     """
     config: Config = field(default_factory=Config)
     read_only: bool = False
-    """Whether viewers may only look and cast, as `read_only.py` says."""
+    """Whether viewers may only look and cast, but neither read nor write files (see `read_only.py`)."""
     is_demo: bool = False
     """Whether the model is the built-in one, on which the tour runs."""
     begins_tour: bool = False

@@ -42,7 +42,7 @@ class MeasuredRecipe:
     """
     pinned: bool = False
     metrics: tuple[MetricChange, ...] = ()
-    """The user's own metrics."""
+    """The values of the user's own metrics."""
 
     @property
     def in_part(self) -> bool:
@@ -71,8 +71,9 @@ class MeasuredRecipe:
         return next((change for change in self.metrics if change.name == name), None)
 
     def height(self, axis: str, distribution: bool) -> float | None:
-        """Return the value for the vertical axis of a plot, or None if it is unknown: the drift or, if `axis` is the name of one of
-        the user's metrics, the candidate's value of this metric. distribution: as for `drift`.
+        """Return the value for the vertical axis of a plot, or None if it is unknown. If `axis` is the name of one of the user's
+        own metrics, this is the candidate's value of that metric, otherwise the drift. distribution: whether the output is a
+        distribution, so that the drift is the mean KL.
         """
         if not axis:
             return self.drift(distribution)
@@ -142,8 +143,8 @@ def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[
     """Return the history with a measurement added.
 
     An earlier measurement of the same recipe, settings and inputs is replaced, unless it covers more of the inputs. If the earlier
-    measurement was pinned, the new one is pinned too. If the new one has no time, it gets the time of the earlier one. If there are
-    more than `MOST_MEASURED`, the oldest that is not pinned is dropped.
+    measurement was pinned, the new one is pinned too. If the time of the forward passes is missing in the new one, it is taken from
+    the earlier one. If there are more than `MOST_MEASURED`, the oldest that is not pinned is dropped.
     """
     for index, earlier in enumerate(history):
         if earlier.key == new.key:

@@ -1,4 +1,4 @@
-"""Relates the rules of a plan to the nodes of the tree."""
+"""Finds out which rules of a plan concern which nodes of the tree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def tensor_names(tree: Tree, node: str) -> set[str]:
 
 
 def touched_names(tree: Tree, node: str) -> set[str]:
-    """Return the names of all that rules may cast at or below a node: its tensors, and those of KV caches if the node is one."""
+    """Return the names of everything at or below a node that rules may cast: tensors and, if the node belongs to a KV cache, cache
+    tensors.
+    """
     return tensor_names(tree, node) | {
         tensor.name
         for tensor in tree.kv_cache.tensors
@@ -46,10 +48,12 @@ def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int
 def reference_rule(tree: Tree, node: str, reference: str = "float32") -> Rule:
     """Return the rule that gives the tensors of a node the dtype that they have in the reference.
 
-    If the reference is the model as stored, the rule keeps the tensors as stored. Otherwise, the reference has float64 for tensors
-    that are stored in float64, and float32 for all others. One rule gives one dtype: a node with float64 tensors is kept as stored
-    if all its other tensors are float32, and everything else is cast to float32. A KV cache loses its format.
-    reference: its name, such as "float32" or "as stored (bfloat16)".
+    If the reference is the model as stored, the rule keeps the tensors as stored. Otherwise, a tensor that is stored in float64 has
+    float64 in the reference, and any other tensor has float32. A single rule can't give both. If a node has float64 tensors and all
+    its other tensors are stored in float32, the rule keeps the node as stored; otherwise it casts the node to float32. For a KV
+    cache, the rule removes the cache's format.
+
+    reference: the name of the reference, such as "float32" or "as stored (bfloat16)".
     """
     stored = {tree.tensors[name].dtype for name in tensor_names(tree, node) if tree.tensors[name].castable}
     keeps = (
@@ -71,7 +75,9 @@ def never_cast_count(tree: Tree, node: str) -> int:
 
 
 def effects_on(tree: Tree, plan: Plan, node: str) -> list[RuleEffect]:
-    """Return what each rule does to the tensors of a node, the last rule first. Rules that match none of them are left out."""
+    """Return what each rule does to the tensors of a node, the last rule first. Rules that match no tensor of the node are left
+    out.
+    """
     effects = plan.effects(tree, touched_names(tree, node))
     return [effect for effect in effects if effect.matches][::-1]
 

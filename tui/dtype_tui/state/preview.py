@@ -36,17 +36,17 @@ class Preview:
     uncastable: str
     """The name of the first tensor that matches but is not cast, and the reason, as text. "" if there is no such tensor."""
     overrides: str = ""
-    """Which rules decide these tensors now, and for how many the typed rule would replace another dtype, as text: for example,
-    `6 tensors of rule 1`. "" if there are none.
+    """Which rules decide now about tensors in `tensors` that the typed rule would give another dtype, and about how many, as text:
+    for example, `6 tensors of rule 1`. "" if there are none.
     """
     fused: str = ""
-    """What happens to other weights if the rule casts only some of the weights that a runtime fuses into one, as text: for example,
-    `k_proj, v_proj: new scale`. "" if nothing happens to them.
+    """What happens to other weights if the rule casts only some of the weights that an inference runtime fuses into one, as text:
+    for example, `k_proj, v_proj: new scale`. "" if nothing happens to them.
     """
     caches: int = 0
     """How many tensors of KV caches the rule would give a format."""
     counts: tuple[int, ...] = ()
-    """How many of the first tensors of `Tree.order` the rule would cast, for each number of first tensors from 0 on."""
+    """`counts[n]` says how many of the first n tensors of `Tree.order` the rule would cast."""
 
     def count_below(self, module: Module) -> int:
         """Return how many tensors at or below a module the rule would cast."""

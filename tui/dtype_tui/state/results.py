@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Losses:
-    """How many values of each weight become infinite, are clipped or become zero in the recipe's casts."""
+    """How many values of each weight the casts of a recipe make infinite, clip or make zero."""
 
     values: tuple[ValueLoss, ...] | None = None
     """One entry per weight in which casts make values infinite or zero or clip them. None while these weights are unknown."""
@@ -52,7 +52,9 @@ class Results:
     modules: Mapping[str, ModuleDrift] = field(default_factory=dict)
     """The drift of each module by name: from the report or, while there is none, from the passes that have finished."""
     weights: Mapping[str, ModuleDrift] = field(default_factory=dict)
-    """How far each weight is from the same weight of the reference, by name. Empty unless the reference is another checkpoint."""
+    """The difference of each weight from the same weight of the reference, by name. Empty unless the reference is another
+    checkpoint.
+    """
     loss_remedy: LossRemedy | None = None
     """Rules that prevent casts from making weight values infinite or zero, or None if there are none or they were not searched for
     yet.
@@ -77,8 +79,8 @@ class Results:
 
     @cached_property
     def sqnr_limits(self) -> Sequence[tuple[float, Word]]:
-        """Pairs of (minimum SQNR in dB, word), such as (40.0, "small"), with the best word first. In this model, a module's SQNR
-        has the color of its word.
+        """The ratings of a module's SQNR, best first: pairs of the minimum SQNR in dB and the rating, such as (40.0, "small"). A
+        module's SQNR is drawn in the color of its rating.
         """
         from dtype_engine.results.meaning import sqnr_limits
 

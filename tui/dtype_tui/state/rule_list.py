@@ -11,7 +11,9 @@ from dtype_engine.recipe import Recipe, Rule
 
 @dataclass(frozen=True, slots=True)
 class ListedRule:
-    """A rule of the list. A disabled rule casts nothing, and is not part of the recipe."""
+    """A rule of a `RuleList`, with a mark that says whether it is enabled. A disabled rule casts nothing, and is not part of the
+    recipe.
+    """
 
     rule: Rule
     enabled: bool = True
@@ -25,7 +27,7 @@ class RuleList:
 
     @classmethod
     def of(cls, rules: Iterable[Rule]) -> RuleList:
-        """Return a list of these rules, all enabled."""
+        """Return a `RuleList` of these rules, all enabled."""
         return cls(tuple(map(ListedRule, rules)))
 
     @cached_property
@@ -40,7 +42,9 @@ class RuleList:
         return tuple(next(enabled) if row.enabled else None for row in self.rows)
 
     def then(self, rule: Rule) -> RuleList:
-        """Return this list with `rule` added at the end. An enabled rule with the same pattern has no effect and is removed."""
+        """Return this list with `rule` added at the end. An enabled rule with the same pattern is removed, because the new rule
+        overrides it.
+        """
         kept = (row for row in self.rows if not row.enabled or row.rule.pattern != rule.pattern)
         return RuleList((*kept, ListedRule(rule)))
 
@@ -50,7 +54,7 @@ class RuleList:
         return RuleList(tuple(row for row, at in zip(self.rows, self.indices, strict=True) if at not in dropped))
 
     def with_rule(self, row: int, rule: Rule) -> RuleList:
-        """Return this list with another rule in a row."""
+        """Return this list with the rule at index `row` replaced by `rule`."""
         return self._with_row(row, replace(self.rows[row], rule=rule))
 
     def toggled(self, row: int) -> RuleList:

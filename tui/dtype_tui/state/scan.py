@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from dtype_engine.search.pareto import ParetoFront
 
 _DECADES = 3
-"""How many powers of ten the logarithmic scale of a score's bar covers. The bar is full for the score of the whole model."""
+"""Number of powers of ten that the bar of a score covers, on a logarithmic scale. The bar is full for the score of the whole
+model.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A measured recipe, with its measured drift and the drift that the scan predicts for it. Both are in the unit of the scan's
-    scores.
+    """A measured recipe, with its measured drift and the drift that the scan predicts for it. Both drifts have the unit of the
+    scan's scores.
     """
 
     recipe: Recipe
@@ -61,7 +63,7 @@ class ScanState:
     """The dtype whose scores the screen shows."""
     measured: list[Point] = field(default_factory=list)
     version: int = 0
-    """A number that increases with every change that the screen may have to show."""
+    """A counter that increases with every change that may have to be drawn."""
     nodes: dict[str, float] = field(default_factory=dict)
     """The sum of the scores of all weights at or below each node, by node name, for the dtype in `dtype`."""
     scores: Mapping[tuple[str, str], float] = field(default_factory=dict)
@@ -102,12 +104,12 @@ class ScanState:
         self.version += 1
 
     def begin(self, dtypes: tuple[str, ...]) -> None:
-        """Record that a scan in these dtypes was requested, or that a stopped one was resumed."""
+        """Record that a scan in these dtypes was requested, or that a stopped scan was resumed."""
         self.requested, self.running, self.finished, self.lost = dtypes, True, False, False
 
     def lose(self) -> bool:
-        """Record that the engine has ended. The estimates are kept. Returns whether a scan was unfinished, so that the app must say
-        so.
+        """Record that the engine has ended. The estimates are kept. Returns whether this leaves a scan unfinished, which the app
+        then tells the user.
         """
         self.running = self.paused = False
         news = bool(self.requested) and not self.finished and not self.lost
@@ -162,8 +164,10 @@ class ScanState:
         return ""
 
     def front(self, tree: Tree, context: int | None = None, batch: int = 1) -> ParetoFront:
-        """Return the Pareto front within the user's constraints. Raises UserError if no plan meets them. context, batch: the tokens
-        and sequences for which KV caches count among the bytes if formats of them were scanned. None: they never count.
+        """Return the Pareto front of plans within the user's constraints. Raises UserError if no plan meets them.
+
+        If the scan includes formats of KV caches, the bytes of the caches count, too: for `batch` sequences of `context` tokens, or
+        not at all if `context` is None.
         """
         from dtype_engine.search.pareto import make_front
 
@@ -186,16 +190,16 @@ class ScanState:
         self.version += 1
 
     def cell(self, nodes: Sequence[str]) -> tuple[str, float]:
-        """Return (score, heat), as the tree shows them for one node, or for several nodes in one row, whose scores are added. The
-        score is text, for the dtype that the tree shows. The heat is a number from 0 to 1, see `heat`. Without a score, returns
-        ("", 0.0).
+        """Return what a row of the tree shows of the scan: (score as text, heat), or ("", 0.0) if there is no score. nodes: the
+        nodes that share the row; their scores are added. The score is that for the dtype `dtype`. The heat is a number from 0 to 1,
+        as `heat` returns it.
         """
         scores = [self.nodes[node] for node in nodes if node in self.nodes]
         return (figure(sum(scores)), self.heat(sum(scores))) if scores else ("", 0.0)
 
     def heat(self, score: float) -> float:
-        """Return a score on a logarithmic scale from 0 to 1: 1 for the score of the whole model, 0 for a thousandth of that or
-        less.
+        """Return the position of a score on a logarithmic scale from 0 to 1: 1 for the score of the whole model, 0 for a thousandth
+        of that or less.
         """
         finite = [value for name, value in self.nodes.items() if name == "" and math.isfinite(value)]
         whole = finite[0] if finite else max((v for v in self.nodes.values() if math.isfinite(v)), default=0.0)

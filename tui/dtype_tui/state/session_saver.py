@@ -27,8 +27,8 @@ _CLOSE_WAIT_S = 3.0
 class SessionSaver:
     """Writes the session to disk in a thread of its own whenever the session has changed. Only `close` waits for the disk.
 
-    A signal can interrupt `update` or `close`, and its handler then calls both. So neither holds a lock that the writing thread
-    needs.
+    A signal can interrupt `update` or `close`, and the signal's handler then calls both. Therefore neither of them may hold a lock
+    that the writing thread needs.
 
     If the session can't be written, `say` is called once with a sentence for the user, and the program continues without saving.
     """
@@ -40,7 +40,7 @@ class SessionSaver:
         self._about = SavedSession(canonical_model_ref(model), title, path, Path.cwd(), options)
         self._file = SessionFile()
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """What wakes the writing thread: False after each change of `_now`, and True to end the thread."""
+        """A queue whose items wake the writing thread: False after each change of `_now`, True to end the thread."""
         self._now: SavedSession | None = None
         self._written: SavedSession | None = None
         self._trouble: str | None = None

@@ -44,7 +44,7 @@ MOST_KEPT = 40
 MOST_STEPS = 200
 """Maximum number of undo steps, and likewise of redo steps, that are saved for a resumed session."""
 NOT_KEPT = frozenset({"trust_pickle", "trust_remote_code", "download", "read_only", "metrics", "data"})
-"""Options that allow code to run or to be downloaded, name such code, or forbid what others may do. Sessions do not save them: a
+"""Options that sessions do not save. They allow code to run or to be downloaded, name such code, or restrict what viewers may do. A
 file must not decide what is permitted.
 """
 _OPTIONS = [option.name for option in dataclasses.fields(Options) if option.name not in {*NOT_KEPT, "settings"}]
@@ -59,7 +59,7 @@ class SavedSession:
     """The state of a session when it was last saved."""
 
     model: str | None
-    """The command-line argument MODEL that names the model from any folder, or None for the demo."""
+    """The command-line argument MODEL, in a form that names the model from any folder. None for the demo."""
     title: str
     path: Path | None = None
     """The path of the model's files, or None if it has none on this machine."""
@@ -77,7 +77,7 @@ class SavedSession:
     """The dtypes of the last scan, whether it was finished or not. Empty if there was no scan."""
     saved: datetime = field(default_factory=lambda: datetime.now(UTC))
     own: bool = True
-    """Whether only this user can have written the session's file. If not, no Python code that it names is run."""
+    """Whether only this user can have written the session's file. If False, no Python code that the session names is run."""
 
     @property
     def recipe(self) -> Recipe:
@@ -86,8 +86,8 @@ class SavedSession:
 
     @property
     def valid_measurements(self) -> tuple[MeasuredRecipe, ...]:
-        """The saved measurements. Empty if a file of the model was written after the session, or if this can't be determined, as
-        when the clock was ahead.
+        """The saved measurements, if they still hold. Empty if a file of the model was written after the session was saved. Also
+        empty if this can't be determined, for example because the clock was set back.
         """
         if self.path is None or self.saved > datetime.now(UTC):
             return ()
@@ -257,11 +257,11 @@ class _Measurement(msgspec.Struct, kw_only=True):
     vanished: int
     pinned: bool
     metrics: tuple[MetricChange, ...] = ()
-    """Empty in files of versions without the user's own metrics."""
+    """The values of the user's own metrics. Files of older versions have none."""
 
 
 class _File(msgspec.Struct):
-    """What is read from a session file besides its version. Unknown entries are ignored."""
+    """The content of a session file, except its version. Unknown entries are ignored."""
 
     model: str | None
     title: str
@@ -277,8 +277,8 @@ class _File(msgspec.Struct):
     measured: list[_Measurement]
     scanned: tuple[str, ...] = ()
     disabled: list[list[tuple[int, str]]] = []
-    """The disabled rules of each step of the history, each with its place among all rules of the step. Empty in files of versions
-    that could not disable rules.
+    """The disabled rules of each step of the history: (index among all rules of the step, rule). Empty in files of older versions,
+    which could not disable rules.
     """
 
 
@@ -366,8 +366,8 @@ def _recipe(rules: list[str]) -> Recipe:
 
 
 def _rule_list(enabled: list[str], disabled: list[tuple[int, str]]) -> RuleList:
-    """Return the list of these rules, written as `PATTERN=DTYPE`, with each disabled rule at its place. Raises UserError for a rule
-    that can't be parsed.
+    """Return a `RuleList` with these rules, written as `PATTERN=DTYPE`. disabled: pairs (index among all rules, rule). Raises
+    UserError for a rule that can't be parsed.
     """
     rows = list(RuleList.of(map(Rule.parse, enabled)).rows)
     for place, rule in disabled:

@@ -14,21 +14,25 @@ Condition = Callable[[Experiment], bool]
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the tour, which teaches one task. The step ends when the user has performed the task's last action. If the step
+    """A step of the tour, which teaches one task. The step ends when the user has performed one of the task's actions. If the step
     then waits for the engine, it ends when `until` returns True.
     """
 
     words: str
     """The text to show before the action: what to press and why. `{undo}` is replaced by the key of the action `undo`."""
     actions: tuple[str, ...]
-    """Names of actions, one of which the user has to perform."""
+    """Names of actions. The user has to perform one of them."""
     window: str = ""
-    """The window in which the step begins, or "". If the user closes it, the tour goes back to the step that opens it."""
+    """The class name of the window in which the step begins, or "" for none. If the user closes this window, the tour goes back to
+    the step that opens it.
+    """
     through: tuple[str, ...] = ()
-    """The windows that the user opens on the way to the action. In any other window, the text begins by telling how to close it."""
+    """The class names of windows that the user opens on the way to the action. In any other window, the text begins by telling how
+    to close it.
+    """
     leaves: str | None = None
-    """The window that must be open after the action, "" for none, or None for any. If another window is open, the action does not
-    complete the step.
+    """The window that must be open after the action: its class name, "" for none, or None for any. If another window is open, the
+    action does not complete the step.
     """
     done: Condition = lambda experiment: True
     """A function that returns whether the action had the wanted effect. If it returns False right after the action, the step is not
@@ -168,7 +172,9 @@ class Tour:
         return re.sub(r"\{([\w-]+)\}", lambda found: self._key_of(found[1]), words)
 
     def acted(self, action: str, window: str) -> None:
-        """Record an action of the user, whether by key, command or click. window: the open window, or "" if none is open."""
+        """Record an action of the user, whether by key, command or click. window: the class name of the open window, or "" if none
+        is open.
+        """
         step = STEPS[self.index]
         if name_of(action) in step.actions and step.leaves in (None, window) and step.done(self._experiment):
             self._acted = True
@@ -176,7 +182,7 @@ class Tour:
 
     def follow(self, window: str) -> None:
         """Go to the next step if the current one is complete. Go back to the step that opens the current step's window if no window
-        is open. window: the open window, or "" if none is open.
+        is open. window: the class name of the open window, or "" if none is open.
         """
         self._window = window
         while self.index < len(STEPS) - 1:

@@ -24,10 +24,8 @@ _MOST_LINES = 4
 
 
 class BottomPrompt(Vertical):
-    """An input line with a hint below it, which says what the typed text would do. It is hidden until opened. Only one prompt is
-    open at a time.
-
-    A subclass implements `typed` and `entered`.
+    """An input line with a hint below it, which says what the typed text would do. The prompt is hidden until it is opened, and
+    only one prompt is open at a time. A subclass implements `typed` and `entered`.
     """
 
     DEFAULT_CSS = """

@@ -16,7 +16,9 @@ from dtype_tui.rendering.palette import ACCENT
 EDGE = "▌"
 EDGE_STYLE = Style(color=ACCENT)
 _REVERSED = Style(reverse=True, dim=False, color="default")
-"""Reversed, dim or colored text would have another background than the rest of the line."""
+"""The style of the cursor in themes of the terminal's own colors. It is neither dim nor colored, because reversed text would
+otherwise have another background than the rest of the line.
+"""
 
 
 def cursor_style(widget: Widget) -> Style:

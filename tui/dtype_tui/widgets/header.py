@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
 
 _BARS = (20, 12)
-"""The widths in cells that the bar of dtypes may have."""
+"""The widths in cells that the bar of dtypes has in a wide and in a narrow terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     text: Text
     importance: int
-    """The parts with the smallest numbers are shown if not all of them fit."""
+    """The parts with the lowest numbers are shown if not all parts fit."""
     gap: int = 2
     """The number of blanks before the part."""
 

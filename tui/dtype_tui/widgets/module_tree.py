@@ -108,7 +108,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self._match_set: frozenset[str] = frozenset()
         self._painted: dict[int, Strip] = {}
         self._needed = (0, 0)
-        """The widths that the names in all rows need."""
+        """The widths in cells that the names of all rows need, as `needed_width` returns them."""
         self._opened = first_opened(experiment.tree)
         self._unfolded: set[str] = set()
         """The names of the modules in open folds. Each of them has a row of its own."""
@@ -146,7 +146,7 @@ class ModuleTree(ScrollView, can_focus=True):
 
     @property
     def _is_remeasured(self) -> bool:
-        """Whether a complete measurement has arrived that the folds do not use yet."""
+        """Whether a complete measurement has arrived that did not decide the current folds yet."""
         report = self.experiment.results.report
         return report is not None and report is not self._report
 
@@ -217,7 +217,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.rebuild()
 
     def hide(self, columns: frozenset[str]) -> None:
-        """Hide the given columns of `COLUMNS`, and show all other columns."""
+        """Hide these columns, which are among `COLUMNS`, and show all others."""
         self.hidden = columns
         self.refresh()
 
@@ -246,7 +246,9 @@ class ModuleTree(ScrollView, can_focus=True):
         return True
 
     def show_preview(self, preview: Preview | None) -> None:
-        """Highlight the nodes that a rule would match. If `preview` is None, or of an earlier tree, remove the highlight."""
+        """Highlight the nodes that a rule would match. If `preview` is None, or was made for an earlier tree, remove the
+        highlight.
+        """
         is_of_this = preview is not None and len(preview.counts) == len(self.experiment.tree.order) + 1
         self.preview = preview if is_of_this else None
         self._repaint_changed()
@@ -283,7 +285,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.post_message(self.Moved(self.current.name))
 
     def go_to_row(self, row: Row) -> None:
-        """Put the cursor on the row of the same node. If the node has no row any more, the cursor does not move."""
+        """Put the cursor on the row of the same node as `row`. If the node has no row any more, the cursor does not move."""
         self.move_to(next((index for index, each in enumerate(self.rows) if each.name == row.name), self.cursor))
 
     def go_to(self, name: str) -> bool:
@@ -442,7 +444,7 @@ class ModuleTree(ScrollView, can_focus=True):
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def refresh_changed(self) -> None:
-        """Redraw what has changed. If the plan or the measurement is another one, first find the folds again."""
+        """Redraw what has changed. If the plan has changed or a new measurement is complete, find the folds again before that."""
         # A measurement must not split the fold under the cursor. The next key would act on fewer modules than chosen.
         if self._is_remeasured and not (self.rows and self.current.members):
             self._report = self.experiment.results.report
@@ -501,7 +503,7 @@ class ModuleTree(ScrollView, can_focus=True):
 
     @cached_property
     def _base(self) -> Style:
-        """The theme's colors for text and background, or a style without colors if the theme uses the terminal's own."""
+        """The theme's colors for text and background as a style. It has no colors if the theme uses the terminal's own."""
         if self.app.native_ansi_color:
             return PLAIN
         colours = self.rich_style

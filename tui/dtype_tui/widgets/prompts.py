@@ -22,13 +22,12 @@ from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.tree_rows import MOST_MATCHES
 
 _PREVIEW_AFTER_S = 0.04
-"""Number of seconds after the last key press before the preview is computed."""
+"""Number of seconds that must pass after the last key press before the preview is computed."""
 
 
 class CastPrompt(BottomPrompt):
-    """The prompt for a rule `PATTERN=DTYPE`. The initial pattern matches the node under the cursor.
-
-    While the user types, the hint says what the rule would match, and the tree highlights these nodes.
+    """The prompt for a rule `PATTERN=DTYPE`. The initial pattern matches the node under the cursor. While the user types, the hint
+    says which nodes the rule would match, and the tree highlights them.
     """
 
     HELP = (

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import PartialDrift
 
 _DTYPES = ("", "dtype")
-"""The entry of the keys 1 to 8, which have eight actions."""
+"""The pair for the keys 1 to 8, which cast to eight dtypes. Its binding id is "", because each key has a binding of its own."""
 _ALWAYS = (("help", "help"), ("quit", "quit"))
 _CAST = (_DTYPES, ("cast", "cast"), ("undo", "undo"))
 _USUAL = (
@@ -32,7 +32,7 @@ _USUAL = (
 def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: bool) -> list[tuple[str, str]]:
     """Return the keys for the current state, those that the user probably needs next first, as pairs (id of the binding, meaning).
 
-    filtered: whether the tree is filtered. ended: whether there is no engine.
+    filtered: whether the tree is filtered. working: the jobs of the engine. ended: whether the engine has ended.
     """
     results, busy = experiment.results, working.busy
     if filtered:

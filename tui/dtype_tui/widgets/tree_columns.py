@@ -64,21 +64,23 @@ _LESS: tuple[Callable[[Columns], Columns], ...] = (
     lambda columns: replace(columns, track=0),
     lambda columns: replace(columns, heat=0),
 )
-"""Functions that each leave out one more column or narrow it. They are applied in this order until names have room."""
+"""Functions from column widths to column widths. Each leaves out or narrows one more column. They are applied in this order until
+the names have room.
+"""
 _STILL_LESS: tuple[Callable[[Columns], Columns], ...] = (
     lambda columns: replace(columns, dtype=min(columns.dtype, 11)),
     lambda columns: replace(columns, drift=0) if columns.scan or columns.change else columns,
     lambda columns: replace(columns, scan=0),
     lambda columns: replace(columns, drift=0, change=0),
 )
-"""Functions that each leave out one more column or narrow it. They are applied in this order, after those of `_LESS`, until names
-have at least two fifths of the width.
+"""Functions from column widths to column widths. Each leaves out or narrows one more column. They are applied in this order, after
+those of `_LESS`, until the names have room or two fifths of the width.
 """
 
 
 def needed_width(rows: Iterable[Row], title: str) -> tuple[int, int]:
-    """Return the width of the widest row's name with its indent, and of the widest row's name with the text after it. title: the
-    name of the root.
+    """Return two widths in cells: that of the widest row's name with its indent, and that of the widest row's name with the text
+    after it. title: the name of the root.
     """
     label, whole = _LEAST_NAME, 0
     for row in rows:
@@ -97,10 +99,11 @@ def columns_for(
 ) -> Columns:
     """Return column widths for a line of `width` cells.
 
-    The names get the room that they need, up to half of the width. Other columns are left out for this, but not if the names would
-    only get more than two fifths by it. needed: what `needed_width` returns for the rows. hidden: columns to leave out in any case.
-    scanned: whether to add a column for the scan's scores. compares: whether to add columns for the baseline's drift and the
-    difference from it.
+    The names get the width that they need, up to half of the line. To make room for them, `_LESS` narrows or leaves out other
+    columns. `_STILL_LESS` does so, too, but only while the names have less than two fifths of the line.
+
+    needed: what `needed_width` returns for the rows. hidden: columns to leave out in any case. scanned: whether to add a column for
+    the scan's scores. compares: whether to add columns for the baseline's drift and the difference from it.
     """
     wide = width >= _WIDE
     columns = Columns(0, 25 if wide else 13)

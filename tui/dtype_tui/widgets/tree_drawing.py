@@ -68,7 +68,9 @@ class _Line:
                 self.add(text, _style(name))
 
     def fill(self, width: int) -> None:
-        """Add blanks up to `width`. They get the style of the text before them, since every change of style costs bytes."""
+        """Add blanks up to a total width of `width` cells. They get the style of the text before them, since every change of style
+        costs bytes.
+        """
         if width > self.width:
             before = self.segments[-1].style if self.segments else None
             plain = before is None or before.bgcolor is not None or before.underline
@@ -81,7 +83,9 @@ def _style(name: str) -> Style:
 
 
 def heading(columns: Columns, scan: str = "", baseline: str = "") -> Strip:
-    """Return the line above the rows. scan: the heading of the column of scores. baseline: the mark of the baseline recipe."""
+    """Return the line above the rows. scan: the heading of the column of scores. baseline: the mark of the baseline recipe, such as
+    "#4".
+    """
     dtype = "dtype, % of bytes" if columns.dtype >= 20 else "dtype"
     text = f"{'  module':<{columns.name}}{dtype:<{columns.dtype}}"
     for width, words in (
@@ -117,8 +121,8 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowS
 
 
 def _add_name(line: _Line, experiment: Experiment, row: Row, end: int, state: RowState) -> None:
-    """Add a row's mark of an open or closed node, its name, a mark of lost values, and the text after the name. Text up to the name
-    has a single style, since every change of style costs bytes when the cursor moves.
+    """Add the name column of a row: ▾ or ▸ for an open or closed node, the name, a mark if casts lose values in the node, and the
+    text after the name. Text up to the name has a single style, because every change of style costs bytes when the cursor moves.
     """
     twist, label, about = _name(experiment, row, end, state)
     lit, strong = state.lit or state.inside > 0, row.depth == 0 or state.under_cursor
@@ -143,8 +147,8 @@ def _add_name(line: _Line, experiment: Experiment, row: Row, end: int, state: Ro
 
 
 def _loss_mark(experiment: Experiment, row: Row) -> str:
-    """Return the mark of a module in which casts lose values. For a fold, return how many members have such a mark, as in "⚠ in 3
-    of 8". Returns "" if no value is lost.
+    """Return the mark of a node in which casts make values infinite or zero or clip them. For a fold, return how many members have
+    such a mark, as in "⚠ in 3 of 8". Returns "" if there are no such values.
     """
     marks = [mark for node in row.nodes if (mark := experiment.results.losses.marks.get(node))]
     return f"⚠ in {len(marks)} of {len(row.members)}" if marks and row.members else "".join(marks)
@@ -277,9 +281,8 @@ def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -
 
 
 def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
-    """Return the drift that a row shows, or None if it is unknown. A module has its own drift, a fold that of its worst member, and
-    the root that of the model's output. A tensor has its difference from the checkpoint that is the reference, if there is such a
-    checkpoint.
+    """Return the drift that a row shows, or None if it is unknown. A module shows its own drift, a fold the drift of its worst
+    member, and the root that of the model's output. A tensor shows its difference from the reference checkpoint, if there is one.
     """
     if row.tensor is not None:
         return experiment.results.weights.get(row.tensor.name)
@@ -295,7 +298,7 @@ def _as_of_module(output: OutputDrift) -> ModuleDrift:
 
 
 def _add_drift(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
-    """Add a module's SQNR, and a bar that is the longer the more the module drifts among those of this model."""
+    """Add a module's SQNR and a bar. The more the module drifts, compared with the model's other modules, the longer the bar."""
     if not columns.drift:
         return
     drift = _drift(experiment, row)

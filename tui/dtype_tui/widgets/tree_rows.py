@@ -64,8 +64,8 @@ class Row:
 
     @property
     def about(self) -> str:
-        """A few words about the node: a module's class, a tensor's shape, or a fold's number of members, such as "8 alike, 3
-        match".
+        """A few words about the node, such as "8 alike, 3 match": a module's class, a tensor's shape, or a fold's number of
+        members.
         """
         if self.members:
             return f"{len(self.members)} alike" + (f", {self.matches:,} match" if self.matches else "")
@@ -75,7 +75,7 @@ class Row:
 
     @property
     def alias(self) -> bool:
-        """Whether the row is a tensor that is tied to another tensor, whose name is the canonical one."""
+        """Whether the row is a tensor that is tied to another one, and that other tensor's name is the canonical one."""
         return self.tensor is not None and self.tensor.name != self.name
 
 

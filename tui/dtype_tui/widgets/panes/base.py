@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 
 _PLAIN = Style()
 _EDGE = 2
-"""Width in cells of a frame's edge together with the blank inside it, and number of lines of the upper and the lower edge."""
+"""Width in cells of one side of the frame, including the blank next to the text. Also the total number of lines of the upper and
+the lower edge.
+"""
 
 
 class Pane(Widget, can_focus=True):
-    """A frame with a title and, inside it, lines about the experiment, which a subclass draws. Below a line of tabs, a pane has no
-    frame.
+    """A frame with a title and, inside it, lines about the experiment, which a subclass draws. If panes are shown one at a time
+    below a line of tabs, they have no frame.
 
-    Only the cells that have changed are painted again. A pane keeps its height whatever its lines are. If there are more lines than
-    fit, the lower edge says how many, and keys and the mouse wheel scroll.
+    Only the cells that have changed are painted again. The height of a pane does not depend on its lines. If there are more lines
+    than fit, the lower edge says how many, and keys and the mouse wheel scroll.
     """
 
     HELP = ""
@@ -63,11 +65,15 @@ class Pane(Widget, can_focus=True):
         self._painted: list[Strip] = []
 
     def draw(self, activity: str, node: str) -> RenderableType:
-        """Return what the pane shows, for `columns` cells in each line."""
+        """Return what the pane shows, for a width of `columns` cells. activity: what the engine is doing, or "" if it is idle.
+        node: the name of the node under the cursor.
+        """
         raise AssertionError("each pane draws itself")
 
     def corner(self, activity: str) -> Text:
-        """Return the text at the right end of the upper edge, such as `6 of 6 sequences`."""
+        """Return the text at the right end of the upper edge, such as `6 of 6 sequences`. activity: what the engine is doing, or ""
+        if it is idle.
+        """
         return Text()
 
     # -- layout --------------------------------------------------------------------------------------------------
@@ -115,7 +121,9 @@ class Pane(Widget, can_focus=True):
         self.refresh()
 
     def watch_has_focus(self, has_focus: bool) -> None:
-        """Textual calls this when the pane gets or loses the focus."""
+        """Tell the main screen that the pane has got the focus, and redraw the pane. Textual calls this when the pane gets or loses
+        the focus.
+        """
         if has_focus:
             self.post_message(self.Chosen(self))
         self.show_again()

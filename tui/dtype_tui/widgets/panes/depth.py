@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
 
 _LOWER_SHARE = 0.12
-"""Share of the vertical axis below the smallest SQNR, which leaves room for the note about the worst module."""
+"""Fraction of the vertical axis that lies below the smallest SQNR. It leaves room for the note about the worst module."""
 
 
 class DepthPane(Pane):
@@ -45,7 +45,7 @@ class DepthPane(Pane):
         modules.
         """
         self._order: Mapping[str, int] = {}
-        """The place of each measured module in the forward pass."""
+        """The position of each measured module in the forward pass, by its name."""
 
     def corner(self, activity: str) -> Text:
         return Text("d causes  w worst", "dim")
@@ -77,7 +77,7 @@ class DepthPane(Pane):
         return plot(series, axes, self.columns, max(4, self.lines), names=labels, unit="dB", notes=notes)
 
     def _modules(self) -> list[str]:
-        """Return the modules that stand for the model's depth: in the order of the forward pass, if it is known."""
+        """Return the names of the modules that represent the model's depth: in the order of the forward pass, if it is known."""
         tree, report = self.experiment.tree, self.experiment.results.report
         if tree is not self._tree:
             self._tree, self._names, self._order = tree, depth_modules(tree), {}
@@ -88,14 +88,16 @@ class DepthPane(Pane):
         return self._names
 
     def _other_modules(self) -> Mapping[str, ModuleDrift]:
-        """Return the drift of the modules under the recipe of the dim line."""
+        """Return the drift of the modules under the recipe whose dim line is drawn, by name."""
         if self.experiment.baseline is not None:
             return self.experiment.baseline_modules
         before = self.experiment.before
         return {drift.name: drift for drift in before.modules} if before is not None else {}
 
     def _worst_note(self, names: Sequence[str], whole: Sequence[tuple[float, float]]) -> Sequence[Note]:
-        """Return the note about the module that drifts most, at its layer's place and its own SQNR."""
+        """Return a note about the module that drifts most. It stands at the x of the plotted layer that contains the module, and at
+        the y of the module's own SQNR. Empty if there is no such module.
+        """
         worst = self.experiment.results.worst_modules(1)
         if not worst or worst[0].nonfinite:
             return ()

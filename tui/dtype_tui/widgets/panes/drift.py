@@ -47,9 +47,10 @@ _BETWEEN = 3
 
 
 class DriftPane(Pane):
-    """Shows how far the model's output under the current recipe is from the float32 reference.
+    """Shows how far the model's output under the current recipe is from that of the reference.
 
-    While a new recipe is cast and measured, the figures of the last one stay, dimmed. The new figures are compared with them.
+    While a new recipe is cast and measured, the figures of the previous recipe stay, dimmed. The new figures are then compared with
+    them.
     """
 
     HELP = (
@@ -69,7 +70,9 @@ class DriftPane(Pane):
     )
 
     def corner(self, activity: str) -> Text:
-        """Return how many inputs the figures cover or, if they are those of another recipe, what the engine is doing."""
+        """Return how many inputs the figures cover. If the figures are those of the previous recipe, return what the engine is
+        doing.
+        """
         results = self.experiment.results
         extent = None
         if results.report is not None:
@@ -115,8 +118,8 @@ class DriftPane(Pane):
         return self._arranged([self._waiting(activity)], [self._worst()])
 
     def _arranged(self, blocks: Sequence[list[Text]], others: Sequence[list[Text]] = ()) -> RenderableType:
-        """Return the alerts and, below them, blocks of lines: those of `others` next to the other blocks if there is room,
-        otherwise below them.
+        """Return the alerts and, below them, blocks of lines. If there is room, the blocks in `others` stand to the right of those
+        in `blocks`, otherwise below them.
         """
         alerts = list(self._alerts())
         if others and not self.is_framed and not self.is_zoomed:
@@ -137,7 +140,7 @@ class DriftPane(Pane):
         return half if half >= 2 * _SECOND else self.columns
 
     def _waiting(self, activity: str) -> list[Text]:
-        """Return the lines that stand in place of figures which are not known yet."""
+        """Return the lines that are shown while the drift is not known yet. activity: what the engine is doing."""
         experiment = self.experiment
         if not experiment.model.live:
             return [Text("Drift appears when the model is loaded and has run.", style="dim")]
@@ -160,9 +163,10 @@ class DriftPane(Pane):
         return worst_lines(worst, self._width, self.experiment.tree.modules, scale, limits)
 
     def _alerts(self) -> Iterator[Text]:
-        """Yield lines about what the user has to see first: lost weight values, values that are not finite, and missed limits.
+        """Yield lines about what the user has to see first: weight values that casts make infinite or zero, outputs that are not
+        finite, and limits that the user set.
 
-        The weight values that casts make infinite or zero are known before the drift is, and even if it can't be measured.
+        The former are known before the drift is, and even if the drift can't be measured.
         """
         results = self.experiment.results
         for label, words in loss_rows(
@@ -184,10 +188,10 @@ class DriftPane(Pane):
     def _figures(
         self, output: OutputDrift, extent: Extent, modules: Iterable[ModuleDrift], compares: bool = True
     ) -> list[list[Text]]:
-        """Return blocks of lines with the output's figures: first the most important one and its meaning, then the others.
+        """Return blocks of lines with the metrics of the output: first the most important metric and its rating, then the others.
 
-        extent: the inputs that they cover. modules: the drift of the modules. compares: whether to compare the figures with those
-        of the recipe before.
+        extent: the inputs that the metrics cover. modules: the drift of the modules. compares: whether to compare the metrics with
+        those of the previous recipe.
         """
         before = self._comparable() if compares else None
         has_kl = output.kl_mean is not None and not math.isnan(output.kl_mean)
@@ -204,7 +208,7 @@ class DriftPane(Pane):
         return [head, _other_figures(output, has_kl, self._width)]
 
     def _comparable(self) -> OutputDrift | None:
-        """Return the output's drift under the recipe before, or None if there is none or it is the same recipe."""
+        """Return the drift of the output under the previous recipe, or None if there is none or it is the same recipe."""
         before, report = self.experiment.before, self.experiment.results.report
         if before is None or (
             report is not None and (before.rules, before.settings) == (report.rules, report.settings)
@@ -257,7 +261,9 @@ def _dimmed(line: Text) -> Text:
 
 
 def _kl_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) -> Text:
-    """Return the line with the mean KL, and with that of the recipe before."""
+    """Return the line with the mean KL, next to the mean KL of the previous recipe (`before`). extent: the inputs that it
+    covers.
+    """
     assert output.kl_mean is not None
     error = output.kl_mean_se
     if not extent.whole:
@@ -273,7 +279,7 @@ def _kl_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) ->
 
 
 def _sqnr_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) -> Text:
-    """Return the line with the SQNR, and with that of the recipe before."""
+    """Return the line with the SQNR, next to the SQNR of the previous recipe (`before`). extent: the inputs that it covers."""
     earlier = before.sqnr_db if before is not None else None
     figure = change(
         decibels(earlier).removesuffix(" dB") if earlier is not None else None,
@@ -297,9 +303,10 @@ def _metric_line(metric: MetricChange) -> Text:
 
 
 def _other_figures(output: OutputDrift, has_kl: bool, columns: int) -> list[Text]:
-    """Return lines with the output's other figures, two in each line if there is room for them in `columns` cells.
+    """Return lines with the less important metrics of the output, two in each line if there is room for them in `columns` cells.
 
-    has_kl: whether the output is a distribution. Its mean KL then comes before these figures, and otherwise its SQNR does.
+    has_kl: whether the output is a distribution. If so, the mean KL is shown elsewhere, otherwise the SQNR is; it is not repeated
+    here.
     """
     values = [("cosine", f"{output.cosine:.6f}"), ("max |Δ|", f"{output.max_abs:.3g}")]
     if has_kl:
@@ -332,7 +339,7 @@ def _other_figures(output: OutputDrift, has_kl: bool, columns: int) -> list[Text
 
 
 def _figure(pair: tuple[str, str], width: int) -> Text:
-    """Return a figure after its label, which is padded to `width` cells. pair: (label, figure)."""
+    """Return a label, padded to `width` cells, followed by its figure. pair: (label, figure)."""
     return Text.assemble((f"{pair[0]:<{width}}", "dim"), pair[1])
 
 

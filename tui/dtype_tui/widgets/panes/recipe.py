@@ -1,4 +1,6 @@
-"""The Recipe pane: the rules in order, which the user can change there, and which of them decide the node under the cursor."""
+"""The Recipe pane: the rules in order, which the user can change there. It also says which rules decide the dtype of the node under
+the cursor.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from dtype_tui.state.rule_list import ListedRule
 
 _WITH_BYTES = 46
-"""Least width in cells of a line that has room for the bytes that a rule saves."""
+"""Minimum width in cells of the pane for showing how many bytes each rule saves."""
 
 
 class RecipePane(Pane):
@@ -150,8 +152,8 @@ class RecipePane(Pane):
         return lines[:room]
 
     def _row(self, row: ListedRule, at: int | None, count: str, widths: tuple[int, int, int]) -> Text:
-        """Return the line of a rule. at: its index in the recipe, or None if it is disabled. widths: those of the numbers,
-        badges and counts, in cells.
+        """Return the line of a rule. at: the rule's index in the recipe, or None if it is disabled. count: the number of tensors
+        that it matches, as text. widths: the widths in cells of the columns of numbers, badges and counts.
         """
         badge, style = pill(row.rule.dtype)
         saved = self._saved_by(at) if self.columns >= _WITH_BYTES else None
@@ -168,7 +170,9 @@ class RecipePane(Pane):
         )
 
     def _saved_by(self, at: int | None) -> str:
-        """Return the bytes that the tensors save of which a rule decides the dtype, as text, or "" if they save none."""
+        """Return as text how many bytes a rule saves on the tensors whose dtype it decides, such as "-6.40 MiB", or "" if it saves
+        none. at: the index of the rule in the recipe; None if it is disabled.
+        """
         plan, tree = self.experiment.plan, self.experiment.tree
         if self._saved is None or self._saved[0] is not plan:
             sums = [0] * len(plan.recipe)
