@@ -107,8 +107,8 @@ def load_pretrained(
 
 
 def __getattr__(name: str) -> Any:
-    """Return `Session`, which is imported on first use, because importing it imports torch. Raises AttributeError for any other
-    name.
+    """Return the class `Session` for the name "Session". The class is imported on first use, because its module imports torch.
+    Raises AttributeError for every other name.
     """
     if name == "Session":
         from dtype_engine.runtime.session.session import Session

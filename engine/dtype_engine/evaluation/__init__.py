@@ -1,1 +1,3 @@
-"""Evaluations: units of work (scan a sequence, measure a recipe, compare tensors) as plain data that any process can run."""
+"""Evaluations: units of work (scan one sequence, measure the drift of one recipe, compare some tensors) as plain data, which any
+process can run.
+"""

@@ -15,13 +15,14 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
 _CONNECT_S = 10
 _AHEAD = 8
-"""How many evaluations are submitted at a time for each worker. It is more than one, so that there is also work for workers that
-join later.
+"""How many evaluations are submitted for each worker before their results are in. It is more than one, so that some are left for
+workers that join later.
 """
 
 
 class DaskPool:
-    """A context manager for the workers of a Dask scheduler at `tcp://HOST:PORT`. It uses `Client.get_executor()`.
+    """A context manager for the workers of a running Dask scheduler, which run evaluations. The argument `address` is
+    `tcp://HOST:PORT`.
 
     on_gpu: use only workers that offer a GPU (`--resources GPU=1`). Raises UserError if `distributed` is not installed, no
     scheduler answers, or the scheduler has no suitable workers.
@@ -59,8 +60,8 @@ class DaskPool:
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run the evaluations. Yields (index, result) of each as soon as it is done. Dask repeats a lost worker's work. Running
-        evaluations can't be cancelled.
+        """Run the evaluations. Yields (index of the evaluation, its result) as soon as each is done. If a worker dies, Dask repeats
+        its evaluations on a different worker. Running evaluations can't be cancelled.
         """
         from distributed.scheduler import KilledWorker
 
@@ -70,8 +71,8 @@ class DaskPool:
             raise UserError(f"the workers of {self.address} end while they work: {one_line(error)}") from None
 
     def _raise_lost(self) -> None:
-        """Raise the UserError which says that the scheduler has ended. Called when Dask has cancelled evaluations, because it does
-        so only in this case.
+        """Raise a UserError which says that the scheduler has ended. Called when Dask has cancelled evaluations, because Dask does
+        that only when its scheduler ends.
         """
         raise UserError(
             f"the scheduler at {self.address} is gone; with --save, the same command goes on from what was done"
@@ -79,8 +80,8 @@ class DaskPool:
 
 
 def worker_lines(address: str) -> str:
-    """Return the shell commands that start workers. They work on any machine that has the same files under the same paths. address:
-    the address of the scheduler, to which the workers connect.
+    """Return shell commands, one a line, that start Dask workers. They work on any machine that has the same files under the same
+    paths. address: the address of the scheduler, to which the workers connect.
     """
     worker = f"dask worker {address} --nworkers 1 --nthreads 1 --no-dashboard"
     return "\n".join(

@@ -1,4 +1,6 @@
-"""Runs an evaluation in the process that calls it. Each process opens the model once and keeps it open."""
+"""Runs an evaluation (a task and the model or export that it needs) in the process that calls it. Each process opens the model once
+and keeps it open.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +43,18 @@ _lock = threading.Lock()  # a cluster's worker may have several threads, but a p
 
 @dataclass
 class _ThisProcess:
-    """What this process keeps open, so that the next evaluation need not open it again: a model or an export."""
+    """The model or the export that this process keeps open, so that the next evaluation need not open it again."""
 
     model: tuple[Opened, Session] | None = None
     attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
-    """The latest measurement of the causes of a recipe's drift (`Attribution`), with the session, recipe and settings that it
-    belongs to. It holds the reference's outputs, so it is dropped as soon as a task needs another recipe or measures something
-    else.
+    """The latest measurement of the causes of a recipe's drift, with the session, recipe and run settings that it belongs to. It
+    holds the outputs of the reference run, so it is dropped as soon as a task has a different recipe or measures something else.
     """
     export: tuple[Exported, OpenExport] | None = None
     cancelled: IsCancelled = never
 
     def close(self) -> None:
-        """Release the open model or export, because memory may not have room for a second one."""
+        """Release the open model or export before the next one is opened, because memory may not have room for two."""
         self.model = self.attribution = self.export = None
 
 
@@ -61,7 +62,7 @@ _process = _ThisProcess()
 
 
 def cancel_by(cancelled: IsCancelled) -> None:
-    """Make the evaluations of this process stop as soon as `cancelled()` returns true."""
+    """Set the function that this process's evaluations call to learn whether to stop: they stop as soon as it returns True."""
     _process.cancelled = cancelled
 
 
@@ -90,8 +91,8 @@ def evaluate(evaluation: Evaluation) -> Evaluated:
 def perform(
     session: Session, task: Task, cancelled: IsCancelled
 ) -> ScannedSequence | MeasuredWeight | DriftReport | PartDrift:
-    """Run a task in an open session, and return its result. The task may change the session's recipe. Raises UserError,
-    Cancelled.
+    """Run a task in an open session, and return its result, such as a DriftReport for the task RecipeDrift. Some tasks change the
+    session's recipe. Raises UserError, Cancelled.
     """
     from dtype_engine.runtime.scan.exact import ExactScan
 
@@ -129,7 +130,9 @@ def _part_alone(session: Session, task: PartAlone, cancelled: IsCancelled) -> Pa
 
 
 def describe(session: Session) -> tuple[str, str]:
-    """Return (fingerprint of an open model's weights, fingerprint of its inputs). Raises UserError if the model can't be run."""
+    """Return (hash of an open model's weights, hash of its inputs), by which a worker checks that it has opened the same ones.
+    Raises UserError if the model can't be run.
+    """
     from dtype_engine.runtime.scan.saved import Fingerprint
 
     if session.inputs is None:

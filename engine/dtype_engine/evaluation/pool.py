@@ -1,4 +1,4 @@
-"""Runs evaluations on an executor. Results come in any order, and if a worker dies, another repeats its work."""
+"""Runs evaluations on an executor. Results come in any order. If a worker dies, the remaining workers repeat its evaluations."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"
 """The environment variables that say which GPUs a process sees: those of CUDA and ROCm, and those of Intel (XPU)."""
 _POLL_S = 0.1
 _MOST_BREAKS = 3
-"""If all workers end without any result this many times in a row, the pool gives up."""
+"""The pool gives up after the workers have died this many times in a row without finishing a single evaluation."""
 _PROCESS_BYTES = 700 << 20
-"""Bytes of memory that a process needs in addition to the model: Python, torch, transformers, and small modules' outputs."""
+"""Estimated bytes of memory that a worker process needs in addition to the model: Python, torch, transformers, and the outputs of
+small modules.
+"""
 
 
 class Pool(Protocol):
@@ -44,14 +46,16 @@ class Pool(Protocol):
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run the evaluations. Yields (index, result) of each evaluation as soon as it is done. Raises UserError, Cancelled."""
+        """Run the evaluations. Yields (index of the evaluation, its result) as soon as each is done. Raises UserError,
+        Cancelled.
+        """
 
 
 class ProcessPool:
-    """A context manager that starts worker processes on this machine. Each opens the model by mapping its files into memory, so all
-    processes share these memory pages.
+    """A context manager that starts worker processes on this machine. Each process maps the model's files into memory, so all
+    processes share one copy of the weights.
 
-    gpus: names of GPUs as in `VISIBLE_GPUS`; each process uses one of them.
+    gpus: the names of the GPUs to use, such as `("0", "1")`; each process uses one of them.
     """
 
     def __init__(self, workers: int, gpus: tuple[str, ...] = ()) -> None:
@@ -72,8 +76,8 @@ class ProcessPool:
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run the evaluations. Yields (index, result) of each as soon as it is done. If a process is killed, another process
-        repeats its work.
+        """Run the evaluations. Yields (index of the evaluation, its result) as soon as each is done. If a process is killed, the
+        unfinished evaluations run in new processes.
         """
         self._stop.clear()
         try:
@@ -166,16 +170,16 @@ def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> 
 
 
 def fitting(workers: int, private: int) -> int:
-    """Return how many of `workers` processes fit into the free memory. private: bytes that each needs in addition to the
-    checkpoint, whose memory pages all of them share.
+    """Return how many of `workers` processes fit into the free memory, at least 1. private: bytes that each process needs in
+    addition to the checkpoint, whose memory pages all processes share.
     """
     free = psutil.virtual_memory().available
     return max(1, min(workers, math.floor(free / (private + _PROCESS_BYTES))))
 
 
 def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the names of the first `count` GPUs that this process may use: those in a variable of `VISIBLE_GPUS` that is set,
-    otherwise 0, 1, ... environment: the environment variables.
+    """Return the names of the first `count` GPUs that this process may use, such as ("2", "3") if `CUDA_VISIBLE_DEVICES` is "2,3".
+    If no variable of `VISIBLE_GPUS` is set, the names are "0", "1" and so on. environment: the environment variables.
     """
     listed = next((environment[name] for name in VISIBLE_GPUS if environment.get(name)), "")
     named = [name.strip() for name in listed.split(",") if name.strip()]
@@ -193,9 +197,11 @@ def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str,
 
 
 def _start_worker(stop: Event, workers: int, started: Synchronized[int], gpus: tuple[str, ...]) -> None:
-    """Prepare a new worker process: give it the next GPU, make it ignore interrupts, and end it when its parent process ends. gpus:
-    the names of all GPUs that the pool uses. started: how many processes the pool has started before. workers: how many share the
-    memory. stop: set to cancel the work.
+    """Prepare a new worker process: assign a GPU to it, make it ignore interrupts (Ctrl+C), and end it when its parent process
+    ends.
+
+    stop: an event that is set to cancel the evaluations. workers: the number of processes that share the machine's memory. started:
+    the number of processes that the pool has started before this one. gpus: the names of all GPUs that the pool uses.
     """
     with started.get_lock():
         index, started.value = started.value, started.value + 1

@@ -17,7 +17,7 @@ from dtype_engine.reports.versions import versions
 from dtype_engine.results.drift import DriftReport
 
 _ARITHMETIC = ("dtype_engine", "torch", "platform")
-"""The libraries, as keys of `Evaluated.versions`, whose version can affect the last digits of a metric."""
+"""The keys of `Evaluated.versions` whose versions can affect the last digits of a metric."""
 _SAID = {"dtype_engine": "dtype-tui"}
 
 if TYPE_CHECKING:
@@ -32,31 +32,34 @@ class Opened:
     """Identifies the model and the inputs that a worker has to open."""
 
     model: str | None
-    """The text that names the model, as on the command line, but with an absolute path; None for the demo."""
+    """The model as the user named it on the command line, but with an absolute path; None for the built-in demo."""
     options: Options
     weights: str
-    """The fingerprint of the weights. A worker refuses a model with another fingerprint."""
+    """The hash of the weights. A worker that finds a different hash refuses the model."""
     inputs: str
-    """The fingerprint of the inputs. A worker refuses inputs with another fingerprint."""
+    """The hash of the inputs. A worker that finds a different hash refuses the inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """An export and the checkpoint that it was made from, which a worker compares."""
+    """Identifies an export and the checkpoint that it was made from, whose tensors a worker compares."""
 
     model: str | None
-    """The text that names the source checkpoint, as on the command line, but with an absolute path; None for the demo."""
+    """The source checkpoint as the user named it on the command line, but with an absolute path; None for the built-in demo."""
     options: Options
     folder: Path
     """The absolute path of the export."""
     contents: str
-    """The fingerprint of the compared tensors. A worker refuses tensors with another fingerprint."""
+    """A hash of the exported tensors' names, shapes and dtypes and of all weight files. A worker that finds a different hash
+    refuses them.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ScanSequence:
-    """Task: on one sequence, estimate for every weight and each of `dtypes` how far the output drifts if this weight alone is cast.
-    `draws` is the number of backward passes, and `index` says which sequence.
+    """Task: scan one sequence of the inputs. For every weight and each of `dtypes`, this estimates how far the model's output
+    drifts if this weight alone is cast. `draws` is the number of backward passes, and `index` is the number of the sequence, from
+    0.
     """
 
     dtypes: tuple[str, ...]
@@ -66,8 +69,8 @@ class ScanSequence:
 
 @dataclass(frozen=True, slots=True)
 class ExactScore:
-    """Task: measure how far the output drifts if the weight `weight` alone is cast to `dtype`. `dtypes` are all dtypes of the scan
-    to which this score belongs.
+    """Task: measure how far the model's output drifts if only the weight named `weight` is cast to `dtype`. `dtypes` are all dtypes
+    of the scan that this measurement is part of.
     """
 
     dtypes: tuple[str, ...]
@@ -77,7 +80,7 @@ class ExactScore:
 
 @dataclass(frozen=True, slots=True)
 class RecipeDrift:
-    """Task: measure the drift of a recipe."""
+    """Task: measure how far the model's output drifts if the model is cast by a recipe."""
 
     recipe: Recipe
     settings: RunSettings
@@ -85,7 +88,9 @@ class RecipeDrift:
 
 @dataclass(frozen=True, slots=True)
 class PartAlone:
-    """Task: measure how far the output drifts if only one module or subtree is cast as the recipe says, and nothing else."""
+    """Task: measure how far the model's output drifts if the recipe casts only the given modules: a single module, or a subtree
+    with all its modules. `name` is the name of this module or of the subtree's root.
+    """
 
     recipe: Recipe
     settings: RunSettings
@@ -95,20 +100,20 @@ class PartAlone:
 
 @dataclass(frozen=True, slots=True)
 class CompareTensors:
-    """Task: compare tensors of an export with what its recipe computes. `indexes` are their positions in the export's plan. The
-    result says for each tensor what is wrong, or None.
+    """Task: compare tensors of an export with the values that the export's recipe should give. `indexes` are the positions of these
+    tensors in the list of all exported tensors. The result has a sentence for each wrong tensor, and None for each right one.
     """
 
     indexes: tuple[int, ...]
 
 
 Task = ScanSequence | ExactScore | RecipeDrift | PartAlone
-"""The tasks that a worker runs in an open model."""
+"""A task that a worker runs in an open model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A task, with the model or export that it needs."""
+    """A task, and the model or export that a worker has to open for it."""
 
     opened: Opened | Exported
     task: Task | CompareTensors
@@ -116,20 +121,22 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The result of an evaluation, and the machine, process and versions with which it was computed."""
+    """The result of an evaluation, and where it was computed: machine, process and versions of the libraries."""
 
     value: ScannedSequence | MeasuredWeight | DriftReport | PartDrift | tuple[str | None, ...]
     host: str
-    """The machine that ran the evaluation."""
+    """The name of the machine that ran the evaluation."""
     process: int
     """The ID of the process that ran the evaluation."""
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
-    """The versions of the libraries in that process, by name."""
+    """The versions of the libraries in the process that ran the evaluation, by name, such as {"torch": "2.9.1"}."""
 
 
 def other_versions(result: Evaluated) -> str:
-    """Return the version differences that can affect metrics: `process 17 on node3 has torch 2.10.0 (here 2.9.1)`; "" if none."""
+    """Return how the versions with which a result was computed differ from this process's: `process 17 on node3 has torch 2.10.0
+    (here 2.9.1)`. Only libraries that can affect metrics count. Returns "" if there is no difference.
+    """
     own = versions()
     others = [
         f"{_SAID.get(name, name)} {printable(result.versions.get(name, 'unknown'), 60)} (here {own[name]})"
@@ -140,8 +147,8 @@ def other_versions(result: Evaluated) -> str:
 
 
 def model_text(source: Source) -> str | None:
-    """Return the command-line argument MODEL for a source in a form that means the same in any working directory: paths become
-    absolute, other forms stay unchanged.
+    """Return the command-line argument that opens a source from any working directory: a path is made absolute, and a name such as
+    a Hugging Face id stays unchanged. Returns None for the built-in demo.
     """
     if source.path is None or source.asked is None:
         return source.asked
@@ -151,8 +158,8 @@ def model_text(source: Source) -> str | None:
 
 
 def portable(options: Options, threads: int | None) -> Options:
-    """Return the options for a worker process. Paths become absolute, including that of a reference checkpoint, so that they mean
-    the same in any folder. `threads` is set, and `workers` is None.
+    """Return a session's options in a form that a worker process can use. All paths are made absolute, so that they mean the same
+    in any working directory. `threads` replaces the number of threads, and `workers` becomes None.
 
     Raises UserError if the options name a reference checkpoint that no longer exists.
     """
@@ -166,7 +173,9 @@ def portable(options: Options, threads: int | None) -> Options:
 
 
 def _absolute_metric(text: str) -> str:
-    """Return an entry of `Options.metrics`. If it names a file, the path of this file is made absolute."""
+    """Return an entry of `Options.metrics`, such as `metrics.py:accuracy`, with the path of the file that it names made absolute.
+    An entry that names no file is returned unchanged.
+    """
     before, colon, after = text.rpartition(":")
     if text.startswith(LM_EVAL):
         return f"{LM_EVAL}{_absolute(Path(after))}" if Path(after).suffix in (".yaml", ".yml") else text

@@ -1,4 +1,6 @@
-"""The last step of a search: measures the recipes predicted nearest to a limit on bytes or drift, and chooses the best."""
+"""The last step of a search: measures the drift of the recipes that are predicted to lie nearest to a limit on bytes or drift, and
+chooses the best.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,11 @@ if TYPE_CHECKING:
 def candidates(
     session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
 ) -> tuple[Solution, ...]:
-    """Return the `count` recipes nearest to a limit, as solutions of a search. With a `budget` in bytes, they are nearest in size;
-    with `max_drift`, in the drift that the last scan predicts. Without a limit, they are spread over the Pareto front.
+    """Return up to `count` recipes to measure, as solutions of a search. With a `budget` in bytes, they are the ones nearest to it
+    in size. With `max_drift`, they are the ones nearest to it in predicted drift. Without a limit, they are spread over the Pareto
+    front.
 
-    constraints: what the user requires of a recipe. Raises UserError, OutOfReach.
+    constraints: what the user requires of a recipe. Raises UserError, and OutOfReach if no recipe meets the limit.
     """
     if budget is None and max_drift is None:
         return spread(session.front(constraints), count)
@@ -45,10 +48,10 @@ def best(
     """Measure the drift of the solutions `found` on the session's inputs, cast the model to the best one, and return a report.
 
     limit: (maximum number of bytes or None, maximum drift or None). metrics: limits on the user's metrics. Of the solutions that
-    meet all limits, the best one is the smallest or, with a limit on bytes, the one with the least drift.
-    constraints: the search's constraints on recipes, for the Pareto front in the report. over: the workers that measure, or None
-    for this process. `on_measured(done)` is called after each measurement. Raises OutOfReach if no solution meets the limits,
-    and the errors of `Session.drift`.
+    meet all limits, the best one has the least drift if the bytes are limited; otherwise it is the smallest. constraints: the
+    search's constraints on recipes, for the Pareto front in the report. over: the workers that measure, or None for this process.
+    `on_measured(done)` is called after each measurement with the number of measured solutions. Raises OutOfReach if no solution
+    meets the limits, and the errors of `Session.drift`.
     """
     recipes = [minimize(session.tree, solution.dtypes) for solution in found]
     wanted = [(recipe, session.settings) for recipe in recipes]

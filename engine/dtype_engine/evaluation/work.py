@@ -1,5 +1,5 @@
-"""Splits scans, measurements of recipes, searches for the causes of drift, and verifications of exports into evaluations that a
-pool runs.
+"""Splits work into evaluations that a pool of workers runs. The work is a scan, the measurement of several recipes, a search for
+the causes of drift, or the verification of an export.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.verify.verify import CompareItems
 
 _GROUP_BYTES, _GROUP_TENSORS = 64 << 20, 256
-"""Maximum numbers of bytes and of tensors of an export that one evaluation compares."""
+"""The maximum number of bytes, and of tensors, that one evaluation compares when workers verify an export."""
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A pool of workers, and the model with its inputs that each worker opens to run its tasks."""
+    """A pool of workers, and what each worker opens to run tasks: the model and its inputs."""
 
     pool: Pool
     opened: Opened
     on_notice: Callable[[str], None] = lambda sentence: None
-    """A function that is called with a sentence for the user if a worker process has other versions of the program, of torch or of
-    the platform than this process. It is called once for each such process.
+    """A function that is called with a sentence for the user if a worker process has other versions of this program, of torch or of
+    the platform than this process. Each sentence is passed on only once.
     """
 
     def results(self, tasks: Sequence[Task], cancelled: IsCancelled) -> Iterator[tuple[int, Evaluated]]:
@@ -74,10 +74,11 @@ class Over:
 
 
 def opened_as(session: Session, source: Source, threads: int) -> Opened:
-    """Return the model, inputs and options of a session as plain data, so that a worker in another process can open the same model.
+    """Return the model, inputs and options of a session as plain data, with which a worker in another process can open the same
+    model.
 
-    source: what the session was opened from. threads: how many threads each worker should use. Raises UserError if the session has
-    no inputs.
+    source: where the session's model comes from. threads: how many threads each worker should use. Raises UserError if the session
+    has no inputs.
     """
     weights, inputs = describe(session)
     # The device's number is left out, because a worker sees only its own GPU, whose number there is 0.
@@ -93,8 +94,9 @@ def scan(
     on_estimate: OnEstimate = lambda report: None,
     cancelled: IsCancelled = never,
 ) -> ScanReport:
-    """Run the unfinished part of a session's scan on a pool, and return the report. Each task scans one sequence or, in an exact
-    scan, one pair of a weight and a dtype. With the same number of threads, the result equals that of `task.run` to the last bit.
+    """Run what is left of a session's scan on the workers of a pool, and return the report. Each task scans one sequence or, in an
+    exact scan, one pair of a weight and a dtype. With the same number of threads, the result equals that of `task.run` to the last
+    bit.
 
     `on_progress("scan", done, total)` is called after each task, and `on_estimate` with the report so far after each sequence.
     After an error, `task` keeps the results of the finished tasks. Raises the errors of `task.run`.
@@ -127,10 +129,10 @@ def drifts(
     over: Over | None,
     cancelled: IsCancelled = never,
 ) -> Iterator[tuple[int, DriftReport]]:
-    """Measure the drift of several recipes. Yields (index of the recipe, report) of each as soon as it is measured.
+    """Measure the drift of several recipes. Yields (index of the recipe, report) as soon as each recipe is measured.
 
-    recipes: each recipe with the run settings for its measurement. over: the workers that measure. If it is None, this session
-    measures one recipe after another, and the last recipe stays its current one. Raises the errors of `Session.drift`.
+    recipes: each recipe with the run settings for its measurement. over: the workers that measure, or None to measure all recipes
+    in this session, which is left cast by the last one. Raises the errors of `Session.drift`.
     """
     tasks = [RecipeDrift(*recipe) for recipe in recipes]
     if over is not None:
@@ -151,9 +153,11 @@ def causes(
     cancelled: IsCancelled = never,
     on_causes: OnCauses = ignore,
 ) -> AttributionReport:
-    """Measure on a pool how much of the drift each module causes, and return the report. With the same number of threads, it equals
-    the report of `Session.causes` to the last bit. `on_progress(done, total)` counts modules or subtrees, and
-    `on_causes` is called after each with the contributions found so far.
+    """Measure on the workers of a pool how much of the drift each module causes, and return the report. With the same number of
+    threads, it equals the report of `Session.causes` to the last bit.
+
+    `on_progress(done, total)` is called after each measured module or subtree with the number measured so far. `on_causes` is
+    called with the contributions found so far.
     """
     from dtype_engine.runtime.measure.attribution import Part, PartDrift
 
@@ -170,11 +174,12 @@ def causes(
 
 
 def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:
-    """Return a function that compares the tensors of an export with their source on the workers of `pool`. `verify` calls it with
-    the plan of the export; it yields (indexes of the compared tensors in the plan, for each tensor what is wrong or None).
+    """Return a function for `verify` to call, which compares the tensors of an export with their source on the workers of `pool`.
+    Its argument is the list of all exported tensors. It yields pairs: (indexes of some tensors in this list, and for each of them a
+    sentence that says what is wrong or None).
 
-    Each evaluation compares several tensors, at most 64 MiB together, or a single larger one. threads: how many threads each worker
-    uses. folder: the folder of the export. source: the checkpoint that was exported. options: how the workers open both.
+    threads: how many threads each worker uses. folder: the folder of the export. source: the checkpoint that was exported. options:
+    how the workers open both.
     """
     from dtype_engine.runtime.verify.verify import fingerprint
 
@@ -192,8 +197,8 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Divide the tensors of an export into groups, each for one evaluation: at most `_GROUP_BYTES` bytes (or a single tensor) and
-    at most `_GROUP_TENSORS` tensors. Yields the indexes of each group's tensors, in order. sizes: the bytes of each tensor.
+    """Divide the tensors of an export into groups, one for each evaluation: at most `_GROUP_BYTES` bytes (or a single larger
+    tensor) and at most `_GROUP_TENSORS` tensors. Yields the indexes of each group's tensors. sizes: the bytes of each tensor.
     """
     group: list[int] = []
     nbytes = 0

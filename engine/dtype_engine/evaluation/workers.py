@@ -1,4 +1,4 @@
-"""The workers that the user requests: a number of processes, or the workers of a scheduler."""
+"""The workers that the user requests: a number of processes on this machine, or the workers of a Dask scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def parse_workers(text: str) -> int | str:
-    """Parse a number of processes, or an address `tcp://HOST:PORT`. Raises UserError."""
+    """Parse the option `--workers`. Returns a number of processes, or the address of a Dask scheduler such as `tcp://HOST:PORT`.
+    Raises UserError.
+    """
     if text.startswith(("tcp://", "tls://")):
         return text
     if not re.fullmatch("[0-9]{1,4}", text) or not int(text):
@@ -28,8 +30,7 @@ def parse_workers(text: str) -> int | str:
 
 
 class Workers:
-    """A context manager that starts workers when they are first needed. The workers, and the models that they have opened, are kept
-    until `close`.
+    """A context manager that starts workers when they are first needed. The workers keep their model open until `close`.
 
     requested: the result of `parse_workers`. on_notice: called with a sentence if fewer workers start than requested. most: the
     number of tasks, because more workers than tasks would be useless; None if it is unknown.
@@ -54,7 +55,7 @@ class Workers:
             pool.__exit__()
 
     def pool(self, private: int, gpus: tuple[str, ...] = ()) -> ProcessPool | DaskPool:
-        """Return the pool, and start it if needed. Raises UserError.
+        """Return the pool of workers, which the first call starts. Raises UserError if workers can't be reached.
 
         private: bytes that each process needs in addition to the mapped checkpoint. gpus: one GPU for each process; () on the CPU.
         """
@@ -68,8 +69,8 @@ class Workers:
         return self._pool
 
     def _fitting(self, requested: int, private: int, gpus: tuple[str, ...]) -> int:
-        """Return how many workers to start: `requested`, or fewer if there are fewer tasks or GPUs or too little free memory. The
-        user learns it if GPUs or memory are the reason.
+        """Return how many workers to start: `requested`, or fewer if there are fewer tasks or GPUs, or if too little memory is
+        free. A notice tells the user if GPUs or memory are the reason.
 
         private: bytes that each process needs in addition to the mapped checkpoint. gpus: the names of the GPUs, or () on the CPU.
         """
@@ -84,7 +85,7 @@ class Workers:
 
     def threads(self, threads: int | None, private: int) -> int:
         """Return how many threads each worker gets. All worker processes on this machine share `threads`, or torch's default number
-        if it is None. Raises UserError. private: bytes that each process needs in addition to the mapped checkpoint.
+        if `threads` is None. Raises UserError. private: bytes that each process needs in addition to the mapped checkpoint.
         """
         from dtype_engine.runtime.session.opening import threads_each
 
@@ -93,6 +94,7 @@ class Workers:
 
     def over(self, session: Session, source: Source, private: int) -> Over:
         """Start the workers if needed, and return them together with the model and inputs that they must open. Raises UserError.
+
         private: bytes that each process needs in addition to the mapped checkpoint.
         """
         from dtype_engine.runtime.device import device_count

@@ -1,1 +1,1 @@
-"""Finds the best recipe for a budget from sensitivity scores."""
+"""Finds the recipe with the least drift or the fewest bytes under a limit, from the scores of a scan."""

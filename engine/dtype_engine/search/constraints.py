@@ -20,7 +20,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*|%)\s*")
 
 
 def parse_bytes(text: str, whole: int) -> int:
-    """Parse a size in bytes: `12GiB`, `500MB`, `4096`, or a percentage of `whole` such as `45%`. Raises UserError."""
+    """Parse a size in bytes: `12GiB`, `500MB`, `4096`, or a percentage such as `45%` of the size `whole`. Raises UserError."""
     size_and_unit = _SIZE.fullmatch(text)
     if size_and_unit is None or (size_and_unit[2] != "%" and size_and_unit[2].lower() not in _UNITS):
         raise UserError(f"can't read the budget {printable(text)!r}: write a size like 12GiB, 500MB or 45%")
@@ -31,13 +31,15 @@ def parse_bytes(text: str, whole: int) -> int:
 
 
 def parse_dtypes(text: str) -> tuple[str, ...]:
-    """Parse a list of dtypes such as `bf16,fp8,kv:fp8` to their full names. Raises UserError."""
+    """Parse a list of dtypes such as `bf16,fp8,kv:fp8` (`kv:` marks a format of KV caches) to their full names. Raises
+    UserError.
+    """
     return tuple(parse_scanned(part) for part in text.split(",") if part.strip())
 
 
 def parse_allowed(text: str) -> tuple[str, tuple[str, ...]]:
-    """Parse `PATTERN=DTYPE,DTYPE`, a constraint on the dtypes of matching weights, into the pattern and the full names of the
-    dtypes. Raises UserError.
+    """Parse a constraint `PATTERN=DTYPE,DTYPE`: weights that match the pattern may have only these dtypes. Returns (pattern, full
+    names of the dtypes). Raises UserError.
     """
     pattern, equals, names = text.rpartition("=")
     if not equals or not pattern or not names:
@@ -50,8 +52,8 @@ def parse_allowed(text: str) -> tuple[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class SearchConstraints:
-    """What the user requires of the recipe that a search finds: constraints on dtypes, and the maximum size in bytes (`budget`;
-    None for no limit). `lines` is the text, line by line, from which both were parsed.
+    """What the user requires of the recipe that a search finds: `constraints` on the dtypes, and `budget`, the maximum size in
+    bytes (None for no limit). `lines` is the text that the user typed, line by line.
     """
 
     constraints: Constraints = field(default_factory=Constraints)
@@ -59,10 +61,11 @@ class SearchConstraints:
     lines: tuple[str, ...] = ()
 
     def with_line(self, line: str, stored_bytes: int) -> SearchConstraints:
-        """Return these requirements with one more line of the user applied. The line is `keep PATTERN`, `alike PATTERN`, `only
-        DTYPES`, `only PATTERN=DTYPES`, a budget such as `8MiB`, `45%` or `budget 8MiB`, or `clear`, which removes all requirements.
+        """Return these requirements with one more typed line applied. The line is `keep PATTERN`, `alike PATTERN`, `only DTYPES`,
+        `only PATTERN=DTYPES`, or a budget such as `8MiB`, `45%` or `budget 8MiB`. The line `clear` removes all requirements.
 
-        stored_bytes: the size of the stored model, of which a budget in percent is a share. Raises UserError for any other line.
+        stored_bytes: the size of the stored model; a budget such as `45%` means a percentage of it. Raises UserError for any other
+        line.
         """
         if _SIZE.fullmatch(line):
             line = f"budget {line}"

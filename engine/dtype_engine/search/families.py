@@ -1,4 +1,6 @@
-"""Defines which dtypes each runtime (vLLM, SGLang, llama.cpp) can mix in one model, and what else it requires of a recipe."""
+"""Defines which dtypes each runtime (vLLM, SGLang, llama.cpp) can mix in one model, and what else a runtime requires of a
+recipe.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,10 @@ FUSING = ("vllm", "sglang")
 
 
 def family_constraints(tree: Tree, family: str, constraints: Constraints) -> Constraints:
-    """Return the user's `constraints` together with those of a runtime that must be able to load the model: layers that the runtime
-    fuses must have one format, and each weight may have only formats that fit its shape. family: the name of the runtime.
+    """Return constraints for a search whose result a runtime can load. To the user's `constraints`, they add that layers which the
+    runtime fuses must have one format, and that a weight may have only formats that fit its shape. family: the name of the runtime.
 
-    If a pattern of the user and one of the runtime match the same weight, the user's pattern decides.
+    If a pattern of the user and a pattern of the runtime match the same weight, the user's pattern decides.
     """
     if family not in FUSING:
         return constraints

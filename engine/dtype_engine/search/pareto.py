@@ -1,13 +1,13 @@
 """Finds the best recipe for a budget by solving a multiple-choice knapsack problem over bytes and predicted drift.
 
-An item is a weight, or a group of weights that must have the same dtype. Its choices are the dtypes that it may have, each with
-bytes and a score. The lower convex hulls of all items, merged by slope, give the Pareto front: no other mix of dtypes is both
-smaller and better, by the scores, than a point of the front. For a budget between two points, the best mix is found exactly:
-Lagrangian bounds exclude all but a few choices, and these few are enumerated.
+An item is a weight, or several weights that must have the same dtype. Its choices are the dtypes that it may have, each with its
+bytes and its score, which is the predicted drift. The lower convex hulls of all items, merged by slope, give the Pareto front: by
+the scores, no mix of dtypes is both smaller and better than a point of the front. For a budget between two points, the best mix is
+found exactly: Lagrangian bounds exclude all but a few choices, and these few are enumerated.
 
-The hulls are from P. Sinha and A. A. Zoltners, "The Multiple-Choice Knapsack Problem" (Operations Research 27, 1979), the small
-number of open choices from D. Pisinger, "A Minimal Algorithm for the Multiple-Choice Knapsack Problem" (European Journal of
-Operational Research 83, 1995). This module avoids torch and numpy, because the app moves along the front while keys are pressed.
+The hulls are from P. Sinha and A. A. Zoltners, "The Multiple-Choice Knapsack Problem" (Operations Research 27, 1979). That few
+choices remain is from D. Pisinger, "A Minimal Algorithm for the Multiple-Choice Knapsack Problem" (European Journal of Operational
+Research 83, 1995). This module avoids torch and numpy, because the app moves along the front while keys are pressed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MOST_STATES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One possible dtype of an `Item`, that is, of one weight or of several that must have the same dtype. `bytes` and `score` are
-    the totals of these weights in this dtype.
+    """One possible dtype of an `Item`, that is, of one weight or of several that must have the same dtype. `bytes` is the size of
+    these weights in this dtype, and `score` the drift that a scan predicts for it.
     """
 
     dtype: str
@@ -44,7 +44,7 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class Item:
     """One or more weights that must have the same dtype. `choices` are the dtypes that these weights may have, sorted by bytes. A
-    dtype is left out if another dtype needs no more bytes and has no higher score.
+    dtype is left out if a different one needs no more bytes and predicts no more drift.
     """
 
     weights: tuple[str, ...]
@@ -53,12 +53,12 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Constraints on the recipe that a search finds: which weights keep their dtype, which share one, and which dtypes are allowed.
-    Limits on bytes and drift are given separately.
+    """Constraints on the recipe that a search finds: which weights keep their dtype, which weights must have the same dtype, and
+    which dtypes are allowed. Limits on bytes and drift are given separately.
     """
 
     keep: tuple[str, ...] = ()
-    """Patterns of weights that keep their stored dtype."""
+    """Patterns, such as `*.lm_head`, of weights that keep their stored dtype."""
     groups: tuple[str, ...] = ()
     """Patterns such as `*.{q,k,v}_proj`. All weights that one of these patterns matches in the same parent module get the same
     dtype.
@@ -67,20 +67,19 @@ class Constraints:
     """The dtypes that are allowed in addition to the stored dtype. If empty, all scanned dtypes are allowed."""
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Pairs (pattern, dtypes): a weight that matches the pattern may have only these dtypes. If several patterns match a weight,
-    the last one decides. A norm, bias or router (`stays_wide`) may have a format with scales only if one of the patterns matches
-    it.
+    the last one decides. Only if a pattern matches it may a norm, bias or router have a format with scales.
     """
     context: int | None = None
-    """The number of tokens in each sequence of the KV caches. Their bytes then count, and the search chooses their formats. If
-    None, the search leaves KV caches out.
+    """The number of tokens in each sequence of the KV caches. If it is given, the search also chooses the format of the KV caches,
+    and their bytes count. If None, the search leaves KV caches out.
     """
     batch: int = 1
-    """The number of sequences in the KV caches."""
+    """The number of sequences in the KV caches. It counts only if `context` is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A result of a search: the dtype of every weight, the bytes of the whole model, and the predicted drift (`score`)."""
+    """A result of a search: the dtype of every weight by name, the bytes of the whole model, and the predicted drift (`score`)."""
 
     dtypes: Mapping[str, str]
     bytes: int
@@ -92,7 +91,7 @@ def make_items(
 ) -> list[Item]:
     """Return the items of a search: each weight, or each group of weights that must have the same dtype, with its possible dtypes.
 
-    scores: the drift for each (weight, dtype). Raises UserError for a pattern that matches nothing, or a dtype that was not
+    scores: the drift by (weight, dtype), from a scan. Raises UserError for a pattern that matches nothing, or a dtype that was not
     scanned.
     """
     weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
@@ -137,11 +136,10 @@ def _cache_choices(
     allowed: frozenset[str],
     constraints: Constraints,
 ) -> tuple[Choice, ...]:
-    """Return the possible formats of one tensor of a KV cache, each with its bytes and score.
+    """Return the possible formats of the tensor `tensor` of a KV cache, each with its bytes and its predicted drift.
 
-    `dtypes.STORED` stands for the dtype that the model writes without a rule, with the score 0. It is left out if `allowed` names
-    formats and not this one, and a score is known for one of them. allowed: formats such as `kv:fp8`; if empty, no format but
-    `dtypes.STORED`.
+    allowed: formats that the user allows, such as `kv:fp8`. `dtypes.STORED` stands for the format that the model writes if no rule
+    matches, whose drift is 0. It is left out if `allowed` names other formats only and a scan has scored at least one of them.
     """
     context, batch = constraints.context or 0, constraints.batch
     choices = [
@@ -157,8 +155,8 @@ def _cache_choices(
 
 
 def written_dtype(tree: Tree) -> str:
-    """Return the dtype that a KV cache without a rule is assumed to have: the stored dtype of most weights, or bfloat16 if models
-    do not compute in that dtype.
+    """Return the dtype that a KV cache is assumed to have if no rule matches it: the stored dtype of most weights, or bfloat16 if
+    models do not compute in that dtype.
     """
     most = next(iter(tree.totals()[""].mix()), ("", 0.0))[0]
     return most if most in dtypes.COMPUTE_DTYPES else "bfloat16"
@@ -185,8 +183,8 @@ _MOST_EXPERTS = 1024
 
 
 def stays_wide(tree: Tree, name: str) -> bool:
-    """Return whether runtimes keep a weight in at least 16 bits, so that a search should not give it a format with scales: a norm
-    or bias (one dimension), or a router, which is small but affects the output strongly.
+    """Return whether runtimes keep a weight in at least 16 bits, so that a search should not give it a format with scales. This
+    holds for norms and biases (one dimension), and for routers, which are small but affect the output strongly.
     """
     shape = tree.tensors[name].shape
     module = name.rpartition(".")[0]
@@ -197,8 +195,8 @@ def stays_wide(tree: Tree, name: str) -> bool:
 
 
 def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return the weights divided into groups, each of which must have one dtype. Weights are in one group if they are in the same
-    parent module and the same pattern of `patterns` matches them. Groups that share a weight are merged.
+    """Divide weights into groups, each of which must have one dtype. Two weights share a group if one of `patterns` matches both
+    and they are in the same parent module. Groups that share a weight are merged.
     """
     leader = {name: name for name in weights}
 
@@ -227,8 +225,8 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return those possible dtypes of an item that no other one beats in both bytes and score, sorted by bytes. Of dtypes with
-    equal bytes and score, the widest is kept.
+    """Return the possible dtypes of an item that no other dtype beats in both bytes and predicted drift, sorted by bytes. Of dtypes
+    with equal bytes and drift, the widest is kept.
     """
     # A dtype that only its file format knows, such as GGUF's q4_k, is the stored one.
     bits = {name: known.bits for name, known in dtypes.BY_NAME.items()}
@@ -243,8 +241,9 @@ def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
 
 @dataclass
 class ParetoFront:
-    """The Pareto front of bytes against predicted drift, as a list of points. Each point stands for a choice of one dtype for every
-    item. At the first point, every item has its smallest dtype. From each point to the next, one item changes to a larger dtype.
+    """The Pareto front of bytes against predicted drift, as a list of points. At each point, every item (a weight, or several with
+    the same dtype) has one of its dtypes. At the first point, every item has its smallest dtype. From each point to the next, one
+    item changes to a larger dtype.
     """
 
     items: Sequence[Item]
@@ -282,7 +281,9 @@ class ParetoFront:
         return self.solution(self._chosen(index))
 
     def best_within(self, budget: int) -> Solution | None:
-        """Return the solution with the lowest score in at most `budget` bytes, or None if even the smallest solution is larger."""
+        """Return the solution with the lowest predicted drift in at most `budget` bytes, or None if even the smallest solution is
+        larger.
+        """
         index = bisect.bisect_right(self.points, budget, key=lambda point: point.bytes) - 1
         if index < 0:
             return None
@@ -293,7 +294,7 @@ class ParetoFront:
         return self.solution(start)
 
     def smallest_reaching(self, most: float) -> Solution | None:
-        """Return the smallest solution with a score of at most `most`, or None if the lowest possible score is above `most`."""
+        """Return the smallest solution whose predicted drift is at most `most`, or None if no solution reaches that."""
         index = bisect.bisect_left(range(len(self.points)), True, key=lambda at: self._score(self._chosen(at)) <= most)
         if index == len(self.points):
             return None
@@ -316,7 +317,7 @@ class ParetoFront:
         return chosen
 
     def solution(self, chosen: Sequence[int]) -> Solution:
-        """Return the solution that results if each item has the dtype chosen for it. chosen: for each item, the dtype's index in
+        """Return the solution in which each item has the dtype chosen for it. chosen: for each item, the dtype's index in
         `Item.choices`.
         """
         planned = {
@@ -330,8 +331,8 @@ class ParetoFront:
 def make_front(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> ParetoFront:
-    """Return the Pareto front of a model. scores: the results of a scan, which are the drift for each (weight, dtype). Raises
-    UserError for a pattern that matches nothing, or a dtype that was not scanned.
+    """Return the Pareto front of a model. scores: the drift by (weight, dtype), from a scan. Raises UserError for a pattern that
+    matches nothing, or a dtype that was not scanned.
     """
     items = make_items(tree, scores, constraints)
     changing = sum(tree.tensors[name].nbytes for item in items for name in item.weights if name in tree.tensors)
@@ -339,14 +340,14 @@ def make_front(
 
 
 def _slope(low: Choice, high: Choice) -> float:
-    """Return by how much an item's score decreases for each additional byte if the item changes from the dtype `low` to the larger
-    dtype `high`.
+    """Return by how much an item's predicted drift decreases for each additional byte if the item changes from the dtype `low` to
+    the larger dtype `high`.
     """
     return (low.score - high.score) / (high.bytes - low.bytes) if math.isfinite(low.score) else math.inf
 
 
 def _hull(choices: Sequence[Choice]) -> list[int]:
-    """Return the indices of those possible dtypes of an item that lie on the lower convex hull of score over bytes."""
+    """Return the indices of the dtypes of an item that lie on the lower convex hull of predicted drift over bytes."""
     hull: list[int] = []
     for index in range(len(choices)):
         while len(hull) >= 2 and _slope(choices[hull[-2]], choices[hull[-1]]) <= _slope(
@@ -359,10 +360,11 @@ def _hull(choices: Sequence[Choice]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A partial solution of `knapsack`: one entry is chosen from each of the first rows, and none yet from the other rows.
+    """A partial solution of `knapsack`, in which an entry is chosen from each of the first rows of the table but not yet from the
+    rows after them.
 
     `weight`, `cost` and `used` are sums of the chosen entries' weights, costs and reduced costs. `choice` is the index of the entry
-    chosen in the last of these rows, and `before` is the partial solution for the rows before it.
+    chosen in the last of the first rows, and `before` is the partial solution without this row.
     """
 
     weight: float
@@ -378,9 +380,9 @@ def knapsack(
     """Choose one entry (cost, weight) from each row of `table` so that the sum of costs is minimal while the sum of weights is at
     most `limit`. Returns the index of the entry chosen in each row. A weight here is a number, such as bytes, and not a tensor.
 
-    start: the indices of any solution within the limit. price: the Lagrange multiplier p, the cost of a unit of weight. The reduced
-    cost of an entry is its cost + p·weight minus the minimum of cost + p·weight in its row. In a solution better than `start`, the
-    reduced costs sum to at most the gap between the cost of `start` and the Lagrangian bound, which excludes most entries. The
+    start: the indices of any solution within the limit. price: the Lagrange multiplier p, which is the cost of a unit of weight.
+    The reduced cost of an entry is its cost + p·weight minus the minimum of this sum in its row. In a solution better than `start`,
+    the reduced costs sum to at most the gap between the cost of `start` and the Lagrangian bound. This excludes most entries. The
     result is exact unless more than 20,000 partial solutions remain; then only those with the smallest reduced costs are continued.
     """
     least = [min(cost + price * weight for cost, weight in row) for row in table]
@@ -430,8 +432,8 @@ def knapsack(
 
 
 def _pareto(states: list[_State]) -> list[_State]:
-    """Return the partial solutions from which the best solution may result, sorted by weight. A partial solution is left out if
-    another one has neither a higher weight nor a higher cost.
+    """Return the partial solutions of a knapsack that can still become the best one, sorted by weight. A partial solution is left
+    out if a different one has neither a higher weight nor a higher cost.
     """
     states.sort(key=lambda state: (state.weight, state.cost))
     best: list[_State] = []

@@ -1,8 +1,8 @@
-"""Adds up the scores of a scan for a node, a layer or a recipe. A score is the drift of the model's output if only one weight is
-cast.
+"""Adds up the scores of a scan for a node of the tree, a layer or a recipe. A score is how far the model's output drifts if only
+one weight is cast.
 
 To second order, the errors of different weights add up. The score of a node, a layer or a recipe is therefore the sum of its
-weights' scores. This is an approximation, so the sum is always called predicted.
+weights' scores. This sum is an approximation, so it is always called predicted.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from dtype_engine.results.scan import Prediction, ScanReport, WeightScore
 
 
 def is_lossless(stored: str, dtype: str) -> bool:
-    """Return whether casting a weight from the dtype `stored` to `dtype` causes no drift from the reference.
+    """Return whether casting a weight from the dtype `stored` to `dtype` leaves the output as it is in the reference run.
 
-    The reference computes in float64 with a weight stored in float64, and in float32 with all others. A cast thus causes no drift
-    if `dtype` is at least as wide as that. bfloat16 is not: even a weight stored in bfloat16 makes operations round to it.
+    The reference run computes in float64 with a weight stored in float64, and in float32 with all others. A cast changes nothing if
+    `dtype` is at least as wide as that. bfloat16 is not, even for a weight stored in it, because operations then round to bfloat16.
     """
     reference = "float64" if stored == "float64" else "float32"
     return dtype in dtypes.COMPUTE_DTYPES and dtypes.BY_NAME[dtype].bits >= dtypes.BY_NAME[reference].bits
 
 
 def scalar_drift(output: OutputDrift) -> float:
-    """Return a model output's drift as one number, by which scans and searches compare recipes: the mean KL if the output is a
-    distribution, otherwise the squared relative L2 error. It is infinite if the output is not finite.
+    """Return a model output's drift as one number, by which scans and searches compare recipes: the mean KL divergence if the
+    output is a distribution, otherwise the squared relative L2 error. It is infinite if the output has NaN or infinite values.
     """
     value = output.kl_mean if output.kl_mean is not None else output.rel_l2**2
     return value if math.isfinite(value) and not output.nonfinite else math.inf
 
 
 def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[str, str], float]) -> Prediction:
-    """Return the predicted drift of a plan: the sum of its weights' scores in a scan. scores: the result of `report.scores()`.
+    """Return the predicted drift of a plan (the dtype of each weight): the sum of its weights' scores in a scan.
 
-    Raises UserError if a weight was not scanned in its planned dtype.
+    scores: the result of `report.scores()`, the drift by (weight, dtype). Raises UserError if a weight was not scanned in its
+    dtype.
     """
     total = 0.0
     for name, dtype in plan.dtypes.items():
@@ -62,9 +63,9 @@ def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[st
 
 def aggregate_by_node(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> dict[str, float]:
     """Return, by node name, the sum of the scores in `dtype` of all weights at or below each node of the tree. A node is a module
-    (the root is "") or a weight. A tied weight counts once in each module that contains it.
+    (the root is "") or a weight. A weight that several modules share counts once in each of them.
 
-    scores: the drift for each (weight, dtype), from a scan.
+    scores: the drift by (weight, dtype), from a scan.
     """
     sums: dict[str, float] = {}
     every = {name: tensor.names for name, tensor in tree.tensors.items()} | {name: (name,) for name in tree.caches}
@@ -80,21 +81,23 @@ def aggregate_by_node(tree: Tree, scores: Mapping[tuple[str, str], float], dtype
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """An entry of a ranking: a weight, a dtype, and the score of casting the weight to this dtype."""
+    """An entry of a ranking of casts: a weight, the dtype to which it is cast, and the score, which is the drift that this
+    causes.
+    """
 
     score: WeightScore
     saved: int
-    """How many bytes casting the weight saves; negative if the weight becomes larger."""
+    """How many bytes the cast saves; negative if the weight becomes larger."""
 
     @property
     def per_byte(self) -> float:
-        """The score for each saved byte, or infinity if no bytes are saved."""
+        """The drift for each saved byte, or infinity if the cast saves no bytes."""
         return self.score.score / self.saved if self.saved > 0 else math.inf
 
 
 def ranking(tree: Tree, report: ScanReport, dtype: str | None = None, per_byte: bool = False) -> list[Ranked]:
-    """Return the casts of a scan, each of one weight to one dtype, those with the highest scores first. dtype: include only casts
-    to this dtype; if None, casts to all dtypes. per_byte: sort by score per saved byte, with casts that save nothing last.
+    """Return the casts that a scan has scored, each of one weight to one dtype, the highest drift first. dtype: include only casts
+    to this dtype; if None, casts to all dtypes. per_byte: sort by drift per saved byte, with casts that save nothing last.
     """
     widest = {score.name: score.bytes for score in sorted(report.weights, key=lambda each: each.bytes)}
     rows = [
@@ -115,21 +118,21 @@ def ranking(tree: Tree, report: ScanReport, dtype: str | None = None, per_byte: 
 
 @dataclass(frozen=True, slots=True)
 class LayerMap:
-    """The scores of a scan in one dtype as a table, with a row for each layer, such as `model.layers.3`, and a column for each kind
-    of weight, such as `mlp.down_proj`.
+    """The scores of a scan in one dtype (the drift if one weight is cast) as a table. It has a row for each layer, such as
+    `model.layers.3`, and a column for each kind of weight, such as `mlp.down_proj`.
     """
 
     layers: tuple[str, ...]
     kinds: tuple[str, ...]
     cells: Mapping[tuple[str, str], float]
-    """The sum of the scores of the weights in each cell, by (layer, kind)."""
+    """The sum of the scores of the weights in each cell of the table, by (layer, kind of weight)."""
     rest: tuple[tuple[str, float], ...]
-    """The (name, score) of each weight that is in no numbered layer, and therefore not in the table."""
+    """The (name, score) of each weight that is not in the table, because its name has no layer number."""
 
 
 def layer_map(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> LayerMap:
-    """Return the scores in `dtype` as a table by layer and kind of weight. scores: the drift for each (weight, dtype), from a scan.
-    A weight's layer is its name up to the first number. Its kind is the rest of its name, with `*` for further numbers.
+    """Return the scores in `dtype` as a table by layer and kind of weight. scores: the drift by (weight, dtype), from a scan. A
+    weight's layer is its name up to the first number. Its kind is the rest of its name, with `*` for further numbers.
     """
     layers: dict[str, None] = {}
     kinds: dict[str, None] = {}

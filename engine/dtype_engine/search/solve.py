@@ -37,8 +37,8 @@ def around(front: ParetoFront, budget: int | None, max_drift: float | None, coun
     near it in bytes.
 
     With a limit on bytes (`budget`), these points need no more bytes than the best solution. With a limit on drift (`max_drift`),
-    they may need fewer or more bytes, because the drift is only predicted and may be too low or too high. Raises the same errors as
-    `solve`.
+    they may need fewer or more bytes, because the drift is only predicted and may be too low or too high. Raises UserError unless
+    exactly one limit is given, and OutOfReach if no solution meets it.
     """
     first = solve(front, budget, max_drift)
     indexes = range(len(front.points))
