@@ -1,4 +1,6 @@
-"""The scales of KV caches in an export: compressed-tensors' `kv_cache_scheme`, with `k_scale` and `v_scale` of each attention."""
+"""The scales of KV caches in an export, in compressed-tensors' layout: `kv_cache_scheme` in config.json, and the tensors `k_scale`
+and `v_scale` of each attention module.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ _STRATEGIES = {"float8_e4m3fn@tensor": "tensor", "fp8@head": "attn_head"}
 
 
 def cache_scheme(tree: Tree, caches: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the `kv_cache_scheme` for a plan's KV caches, or None. A scheme can only say that the keys and values of all layers
-    are in fp8 with calibrated scales, either one for each tensor or one for each head. caches: the formats, keyed by the name of
-    the cache tensor.
+    """Return compressed-tensors' `kv_cache_scheme` for the formats of a model's KV caches, or None if it can't express them. It can
+    only say that the keys and values of all layers are in fp8 with calibrated scales, one for each tensor or one for each head.
+
+    caches: the format of each cache tensor, by the tensor's name.
     """
     forms = {caches.get(tensor.name) for tensor in tree.kv_cache.tensors if tensor.castable}
     parts = {tensor.part for tensor in tree.kv_cache.tensors if tensor.castable}
@@ -41,11 +44,11 @@ def with_cache_scales(
     amax: Mapping[str, torch.Tensor],
     file_name: Callable[[str], str] = str,
 ) -> Contents:
-    """Return the contents of an export with the scales of KV caches, if a scheme of compressed-tensors expresses the formats
-    `caches`. Otherwise, return them with a notice that says how a runtime is told the formats.
+    """Return the contents of an export with the scales of KV caches added, if compressed-tensors can express the formats `caches`.
+    Otherwise, add a notice which says how the user requests these formats from a runtime.
 
-    amax: the calibrated largest |value| of each head, float32 [heads], by the name of the cache's tensor. file_name: returns
-    the name that a module has in the files.
+    caches: the format of each cache tensor, by the tensor's name. amax: the calibrated largest |value| of each head, float32
+    [heads], by the name of the cache tensor. file_name: returns the name that a module has in the files.
     """
     scheme = cache_scheme(tree, caches)
     before = (contents.config or {}).get("quantization_config")
@@ -68,7 +71,7 @@ def with_cache_scales(
 
 
 def module_in_files(model: LiveModel, module: str) -> str:
-    """Return the name that a module of the live model has in the checkpoint's files."""
+    """Return the name that the module `module` of the live model has in the checkpoint's files, where prefixes may differ."""
     placements = {} if model.checkpoint is None else map_names(model.module, model.checkpoint.weights)
     for name, place in placements.items():
         local = place.name.removeprefix(f"{module}.")

@@ -16,7 +16,7 @@ from dtype_engine.runtime.export.experts import all_experts, expert_layer
 
 def export_dtype(contents: Contents) -> str:
     """Return the dtype that `config.json` must name: the widest in the export, so that a loader can hold all values unrounded. If
-    weights are copied as another program quantized them, it is the dtype that the source's `config.json` names, if any.
+    the export copies weights that another program quantized, it is the dtype that the source's `config.json` names, if any.
     """
     if any(item.copied for item in contents.items):
         named = (contents.config or {}).get("dtype") or (contents.config or {}).get("torch_dtype")
@@ -26,11 +26,11 @@ def export_dtype(contents: Contents) -> str:
 
 
 def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
-    """Return every `config.json` that the export changes, keyed by its path.
+    """Return the new content of every `config.json` that the export changes, by its path in the export.
 
-    The top `config.json` gets the dtype and the quantization settings of the export. A pipeline component's `config.json` gets a
-    new dtype if it names a dtype. Raises UserError if weights with scales would be added to a source that another method has
-    quantized already.
+    The top `config.json` gets the dtype and the quantization settings of the export. The `config.json` of a pipeline's component
+    gets a new dtype if it names a dtype. Raises UserError if the export has weights with scales, but the source is quantized
+    already by a method that can't describe them.
     """
     configs: dict[str, dict[str, Any]] = {}
     if contents.config is not None and contents.layout.kind == "model":
@@ -66,13 +66,13 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def quantization_config(contents: Contents) -> dict[str, Any] | None:
-    """Return the `quantization_config` with which other programs read weights with scales, or None if the export has no such
-    weights that other programs can read.
+    """Return the `quantization_config` with which other programs read the export's weights with scales, or None if the export has
+    no weights or KV caches with scales that other programs can read.
 
-    If the weights are in the fp8 layout of DeepSeek, the result names this layout. For all other formats, the result has
-    compressed-tensors groups: one for each format of the weights, divided by whether the inputs of the layers are quantized too. A
-    group lists the exact names of its modules (see `_targets` for experts). All other linear modules are listed as not quantized,
-    so that no program looks for their scales.
+    If the weights are in the fp8 layout of DeepSeek, the result names this layout. For all other formats, it has groups as
+    compressed-tensors defines them: one for each pair of a weight format and whether the inputs of the layers are quantized too. A
+    group lists the names of its modules. All other linear modules are listed as not quantized, so that no program looks for their
+    scales.
     """
     groups: dict[tuple[str, bool], list[str]] = {}
     for item in contents.items:
@@ -122,10 +122,10 @@ def _compressed_tensors(
 
 
 def _targets(modules: Iterable[str], rest: Iterable[str], name_of: Callable[[str], str] = all_experts) -> list[str]:
-    """Return the entries with which a configuration group lists its linear modules (`modules`): their exact names. If all experts
-    of a layer are in the group, a single pattern, `name_of(layer)`, replaces their names.
+    """Return the entries with which a group of the quantization settings lists its linear modules (`modules`): their exact names,
+    or a single pattern, `name_of(layer)`, for the experts of a layer that are all in the group.
 
-    rest: the linear modules outside the group. If an expert of the layer is among them, the pattern can't be used, because it would
+    rest: the linear modules outside the group. If one of them is an expert of the layer, the pattern is not used, because it would
     match this expert, too.
     """
     split = {expert_layer(module) for module in rest}

@@ -24,16 +24,16 @@ from dtype_engine.runtime.export.layout import PLAIN, Layout
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 
 Quantized = tuple[torch.Tensor, ...]
-"""The tensors with which a file stores a weight that has scales: its codes, its scales and the format's other tensors, in the order
-of the file.
+"""The tensors with which a file stores a weight that has scales, in the order of the file: its codes, its scales and any further
+tensors of the format.
 """
 
 
 class SharedScale:
     """A single scale for several tensors, computed from the largest |value| of all of them.
 
-    names: the names of the tensors in the source. values: one function for each tensor, which returns the tensor's values. The
-    first call of `amax`, in any thread, calls all these functions. Later calls return the same result without calling them.
+    names: the names of the tensors in the source. values: for each tensor, a function that returns its values. Only the first call
+    of `amax`, in any thread, calls these functions; later calls return the stored result.
     """
 
     def __init__(self, names: tuple[str, ...], values: Sequence[Callable[[], torch.Tensor]]) -> None:
@@ -52,21 +52,21 @@ class SharedScale:
 
 @dataclass(frozen=True, slots=True)
 class InputScale:
-    """NVFP4's scale for quantizing the inputs of a layer, which the export stores."""
+    """The calibrated scale with which a runtime quantizes the inputs of a layer in NVFP4. The export stores it."""
 
     value: float | None = None
-    """The scale, or None until the model has run on calibration inputs."""
+    """The scale, or None until the calibration has run the model."""
     seen: bool = True
-    """Whether this layer was called in any calibration pass. A layer that was not called has the scale of similar layers."""
+    """Whether any calibration pass called this layer. A layer that was not called gets the scale of similar layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of an exported file."""
+    """One tensor in a file of the export."""
 
     name: str
     dtype: str
-    """The dtype of the tensor, as torch names it."""
+    """The dtype of the tensor under torch's name, such as `float8_e4m3fn`."""
     shape: tuple[int, ...]
 
     @property
@@ -76,42 +76,42 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class ExportTensor:
-    """One weight of the export."""
+    """One weight of the export, with the functions that read its values."""
 
     name: str
     shape: tuple[int, ...]
     stored: str
-    """The dtype in the source. It ends in `@tensor` if the source stores a single scale for the whole weight."""
+    """The dtype of the weight in the source. It ends in `@tensor` if the source stores a single scale for the whole weight."""
     dtype: str
-    """The dtype in the export. The name ends with `@tensor` if the export has a single scale for the whole weight."""
+    """The dtype of the weight in the export. It ends in `@tensor` if the export has a single scale for the whole weight."""
     has_scales: bool
     """Whether the export stores this weight as codes and scales."""
     portable: bool
     """Whether the export stores this weight in a layout that other programs read."""
     source_bytes: tuple[ByteRange, ...]
-    """The byte ranges of data and scales in the source's files, if these bytes can be copied unchanged. The tuple is empty if the
-    bytes can't be copied.
+    """The byte ranges of the weight's data and scales in the source's files, if these bytes can be copied unchanged; otherwise
+    empty.
     """
     values: Callable[[], torch.Tensor]
-    """A function that reads the source's values, which the export then casts to `dtype`."""
+    """A function that reads the weight's values from the source. The export then casts them to `dtype`."""
     quantized: Callable[[], Quantized] | None = None
-    """A function that returns this weight's codes and scales, if they exist already and can be written unchanged. If this field is
-    None, the export computes codes and scales from `values`.
+    """A function that returns this weight's codes and scales, if they exist already and can be written unchanged. If None, the
+    export computes codes and scales from `values`.
     """
     byte_range: ByteRange | None = None
-    """Where the source's file holds the values, if it holds them unchanged and contiguously: they are then read from there, without
-    memory-mapping the file. Otherwise None.
+    """The place of the weight's values in a source file, if they are stored there unchanged and contiguously. They are then read
+    without memory-mapping the file. Otherwise None.
     """
     shared: SharedScale | None = None
-    """The scale that this weight shares with other weights: with those that runtimes fuse with it, or with those that loading packs
-    into the same weight. None if it shares its scale with no other weight.
+    """The scale that this weight shares with the weights that runtimes fuse with it, or that loading packs into one tensor with it.
+    None if it has its own scale or none.
     """
     quantised_inputs: bool = False
-    """Whether the exported configuration declares the inputs of this weight's layer as quantized."""
+    """Whether the export's `config.json` declares that the inputs of this weight's layer are quantized, too."""
     input_scale: InputScale | None = None
     """The scale for quantizing this layer's inputs, or None if the format stores no such scale."""
     packed_into: str = ""
-    """The weight of the live model into which loading packs this weight and others; "" if this weight is not packed."""
+    """The name of the live model's weight into which loading packs this weight and others; "" if this weight is not packed."""
 
     encoded: EncodedWeight | None = None
     """How the source stores the weight, if another program quantized it, for example by GPTQ. None if the source stores plain
@@ -120,20 +120,20 @@ class ExportTensor:
 
     copies: tuple[CheckpointTensor, ...] = ()
     """The source's tensors that the export copies unchanged, if another program quantized the weight. Empty if the weight is
-    written in another format. Also empty if another item copies these tensors: if experts are stacked in one tensor, only the item
-    of the first expert copies it.
+    written in another format. If the tensors hold several weights, such as stacked experts, only the first of these weights lists
+    them.
     """
 
     @property
     def copied(self) -> bool:
-        """Whether the export copies this weight as another program quantized it."""
+        """Whether the export copies this weight's tensors unchanged from a source that another program quantized."""
         return self.encoded is not None and self.dtype == self.stored
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
         """The tensors that hold this weight in the file: codes, scales, further tensors of the format, and finally the scale of the
-        inputs. Scales are [channels, 1] for a matrix, [1] for a single scale, or [blocks down, blocks across]. If the export copies
-        the weight as another program quantized it, these are the tensors of that program (`copies`).
+        layer's inputs. Scales are [channels, 1] for a matrix, [1] for a single scale, or [blocks down, blocks across]. If the
+        export copies the tensors of a program that quantized the weight, these tensors are returned instead.
         """
         if self.copied:
             return tuple(TensorEntry(each.name, each.dtype, each.shape) for each in self.copies)
@@ -155,7 +155,7 @@ class ExportTensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything about an export except the folder to which it is written."""
+    """The contents of an export: everything about it except the folder to which it is written."""
 
     title: str
     items: tuple[ExportTensor, ...]
@@ -165,28 +165,30 @@ class Contents:
     folder: Path | None = None
     """The source folder, from which files without weights are copied."""
     linears: tuple[str, ...] = ()
-    """The names of the linear modules. The `quantization_config` must list those that stay unquantized."""
+    """The names of the model's linear modules. `quantization_config` must list those of them that stay unquantized."""
     notices: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
-    """The files from which the weights are read."""
+    """The source files from which the weights are read."""
     layout: Layout = PLAIN
-    """The folders and files of the export."""
+    """The folders of the export, and the files in them."""
     identities: tuple[FileIdentity, ...] = ()
-    """The size, modification time and inode of each of `files`, recorded before the file was read, to detect later changes."""
+    """The size, modification time and inode of each of `files`, recorded before the file was read. They reveal later changes."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Maps each omitted name of a tied weight to the name under which the weight is written."""
+    """For a tied weight, which is written under one name only: maps each of its omitted names to the written one."""
     settings: RunSettings = field(default_factory=RunSettings)
-    """The settings with which the candidate runs. If they quantize activations, `config.json` requests this from runtimes, too."""
+    """The settings with which the model under the recipe runs. If they quantize activations, `config.json` tells runtimes to do so,
+    too.
+    """
     coverage: Coverage | None = None
-    """How many of the model's tensors the source has. If the model's tensors are unknown, those in the source's index are counted
-    instead. None if there is no index either.
+    """How many of the model's tensors the source has. If the model's tensors are unknown, those in the index of the source's shards
+    are counted instead. None if there is no index either.
     """
     incomplete: tuple[str, ...] = ()
-    """Sentences that name the tensors which the source lacks."""
+    """Sentences for the user that name the tensors which the source lacks."""
     cache_scheme: dict[str, Any] | None = None
     """compressed-tensors' `kv_cache_scheme`, if the export has scales of KV caches; otherwise None."""
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of all tensors, with scales and without file headers."""
+        """The number of bytes of all tensors, including scales but not the headers of the files."""
         return sum(item.nbytes for item in self.items)

@@ -2,9 +2,9 @@
 them.
 
 One entry of config.json, such as `quantization_config`, describes all of these weights. If a rule casts any weight of the model to
-a format with scales, all of them are decoded, because the entry can't describe both. Otherwise, if no rule casts any of them, all
-are copied. If rules cast some of them, the others are copied if the entry can list the modules of the cast ones as not quantized.
-If it can't, all are decoded.
+a format with scales, all quantized weights are decoded, because the entry can't describe both formats. If no rule casts a quantized
+weight, all are copied. If rules cast some of them, those without a rule are copied, provided that the entry can list the modules of
+the cast ones as not quantized. If it can't, all are decoded.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _PLAIN_MODULES = {
     "fp8": "modules_to_not_convert", "awq": "modules_to_not_convert", "compressed-tensors": "ignore",
     "modelopt": "ignore", "bitsandbytes": "llm_int8_skip_modules",
 }  # fmt: skip
-"""For each quantization method of transformers that has such a list: the key under which its settings list the modules that are not
-quantized.
+"""For each quantization method of transformers: the key under which its settings list the modules that are not quantized. Methods
+without a list are left out.
 """
 
 
 def exported_config(checkpoint: Checkpoint, of_files: dict[str, str]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the content of config.json that fits the export's quantized weights, and the names of the weights that must be decoded
-    although no rule casts them. The content is None if the source has no config.json.
+    """Return (the content of the export's config.json, the names of the quantized weights that must be decoded although no rule
+    casts them). The content is None if the source has no config.json.
 
     of_files: the planned dtype of each weight, by its name in the files. For the weights that must be decoded, this function
     changes it to the dtype to which they are decoded.
@@ -55,7 +55,7 @@ def exported_config(checkpoint: Checkpoint, of_files: dict[str, str]) -> tuple[d
 
 
 def _without_entries(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration without the entries that describe quantized weights (`_ENTRIES`). They are also removed from
+    """Return a configuration without the entries `_ENTRIES`, which describe quantized weights. They are also removed from its
     `text_config`.
     """
     rest = {key: value for key, value in config.items() if key not in _ENTRIES}
@@ -64,9 +64,8 @@ def _without_entries(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_plain_modules(checkpoint: Checkpoint, weights: Sequence[str]) -> dict[str, Any] | None:
-    """Return the source's configuration with the modules of `weights` listed as not quantized. Returns None if the quantization
-    method has no such list. Also returns None if one of the weights is not that of a single linear layer, but of an expert for
-    example.
+    """Return the content of the source's config.json with the modules of `weights` listed as not quantized. Returns None if this is
+    impossible: the quantization method has no such list, or a weight belongs to an expert or not to a linear layer.
     """
     changed = copy.deepcopy(checkpoint.config or {})
     settings = changed.get("quantization_config")
@@ -87,16 +86,16 @@ def _with_plain_modules(checkpoint: Checkpoint, weights: Sequence[str]) -> dict[
 
 
 def copies_of(checkpoint: Checkpoint, weight: EncodedWeight) -> tuple[CheckpointTensor, ...]:
-    """Return the tensors of the files that hold a weight. Tensors that an earlier weight shares, such as one tensor with several
-    experts, are left out, so that each tensor is copied only once.
+    """Return the tensors of the files that hold a quantized weight. If several weights share a tensor, such as one with stacked
+    experts, only the first weight gets it, so that each tensor is copied once.
     """
     whole = {part.name: checkpoint.tensors[part.name] for part in weight.tensors}
     return tuple(tensor for name, tensor in whole.items() if checkpoint.owners[name] == weight.name)
 
 
 def layout_beside(layout: Layout, checkpoint: Checkpoint, items: Sequence[ExportTensor]) -> Layout:
-    """Return the export's layout. If the export copies tensors of another program, the metadata of the source's files are added to
-    each file, because that program may need them. Otherwise, the layout is unchanged.
+    """Return `layout`, with the metadata of the source's files added to each file if the export copies tensors that another program
+    quantized, because that program may need them. items: all weights to export.
     """
     if not any(item.copied for item in items):
         return layout

@@ -1,6 +1,7 @@
-"""How vLLM and transformers load experts that were exported with scales. transformers packs all experts of a layer into one weight.
+"""What vLLM and transformers do with the experts of an export that have scales. transformers packs all experts of a layer into one
+weight.
 
-The behavior of transformers 5.23 with compressed-tensors 0.20 was tried; the behavior of vLLM follows from its source.
+The behavior of transformers 5.23 with compressed-tensors 0.20 was tried; the behavior of vLLM follows from its source code.
 """
 
 from __future__ import annotations
@@ -21,17 +22,15 @@ _READ = (
     "int4@g32",
     "int8@g128",
 )
-"""The formats in which transformers can load experts. It dequantizes such experts while it packs all experts of a layer into one
-weight.
-"""
+"""The formats of experts that transformers can load. It dequantizes them while it packs all experts of a layer into one weight."""
 
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.\w+")
 
 
 def expert_layer(module: str) -> str:
-    """Return the name of the experts module that contains a linear layer, such as `model.layers.0.mlp.experts`, or "" if the layer
-    is not part of an expert.
+    """Return the name of the module that holds all experts of a layer, such as `model.layers.0.mlp.experts`, if the linear module
+    `module` is part of one of them. Otherwise, return "".
     """
     found = _EXPERT.fullmatch(module)
     return found[1] if found else ""
@@ -40,25 +39,24 @@ def expert_layer(module: str) -> str:
 def all_experts(layer: str) -> str:
     """Return a pattern in compressed-tensors' syntax that matches the linear layers of all experts in the module `layer`.
 
-    vLLM looks up the scheme of experts under the names `0.gate_proj`, `0.up_proj` and `0.down_proj`, whatever names the checkpoint
-    has. transformers looks up the scheme with a regular expression that contains `experts`.
+    It is this general, because vLLM looks up the settings of experts under the names `0.gate_proj`, `0.up_proj` and `0.down_proj`,
+    whatever names the checkpoint has. transformers looks them up with a regular expression that contains `experts`.
     """
     return rf"re:{re.escape(layer)}\.\d+\.\w+$"
 
 
 def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:
-    """Return those of `items` that are weights of experts and that the export stores in a layout which other programs read.
+    """Return the weights among `items` that belong to experts and that the export stores in a layout which other programs read.
 
-    The README and the notices for the user treat these weights separately: transformers packs all weights of a layer's experts into
-    one weight, while other programs load them one by one.
+    The README of an export and the notices treat them separately, because transformers packs them while other programs load them
+    one by one.
     """
     return [item for item in items if item.packed_into and item.portable]
 
 
 def misread(items: Sequence[ExportTensor]) -> str | None:
-    """Return a clause that says what `from_pretrained` of transformers does wrong if it loads the experts among `items`. For
-    example: "it raises an error when it packs experts in mxfp8". Returns None if it loads them correctly, or if they are not in a
-    compressed-tensors layout.
+    """Return what `from_pretrained` of transformers does wrong if it loads the experts among `items`, such as "it raises an error
+    when it packs experts in mxfp8". Returns None if it loads them correctly, or if they are not in a compressed-tensors layout.
     """
     found = sorted({item.dtype for item in experts(items)})
     if not found or not set(found) <= set(DESCRIBED):

@@ -31,7 +31,7 @@ from dtype_engine.runtime.export.write import Progress, copy_file, write_file
 OnBytes = Callable[[int, int], None]
 SHARD_SIZE = "5GB"
 Files = dict[str, tuple[ExportTensor, ...]]
-"""The weights in each weights file of one folder of the export, keyed by file name."""
+"""The weights in each weights file of one folder of the export, by file name."""
 
 
 def export(
@@ -44,8 +44,8 @@ def export(
     lost: Sequence[ValueLoss] | None = None,
     incomplete: bool = False,
 ) -> ExportReport:
-    """Write an export to a new folder. Memory holds at most one tensor at a time, and for plain casts only a block of a tensor. The
-    folder gets its name only after everything is written.
+    """Write an export to a new folder, which gets its name only after everything is written. Memory holds at most one tensor at a
+    time, and for plain casts only a block of a tensor.
 
     max_shard_size: the maximum size of each weights file, in bytes or as in "5GB". on_bytes: called with the number of bytes
     written and the total. force: whether to replace an existing export, once everything is written; the source is never replaced.
@@ -118,9 +118,10 @@ def export(
 
 
 def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata of a weights file: the source's metadata, the dtype of each weight with scales, and for each omitted name
-    of a tied weight the name under which the weight is written. items: the weights in the file. tied: maps each omitted name to the
-    written one.
+    """Return the metadata of the weights file that holds `items`: the source's metadata, the dtype of each weight with scales, and
+    for each omitted name of a tied weight the name under which the weight is written.
+
+    part: the folder of the file. tied: maps each omitted name of a tied weight to the written one.
     """
     names = {item.name for item in items}
     written = {
@@ -143,16 +144,18 @@ def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, st
 
 
 def _index(files: Files) -> str:
-    """Return the index of the shards in one folder, in the format of transformers and diffusers."""
+    """Return the text of `model.safetensors.index.json` for the files of one folder, in the format of transformers and
+    diffusers.
+    """
     weight_map = {entry.name: name for name, items in files.items() for item in items for entry in item.entries}
     total = sum(item.nbytes for items in files.values() for item in items)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
 
 
 def shards(contents: Contents, max_shard_size: int | str) -> dict[Part, Files]:
-    """Distribute the weights over files of limited size, as huggingface_hub splits a state dict. Returns the files of each weights
-    folder. A weight and its scales stay together. In the result, the names of the weights lack the prefix of their folder, such as
-    `unet.`. Raises UserError if the shard size can't be parsed.
+    """Distribute the weights over files of limited size, as huggingface_hub splits a state dict. Returns the files of each folder
+    with weights. A weight and its scales stay together. In the result, the names of the weights lack the prefix of their folder,
+    such as `unet.`. max_shard_size: in bytes or as in "5GB". Raises UserError if it can't be parsed.
     """
     by_part: dict[Part, dict[str, ExportTensor]] = {part: {} for part in contents.layout.parts}
     for item in contents.items:
@@ -180,7 +183,7 @@ def _split(part: Part, items: dict[str, ExportTensor], max_shard_size: int | str
 
 
 def names_of(files: Mapping[Part, Files]) -> tuple[str, ...]:
-    """Return the paths of all weights files, relative to the export. files: the weights files of each folder with weights."""
+    """Return the paths, relative to the export, of all weights files. files: the weights files of each folder with weights."""
     return tuple(
         f"{part.folder}/{name}" if part.folder else name for part, of_part in files.items() for name in of_part
     )

@@ -1,4 +1,6 @@
-"""Decides for which layers an export requests quantized activations, and computes the input scales that NVFP4 stores."""
+"""Decides for which layers an export requests quantized activations, and computes the scales of their inputs, which NVFP4
+stores.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,17 @@ _NUMBER = re.compile(r"\d+")
 def with_quantised_inputs(
     items: list[ExportTensor], settings: RunSettings, ranges: Mapping[str, float], source: Checkpoint
 ) -> list[ExportTensor]:
-    """Return the items (the weights to export), with quantized inputs declared for the layers that have them. In a format that
-    stores a scale for a layer's inputs, such as NVFP4, the item also gets this scale.
+    """Return the weights to export (`items`), with those marked whose layer has quantized inputs. If the format of a marked weight
+    stores a scale for the layer's inputs, as NVFP4 does, this scale is added.
 
-    A layer's inputs are quantized in two cases. First, if `settings` request this. Second, if its weight is exported as stored and
+    A layer's inputs are quantized in two cases. First, if `settings` request it. Second, if its weight is exported as stored and
     the source declares quantized inputs for it; the source's scale is then kept. ranges: the largest |value| of the inputs of each
-    weight, keyed by weight name.
+    weight, by weight name.
 
-    Fused weights use the largest range among them, since they have the same inputs. A layer that was never called (an expert to
-    which no token was routed) uses the largest range of the layers whose names differ only in numbers. If loading packs several
-    items into one weight, the ranges of their inputs are unknown. In a format that stores an input scale, no quantized inputs are
-    declared for such items.
+    Weights that runtimes fuse have the same inputs, so they use the largest range among them. A layer that was never called (an
+    expert to which no token was routed) uses the largest range of the layers whose names differ only in numbers. If loading packs
+    several weights into one, the range of each one's inputs is unknown. Such weights are not marked if their format stores an input
+    scale.
     """
     before = _declared(source.config)
     alike: dict[str, float] = {}
@@ -62,7 +64,7 @@ def with_quantised_inputs(
 
 
 def _declared(config: Mapping[str, Any] | None) -> frozenset[str]:
-    """Return the entries of a source's `quantization_config` (names or patterns of modules) that request quantized inputs."""
+    """Return the names and patterns of modules for which a source's `quantization_config` requests quantized inputs."""
     said = (config or {}).get("quantization_config")
     groups = said.get("config_groups") if isinstance(said, dict) else None
     named = [
@@ -102,8 +104,8 @@ def refuse_uncalibrated(contents: Contents) -> None:
 
 
 def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> tuple[str, ...]:
-    """Return sentences for the user about activations that a loader of the export will quantize in another way than the measurement
-    did, or not at all.
+    """Return sentences for the user about activations that a loader of the export will not quantize as the measurement did, or not
+    at all.
     """
     written = [item for item in items if item.portable]
     if settings.quantize_activations == "none":

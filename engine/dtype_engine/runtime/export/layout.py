@@ -46,19 +46,21 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A folder of weights in the export."""
+    """A folder of the export that holds weights."""
 
     folder: str = ""
     """The name of the folder in the export; "" for the top folder."""
     prefix: str = ""
-    """The prefix of this folder's tensors in the export's plan, such as `unet.`. Names inside the folder's files lack it."""
+    """The prefix that the names of this folder's tensors have in the list of all exported tensors, such as `unet.`. In the folder's
+    files, the names lack it.
+    """
     stem: str = "model"
-    """The name of the weights file before `.safetensors`."""
+    """The name of the weights file without `.safetensors`."""
     one_file: bool = False
     """Whether all weights must be in a single file, because the loader of this folder does not support shards."""
     config: dict[str, Any] | None = None
-    """The contents of this folder's `config.json`, if the cast changes the dtype that it names. If None, the file is copied
-    unchanged or does not exist.
+    """The content of this folder's `config.json`, if the cast changes the dtype that it names. None if the file is copied unchanged
+    or does not exist.
     """
     metadata: Mapping[str, str] = field(default_factory=dict)
 
@@ -68,20 +70,20 @@ class Layout:
     """The folders and files of an export, and the kind of model that they hold."""
 
     kind: Kind = "model"
-    """The kind of model that the export holds, such as "pipeline" or "adapter"; it decides how the export is loaded. A "component"
-    is a single diffusers model.
+    """"model" for a transformers model or weights without a configuration, "pipeline" for a diffusers pipeline, "component" for a
+    single diffusers model, "adapter" for a PEFT adapter. It decides how the export is loaded.
     """
     parts: tuple[Part, ...] = (Part(),)
     copied: tuple[tuple[Path, str], ...] = ()
-    """The files to copy unchanged, each with its path in the export."""
+    """The files to copy unchanged: pairs (source file, path in the export)."""
     notices: tuple[str, ...] = ()
     class_name: str = ""
-    """The class that the configuration of a pipeline or component names."""
+    """The diffusers class that the configuration of a pipeline or component names; "" for the other kinds."""
     base: str = ""
-    """The base model that the configuration of an adapter names."""
+    """The base model that the configuration of an adapter names; "" for the other kinds."""
 
     def differences(self, folder: Path) -> Iterator[tuple[str, str]]:
-        """Yield each copied file that is missing or different in the export `folder`: its path, and what is wrong with it."""
+        """Yield (path, what is wrong) for each copied file that is missing or different in the export `folder`."""
         for source, path in self.copied:
             try:
                 if not filecmp.cmp(source, folder / path, shallow=False):
@@ -145,9 +147,7 @@ def _pipeline(checkpoint: Checkpoint) -> Layout:
 
 
 def _class_name(config: Mapping[str, Any], otherwise: str) -> str:
-    """Return the diffusers class that a configuration names, or `otherwise` if it names none or the name is not a valid class
-    name.
-    """
+    """Return the diffusers class that a configuration names, or `otherwise` if it names none or no valid class name."""
     name = config.get("_class_name")
     return name if isinstance(name, str) and name.isidentifier() and name.isascii() and len(name) < 100 else otherwise
 
@@ -165,8 +165,8 @@ class _FolderCopy:
     def top(self, patterns: tuple[str, ...], folders: tuple[str, ...] = ()) -> None:
         """Collect the files directly in the source folder whose names match one of `patterns`.
 
-        folders: the names of the component folders. They are skipped, because `everything` and `without_weights` collect their
-        files.
+        folders: the names of the folders of the pipeline's components. They are skipped here, because `everything` and
+        `without_weights` collect their files.
         """
         for entry in _entries(self.source):
             if entry.name in folders and entry.is_dir():
@@ -181,8 +181,8 @@ class _FolderCopy:
         return any(_is_weight(path) for path in self._walk(self.source / name, f"{name}/", lambda name: True))
 
     def without_weights(self, component: Component, with_config: bool) -> None:
-        """Collect the files of a component except those that hold weights, in any file format: the export writes the weights
-        itself. with_config: whether to copy the component's config.json, too.
+        """Collect the files of a component except those that hold weights, in any file format, because the export writes the
+        weights itself. with_config: whether to copy the component's config.json, too.
         """
         written = {file.name for file in component.files}
         self.other_weights += [

@@ -30,21 +30,26 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoaderFacts:
-    """What transformers' `from_pretrained` loads for one kind of weight, without further arguments and with `dequantize=True`."""
+    """What transformers' `from_pretrained` loads for weights in one format, without further arguments and with
+    `dequantize=True`.
+    """
 
     plain: Outcome
     """How the values that `from_pretrained` loads without further arguments compare with the exported ones."""
     plain_same_in: Container[str]
-    """Exceptions to `plain`: if `config.json` names one of these dtypes, `from_pretrained` without further arguments loads the
+    """The exceptions to `plain`: if `config.json` names one of these dtypes, `from_pretrained` without further arguments loads the
     exported values (`Outcome.SAME`).
     """
     dequantized: Outcome
-    """How the values that `from_pretrained` loads with `CompressedTensorsConfig(dequantize=True)` compare with the exported ones.
+    """How the values that `from_pretrained` loads with `CompressedTensorsConfig(dequantize=True)` compare with the exported
+    ones.
     """
     dequantized_same_in: Container[str]
 
     def outcome(self, wide: str, dequantize: bool) -> Outcome:
-        """Return what `from_pretrained` loads, with or without `dequantize=True`, if `config.json` names the dtype `wide`."""
+        """Return how the values that `from_pretrained` loads compare with the exported ones if `config.json` names the dtype
+        `wide`. dequantize: whether `dequantize=True` is passed.
+        """
         if wide in (self.dequantized_same_in if dequantize else self.plain_same_in):
             return Outcome.SAME
         return self.dequantized if dequantize else self.plain
@@ -62,24 +67,23 @@ _LAYERS = {
     "pack-quantized": LoaderFacts(Outcome.SAME, _ANY, Outcome.BFLOAT16, ("bfloat16",)),
     "fp8": _ALWAYS_SAME,
 }
-"""What transformers loads for linear layers, keyed by the layout of their weights."""
+"""What transformers loads for linear layers, by the layout of their weights, such as "float-quantized"."""
 _ZERO_POINTS = LoaderFacts(Outcome.FAILS_TO_LOAD, (), Outcome.BFLOAT16, ("bfloat16",))
 _WIDENED_EXPERTS = LoaderFacts(Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",), Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",))
-"""The facts about experts in formats with a scale for each block. transformers dequantizes such experts when it packs them into one
-weight.
+"""What transformers loads for experts in formats with a scale for each block. It dequantizes such experts when it packs them into
+one weight.
 """
 
 
 Kind = tuple[str, bool]
-"""A kind of weight: (format, whether the weight belongs to an expert). Experts are a kind of their own because transformers packs
-all experts of a layer into one weight, which it does not do with linear layers.
+"""(format, whether the weight belongs to an expert): the properties of a weight that decide what transformers loads. Experts differ
+from linear layers in this, because transformers packs all experts of a layer into one weight.
 """
 
 
 def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Outcome]]:
-    """Return two outcomes of `from_pretrained` for each kind of weight: without further arguments, and with `dequantize=True`.
-
-    wide: the dtype that `config.json` names.
+    """Return, for each kind of weight, how the values that `from_pretrained` loads compare with the exported ones: (without further
+    arguments, with `dequantize=True`). wide: the dtype that `config.json` names.
     """
     found = {}
     one_format = _one_format([dtype for dtype, expert in kinds if not expert])
@@ -91,8 +95,8 @@ def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Ou
 
 
 def _one_format(formats: Collection[str]) -> bool:
-    """Return whether `dequantize=True` works for an export with weights in all of `formats`. It works only if one scheme describes
-    all linear layers, because transformers applies the same scheme to all of them.
+    """Return whether `dequantize=True` works for an export whose linear layers have all of `formats`. It works only if a single
+    scheme of compressed-tensors describes them, because transformers then applies one scheme to all linear layers.
     """
     if set(formats) <= set(PER_CHANNEL) or "fp8" in map(layout, formats):
         return True

@@ -1,4 +1,4 @@
-"""Text in the README of an export on how to load the layouts of diffusers and PEFT.
+"""Text in the README of an export about loading it with diffusers or PEFT.
 
 Each statement was tried with diffusers 0.42 and peft 0.21, and the tests check each of them if these packages are installed.
 """
@@ -13,7 +13,7 @@ from dtype_engine.runtime.export.contents import Contents
 
 
 def short(contents: Contents) -> str:
-    """Return one or two sentences that say what the user gets by loading the export with diffusers or PEFT."""
+    """Return one or two sentences on the dtypes that the user gets by loading the export with diffusers or PEFT."""
     class_name = contents.layout.class_name
     if contents.layout.kind == "pipeline":
         return (
@@ -32,8 +32,8 @@ def short(contents: Contents) -> str:
 
 
 def section(contents: Contents, name: str) -> list[str]:
-    """Return the lines of the README's section on loading, for an export that is loaded with diffusers or PEFT. name: the folder
-    name.
+    """Return the lines of the README's section on loading, for an export in a layout of diffusers or PEFT. name: the name of the
+    export's folder.
     """
     if contents.layout.kind == "pipeline":
         return _pipeline(contents.layout.class_name, name)
@@ -93,10 +93,10 @@ def _adapter(base: str, name: str) -> list[str]:
 
 
 def quoted(name: str) -> str:
-    """Return the folder name as a one-line Python string literal."""
+    """Return the name of an export's folder as a one-line Python string literal."""
     return json.dumps(printable(name), ensure_ascii=False)
 
 
 def python_lines(*lines: str) -> list[str]:
-    """Return lines of Python as a Markdown code block."""
+    """Return the lines of a Markdown code block that holds these lines of Python."""
     return ["```python", *lines, "```"]

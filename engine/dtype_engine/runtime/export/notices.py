@@ -1,4 +1,4 @@
-"""Notices about an export: weights that other programs do not read, tensors that no rule can cast, and tied weights."""
+"""Notices to the user about an export: weights that other programs do not read, tensors that no rule can cast, and tied weights."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from dtype_engine.runtime.model.name_mapping import Placement
 
 
 def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a sentence for the user about the weights with scales that only this program can read. Returns () if there are
-    none.
-    """
+    """Return a sentence for the user about the weights with scales that only this program can read, or () if there are none."""
     own = [item.name for item in items if item.has_scales and not item.portable]
     if not own:
         return ()
@@ -26,7 +24,7 @@ def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
 
 
 def uncast_notices(items: Sequence[ExportTensor], tree: Tree, placements: Mapping[str, Placement]) -> tuple[str, ...]:
-    """Return notices of the tensors that stay as stored because no rule can cast them, with the reasons. placements: for each
+    """Return notices about the tensors that keep their stored dtype because no rule can cast them, and why. placements: for each
     tensor of the files, the model's tensor into which it is loaded.
     """
     unplaced, fixed = [], []
@@ -67,8 +65,8 @@ def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a sentence which says that vLLM and SGLang will refuse the export. They do so if weights that they fuse, such as
-    query, key and value, have different formats. Returns () if there are no such weights.
+    """Return a sentence for the user if vLLM and SGLang will refuse the export because weights that they fuse, such as query, key
+    and value, have different formats. Otherwise, return ().
     """
     planned = {item.name: item.dtype for item in items}
     groups = split_groups(planned)

@@ -1,6 +1,5 @@
-"""Planning an export: the dtype, name and size of every tensor, before anything is written.
-
-Verifying an export repeats this plan.
+"""Plans an export: decides the dtype, name and size of every tensor before anything is written. Verifying an export makes the same
+plan again.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ _NONE: Mapping[str, float] = {}
 
 
 def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: Options | None = None) -> Contents:
-    """Return the plan for the export of a checkpoint under a recipe and the settings in `options`. Only file headers are read, no
-    weights.
+    """Return the planned contents of an export of a checkpoint under a recipe and the settings in `options`. Only file headers are
+    read, no weights.
 
     title: the name of the model. If the architecture is known, it is built without data to find module classes and tied weights.
     Raises UserError for a rule that matches nothing, for a weight that can't be stored in its planned dtype, and if the weights are
@@ -67,12 +66,11 @@ def of_live(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """Return the plan for the export of an open model in its current dtypes and under the settings with which it ran. If the model
-    comes from a checkpoint, the export uses the tensor names of the checkpoint's files. For any other model, it uses the names in
-    the module.
+    """Return the planned contents of an export of an open model in its current dtypes. The tensors are named as in the files of the
+    model's checkpoint, or as in the module if it comes from no checkpoint.
 
-    planned: the current dtype of each tensor. input_ranges: the largest |value| of the inputs of each weight, keyed by weight name.
-    Raises UserError for a weight that can't be stored in its dtype.
+    planned: the current dtype of each tensor. settings: the settings with which the model ran. input_ranges: the largest |value| of
+    the inputs of each weight, by weight name. Raises UserError for a weight that can't be stored in its dtype.
     """
     if model.checkpoint is not None:
         placements = map_names(model.module, model.checkpoint.weights)
@@ -103,9 +101,8 @@ def of_live(
 
 
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
-    """Return `contents` with the fields `coverage` and `incomplete`, which say what the checkpoint lacks. It may lack tensors that
-    its index lists, tensors that a quantized weight needs, and tensors of the model. Any other problem of the index becomes a
-    notice.
+    """Return `contents` with the fields `coverage` and `incomplete`, which say what the checkpoint lacks: tensors that its index
+    lists, tensors that a quantized weight needs, or tensors of the model. Any other problem of the index becomes a notice.
 
     coverage: how many of the model's tensors the checkpoint has; if None, the tensors in the index are counted instead. class_name:
     the class of the model.
@@ -132,9 +129,11 @@ def _placed_contents(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """Return how each tensor of the checkpoint is exported: in the planned dtype of the model's tensor into which it is loaded
-    (`placements`), or as stored if the model does not use it. Raises UserError. planned: dtypes of the model's tensors.
-    input_ranges: the largest |value| of the inputs of each weight.
+    """Return the planned contents of an export of a checkpoint. Each tensor of the files gets the planned dtype of the model's
+    tensor into which it is loaded (`placements`), or keeps its stored dtype if the model does not use it.
+
+    planned: the dtype of each of the model's tensors. input_ranges: the largest |value| of the inputs of each weight. Raises
+    UserError.
     """
     items: list[ExportTensor] = []
     linears = [name for name, node in tree.modules.items() if node.class_name == "Linear"]
@@ -199,8 +198,8 @@ def _placed_contents(
 def _planned_in_files(
     checkpoint: Checkpoint, tree: Tree, placements: Mapping[str, Placement], planned: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the planned dtype of each weight, by its name in the files. planned: the planned dtype of each of the model's tensors,
-    by its name in the model. placements: for each tensor of the files, the model's tensor into which it is loaded.
+    """Return the planned dtype of each weight by its name in the files. planned: the dtype of each of the model's tensors, by its
+    name in the model. placements: for each tensor of the files, the model's tensor into which it is loaded.
     """
     found = {}
     for name in checkpoint.weights:
@@ -245,7 +244,7 @@ def _item(
 
 def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], placement: Placement | None) -> bool:
     """Return whether other programs load a tensor of the files as the weight of a linear layer. It must be the weight of an
-    `nn.Linear` that has the same name in the model, or belong to an expert that loading packs with others.
+    `nn.Linear` with the same name in the model, or of an expert that loading packs with others.
 
     name, shape: the tensor's name and shape in the files. info: the model's tensor into which it is loaded.
     """
@@ -259,7 +258,7 @@ def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], p
 
 def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
     """Return whether other programs can read a linear layer's weight in this dtype. They can't if the last block of a row would be
-    incomplete. shape: the shape of the weight.
+    incomplete.
     """
     if dtype not in dtypes.BY_NAME or not named_layout(dtype):
         return False
@@ -268,9 +267,7 @@ def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
 
 
 def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:
-    """Return the weights to export as a tuple. Raises UserError if there are none, or if two tensors would have the same name in
-    the file.
-    """
+    """Return `items` as a tuple. Raises UserError if there are none, or if two tensors would have the same name in the file."""
     if not items:
         raise UserError("there are no tensors to export")
     seen: set[str] = set()
@@ -287,8 +284,8 @@ def _live_values(weight: Weight, dtype: str) -> torch.Tensor:
 
 
 def _live_quantized(weight: Weight, dtype: str) -> Callable[[], Quantized] | None:
-    """Return a function that returns the codes and scales of a live weight, so that the export need not compute them again. This is
-    possible only if the weight is now cast to `dtype`, a format with scales but without blocks. Otherwise return None.
+    """Return a function that returns the codes and scales of a live weight, so that the export need not compute them. This needs a
+    weight that is now cast to `dtype`, a format with scales but without blocks. Otherwise, return None.
     """
     if dtype in dtypes.BLOCK_FORMATS:
         return None

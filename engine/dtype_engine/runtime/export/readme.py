@@ -1,4 +1,4 @@
-"""The README.md of an export: what the export contains, and what each way of loading it returns."""
+"""The README.md of an export: what the export contains, and what values each way of loading it gives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dtype_engine.runtime.export.loading_notes import python_lines, quoted, sect
 
 
 def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
-    """Return each dtype with its number of tensors and its number of bytes. The dtype with most bytes comes first."""
+    """Return the number of tensors and of bytes in each dtype of the export. The dtype with most bytes comes first."""
     sums: dict[str, list[int]] = {}
     for item in contents.items:
         sum_of_dtype = sums.setdefault(item.dtype, [0, 0])
@@ -31,8 +31,8 @@ def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
 
 
 def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], lost: Sequence[ValueLoss] = ()) -> str:
-    """Return the text of the README. name: the folder name. sums: the number of tensors and bytes in each dtype. lost: the weights
-    in which a cast makes values infinite or zero (see `ValueLoss`).
+    """Return the text of the README. name: the name of the export's folder. sums: the number of tensors and bytes in each dtype.
+    lost: the weights in which a cast makes values infinite or zero.
     """
     rows = [f"| {dtype} | {row.tensors} | {human_bytes(row.nbytes)} |" for dtype, row in sums.items()]
     lines = [
@@ -59,8 +59,8 @@ def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], los
 
 
 def _plain_section(contents: Contents, name: str) -> list[str]:
-    """Return the README's section on loading, for an export that is a transformers model or has weights without a configuration.
-    name: the folder name.
+    """Return the lines of the README's section on loading, for a transformers model or weights without a configuration. name: the
+    name of the export's folder.
     """
     module = "" if contents.config is not None else ", module=YourModel()"
     ours = "gives the model with every weight in the dtype of the table, mapped from the files."
@@ -120,19 +120,16 @@ _ERRORS = (Outcome.FAILS_TO_LOAD, Outcome.FAILS_TO_RUN)
 
 
 def _kinds(contents: Contents) -> list[Kind]:
-    """Return the distinct kinds of weights (see `Kind`) among those that other programs can read and that have scales."""
+    """Return the distinct pairs (format, whether it is an expert) of the weights with scales that other programs can read."""
     return sorted({(item.dtype, bool(item.packed_into)) for item in contents.items if item.portable})
 
 
 def _in_fp8_layout(contents: Contents) -> bool:
-    """Return whether the export has scales in the fp8 layout of DeepSeek, which transformers reads without compressed-tensors."""
     return any(item.portable and layout(item.dtype) == "fp8" for item in contents.items)
 
 
 def _quantised_before(contents: Contents) -> str | None:
-    """Describe in a few words how a program other than this one has quantized the source's weights. Returns None if the source is
-    not quantized.
-    """
+    """Return a few words on how another program has quantized the source's weights, or None if they are not quantized."""
     plain = {entry.name: entry for item in contents.items if not item.has_scales for entry in item.entries}
     parts = quantized_parts(plain, contents.config)
     return next(iter(parts.values())).removeprefix("part of a weight that is ") if parts else None
@@ -190,7 +187,9 @@ def _from_pretrained_lines(contents: Contents) -> list[str]:
 
 
 def _scaled_weights(contents: Contents) -> list[str]:
-    """Return a paragraph and a table of the values that transformers loads for weights with scales in compressed-tensors form."""
+    """Return a paragraph and a table for the README: which values transformers loads for weights with scales in compressed-tensors
+    form.
+    """
     wide = export_dtype(contents)
     table = [
         "| weights | `from_pretrained(folder)` | with `quantization_config=CompressedTensorsConfig(dequantize=True)` |",

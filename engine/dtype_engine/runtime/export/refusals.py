@@ -1,4 +1,4 @@
-"""Refusing exports that can't be written or loaded, before anything is written."""
+"""Refuses exports that can't be written or loaded, before anything is written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtype_engine.runtime.export.layout import Layout
 
 
 def refuse_scales(layout: Layout, items: Sequence[ExportTensor]) -> None:
-    """Raise UserError for a weight that would be stored with scales in an export for diffusers or PEFT, which can't load scales."""
+    """Raise UserError if a weight in an export for diffusers or PEFT would be stored with scales, which they can't load."""
     if layout.kind == "model":
         return
     loader = "PEFT" if layout.kind == "adapter" else "diffusers"
@@ -26,7 +26,9 @@ def refuse_scales(layout: Layout, items: Sequence[ExportTensor]) -> None:
 
 
 def refuse_unstored(items: Sequence[ExportTensor]) -> None:
-    """Raise UserError for a format that no checkpoint layout supports, and for two layouts that one checkpoint can't combine."""
+    """Raise UserError for a format that no checkpoint layout supports, and for formats whose layouts one checkpoint can't
+    combine.
+    """
     of_layout = {"": "", "fp8": ""}
     for item in items:
         blocks = dtypes.BY_NAME[item.dtype].blocks if item.dtype in dtypes.BY_NAME else None
@@ -45,7 +47,7 @@ def refuse_unstored(items: Sequence[ExportTensor]) -> None:
 
 
 def refuse_unwritable(checkpoint: Checkpoint, items: Sequence[ExportTensor]) -> None:
-    """Raise UserError for the first tensor that safetensors can't hold. The message suggests a remedy."""
+    """Raise UserError for the first tensor that a safetensors file can't hold. The message suggests a remedy."""
     lost = [
         item
         for item in items

@@ -1,5 +1,5 @@
-"""Scales that several tensors of an export share. Weights that runtimes fuse into one matrix, such as query, key and value (see
-`core.fused`), share a scale. Weights that loading packs into one weight, such as the experts of a layer, also share a scale if the
+"""Scales that several tensors of an export have in common. Weights that runtimes fuse into one matrix, such as query, key and
+value, share a scale (see `core.fused`). So do weights that loading packs into one weight, such as the experts of a layer, if the
 packed weight has one scale for them.
 """
 
@@ -19,10 +19,10 @@ from dtype_engine.runtime.model.packed_parts import in_rows, other_scales, shari
 
 
 def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) -> list[ExportTensor]:
-    """Return the items (the weights to export), with a common scale for each group of weights that runtimes fuse, such as query,
-    key and value. Only items in a format with a scale for the whole tensor change.
+    """Return the weights to export (`items`), with a common scale for weights that runtimes fuse, such as query, key and value.
+    Only weights in a format with one scale for the whole tensor change.
 
-    canonical: maps tensor names in the files to canonical names in the model.
+    canonical: the name in the model of each tensor, by its name in the files.
     """
     cast = {canonical[item.name]: item for item in items if item.name in canonical and item.dtype != item.stored}
     shared: dict[tuple[str, ...], SharedScale] = {}
@@ -38,11 +38,11 @@ def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) 
 def with_packed_scales(
     items: list[ExportTensor], placements: Mapping[str, Placement], tree: Tree
 ) -> list[ExportTensor]:
-    """Return the items (the weights to export), with `packed_into` set for each one that loading packs with others into one weight.
-    If a scale of the packed weight covers several items, they get a common scale.
+    """Return the weights to export (`items`), with `packed_into` set for each one that loading packs with others into one weight.
+    If a scale of the packed weight covers several of them, they get a common scale.
 
     placements: for each tensor of the files, the model's tensor into which it is loaded. Raises UserError if the packed weight
-    can't have the same scales as its items, for example because a block would extend over two items.
+    can't have the same scales as its parts, for example because a block would extend over two of them.
     """
     into = {name: placement.name for name, placement in placements.items() if placement.part}
     items = [dataclasses.replace(item, packed_into=into[item.name]) if item.name in into else item for item in items]
@@ -73,7 +73,7 @@ def with_packed_scales(
 
 
 def _refuse_turned(item: ExportTensor, placement: Placement | None, tree: Tree) -> None:
-    """Raise UserError for a weight that would get scales although its shape in the files differs from that in the model, for
+    """Raise UserError for a weight that would get scales although its shape in the files differs from its shape in the model, for
     example because loading transposes it.
     """
     info = tree.canonical(placement.name) if placement is not None else None

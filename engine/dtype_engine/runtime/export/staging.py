@@ -1,6 +1,4 @@
-"""The folder of an export. The folder is written under a temporary name next to its target, and renamed to the target once it is
-complete. The source is never written to.
-"""
+"""Writes the folder of an export under a temporary name next to its target, and renames it to the target once it is complete."""
 
 from __future__ import annotations
 
@@ -26,14 +24,14 @@ ALONG = (
     "configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py",
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
-"""Name patterns of the files without weights that an export copies: tokenizer, processor and generation files, model code,
-licences.
+"""Patterns for the names of the files without weights that an export copies: tokenizer, processor and generation files, model code,
+licenses.
 """
 _OF_QUANTISER = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Names of the files in which programs that quantize weights save their settings."""
+"""The files in which programs that quantize weights save their settings."""
 _LARGEST = 1 << 30
 _SLACK = 1 << 20
-"""Number of bytes that must be free on the disk in addition to the size of the weights, for headers and small files."""
+"""The number of bytes that must be free on the disk in addition to the size of the weights, for headers and small files."""
 
 
 @contextmanager
@@ -41,8 +39,9 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
     """Yield a new folder next to `target` to write into. It is renamed to `target` if the block ends without an error, and removed
     otherwise.
 
-    All data is flushed to the disk before the folder is renamed. force: whether to replace an existing folder, which is moved aside
-    first and removed once the new one is in place. Raises UserError if fewer than `needed` bytes are free or writing fails.
+    All data is flushed to the disk before the folder is renamed. needed: bytes that the disk must have free. force: whether to
+    replace an existing folder, which is moved aside first and removed once the new one is in place. Raises UserError if too little
+    space is free or writing fails.
     """
     free = shutil.disk_usage(target.parent).free
     if free < needed + _SLACK:
@@ -81,8 +80,8 @@ def _sync_all(folder: Path) -> None:
 
 
 def _give_name(stage: Path, target: Path, force: bool) -> None:
-    """Rename `stage`, the temporary folder of the complete export, to `target`. force: whether to replace an existing folder. That
-    folder is moved aside as a whole first, so it is never partly deleted.
+    """Rename `stage`, the temporary folder of the complete export, to `target`. force: whether to replace an existing folder. It is
+    first moved aside as a whole, so it is never partly deleted.
     """
     if not force or not target.is_dir() or not any(target.iterdir()):
         os.rename(stage, target)
@@ -103,8 +102,8 @@ def _give_name(stage: Path, target: Path, force: bool) -> None:
 
 
 def copy_sidecars(source: Path, stage: Path, of_quantiser: bool = False) -> tuple[str, ...]:
-    """Copy the tokenizer and processor files of a checkpoint folder. Returns notices of files that were not copied. of_quantiser:
-    whether to also copy the files in which the program that quantized the weights saved its settings, such as
+    """Copy the tokenizer and processor files of the checkpoint folder `source` to the folder `stage`. Returns notices of files that
+    were not copied. of_quantiser: whether to also copy the settings files of the program that quantized the weights, such as
     `quantize_config.json`.
 
     Only regular files with known names are copied. Links that lead out of the folder are not followed, except links within the

@@ -1,7 +1,7 @@
-"""Writing safetensors files in blocks, so that memory holds only one block of a tensor for each thread.
+"""Writes safetensors files in blocks, so that memory holds only one block of a tensor for each thread.
 
-A file consists of a length, a JSON header, and the bytes of the tensors. All sizes are known in advance, so the header can be
-written first. The safetensors library would need all tensors of a file in memory at once.
+A file consists of the header's length, a JSON header, and the bytes of the tensors. All sizes are known in advance, so the header
+can be written first. The safetensors library would need all tensors of a file in memory at once.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from dtype_engine.runtime.numerics.overflow_underflow import LossCounter
 from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, torch_dtype
 
 _BLOCK = 1 << 20
-"""Number of bytes of a tensor that are cast and written at once (a block). A block fits into a processor's cache."""
+"""The number of bytes of a tensor that are cast and written at once. They fit into a processor's cache."""
 _MOST_THREADS = 4
-"""Maximum number of threads that write a file. More threads would mostly wait for the disk, and each has buffers of its own."""
+"""The maximum number of threads that write a file. More threads would mostly wait for the disk, and each has its own buffers."""
 _LOOK_S = 0.2
-"""The main thread waits for the writing threads again and again, each time for at most this number of seconds. Between two waits,
-Python can handle a signal, such as that of Ctrl-C.
+"""The maximum number of seconds for which the main thread waits before it looks again whether the writing threads are done. Between
+two waits, Python can handle a signal such as Ctrl-C.
 """
 
 
@@ -79,10 +79,11 @@ class Progress:
 
 
 def header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Return the length and the header of a file as bytes, and the file offset at which each tensor begins.
+    """Return (the first bytes of a safetensors file: the header's length and the header, the file offset at which each tensor
+    begins).
 
     The order of the tensors is that of the safetensors library: the widest dtypes first, so that every tensor is aligned, and by
-    name within a dtype. metadata: the texts that the header states in addition, keyed by name.
+    name within a dtype. metadata: the texts of the header's entry `__metadata__`, by name.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     starts: dict[str, int] = {}
@@ -108,11 +109,11 @@ def write_file(
     progress: Progress,
     lost: list[ValueLoss] | None = None,
 ) -> None:
-    """Write a safetensors file with these weights. Several threads each write one weight at a time.
+    """Write a safetensors file with the weights `items`. Several threads each write one weight at a time.
 
-    metadata: the texts that the file's header states in addition, keyed by name. lost: a list to which an entry is added for each
-    weight whose cast makes values infinite or zero (see `ValueLoss`), in any order. If None, such values are not counted. Raises
-    Cancelled, UserError and OSError.
+    metadata: the texts of the header's entry `__metadata__`, by name. lost: a list to which an entry is added for each weight whose
+    cast makes values infinite or zero (see `ValueLoss`), in any order. If None, such values are not counted. Raises Cancelled,
+    UserError and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())
@@ -134,7 +135,7 @@ def write_file(
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """An open file to which several threads write, and the progress of the export."""
+    """A file, as an open descriptor, to which several threads write, and the progress of the export."""
 
     file: int
     progress: Progress
@@ -176,8 +177,8 @@ def _write_values(
     """Cast the values of a weight to the dtype of `item` and write them. If the cast makes values infinite or zero, append their
     counts to `lost`. If `lost` is None, such values are not counted.
 
-    offsets: the file offset of each tensor that stores the weight: of its values or, in a format with scales, of its codes, its
-    scales and the format's other tensors.
+    offsets: the file offset of each tensor that stores the weight: its values or, in a format with scales, its codes, its scales
+    and the format's other tensors.
     """
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
     if item.dtype in dtypes.BLOCK_FORMATS:
@@ -197,8 +198,8 @@ def _write_tensor(
     at: int,
     counter: LossCounter | None = None,
 ) -> None:
-    """Write values cast to `dtype`, a block at a time, from the file offset `at` on. counter: counts the values that the cast makes
-    infinite or zero; if None, they are not counted. Since casts are elementwise, the block size does not change the result.
+    """Cast `values` to `dtype` and write them from the file offset `at` on, a block at a time. Casts are elementwise, so the block
+    size does not change the result. counter: counts the values that the cast makes infinite or zero; if None, they are not counted.
     """
     if isinstance(values, torch.Tensor) and values.dtype == dtype:
         _write_bytes(values, out, at)
@@ -233,7 +234,7 @@ def _write_codes(
     counter: LossCounter | None,
 ) -> torch.Tensor:
     """Quantize a tensor to float8 or int8 (a format without blocks), and write its codes, one byte each, from the file offset `at`
-    on. Returns the scales, which are not written.
+    on. Returns the scales, for the caller to write.
 
     counter: counts the values that saturate or become zero; if None, they are not counted.
     """
@@ -247,7 +248,7 @@ def _write_codes(
 
 
 def _shared_amax(item: ExportTensor) -> float | None:
-    """Return the largest |value| of all tensors that have a common scale with this item, or None if its scale is not shared."""
+    """Return the largest |value| of all tensors that have a common scale with this weight, or None if it has a scale of its own."""
     return item.shared.amax() if item.shared is not None else None
 
 
@@ -284,9 +285,7 @@ def _write_blocks(
 
 
 def _copy(source: ByteRange, out: _Target, at: int) -> None:
-    """Copy the bytes of a tensor from a source file to the offset `at` of the written file. Raises Cancelled, UserError and
-    OSError.
-    """
+    """Copy the bytes of a tensor from a source file to the file offset `at` of `out`. Raises Cancelled, UserError and OSError."""
     with reading(source.file):
         file = open(source.file, "rb", buffering=0)  # noqa: SIM115
     with file:
