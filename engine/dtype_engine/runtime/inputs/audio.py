@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     """The samples of a mono audio signal, from -1 to 1."""
 
 SAMPLE_RATE = 16_000
-"""Sample rate in hertz for models whose feature extractor does not name one; most speech models use it."""
+"""Sample rate in hertz for a model whose feature extractor does not name one; most speech models use it."""
 TONE_SECONDS = 2.0
 _UNKNOWN_LENGTH = 2**63 - 1
-"""The number of samples that libsndfile reports for a FLAC stream whose header names none."""
+"""The number of samples that libsndfile reports if the header of a FLAC file does not name it."""
 _ARGUMENTS = ("input_features", "input_values")
 
 
@@ -52,7 +52,8 @@ def sound_argument(model: LiveModel) -> str | None:
 
 
 def sound_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return inputs with one batch for each audio file, including tokens for the decoder if the model has one.
+    """Return inputs with one batch for each audio file (or for a synthetic tone), including tokens for the decoder if the model has
+    one.
 
     Raises UserError for an audio file that can't be used, and NoForward if no audio can be created for the model.
     """
@@ -106,8 +107,8 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Return the decoder's arguments for each batch, and phrases that say how they were created. There is one batch for each of the
-    user's texts or, without texts, one with random tokens. Without a decoder, the arguments are empty.
+    """Return (the decoder's arguments for each batch, phrases that say how they were created). There is one batch for each of the
+    user's texts or, without texts, one with random tokens. If the model has no decoder, the arguments are empty.
 
     Raises UserError if the user provided texts and the model can't use them.
     """
@@ -152,8 +153,8 @@ def open_sound(path: Path, rate: int, limits: InputLimits) -> Wave:
 
 
 def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
-    """Return a wave resampled from `own_rate` to `rate` hertz as librosa and transformers do: with a low-pass filter against
-    aliasing, to ceil(samples * rate / own_rate) samples.
+    """Return a wave resampled from `own_rate` to `rate` hertz, with a low-pass filter against aliasing. The result has ceil(samples
+    * rate / own_rate) samples, as in librosa and transformers.
     """
     if own_rate == rate:
         return wave
@@ -185,8 +186,8 @@ def synthetic_spectrogram(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _spectrogram_shape(config: Any, argument: str) -> tuple[int, int] | None:
-    """Return the two dimensions (mel bins and frames, in the order of the model) of the spectrogram that a model's configuration
-    specifies. Returns None if the configuration specifies none, or if the model accepts samples instead.
+    """Return the shape of the spectrogram that a model's configuration specifies: the numbers of mel bins and frames, in the
+    model's order. Returns None if the configuration specifies none, or if the model accepts samples instead.
 
     argument: the name of the forward pass's audio argument.
     """
@@ -216,7 +217,7 @@ def _features(
 
 
 def _normalised(wave: Wave, channels: int) -> torch.Tensor:
-    """Return a wave with mean 0 and variance 1: [1, samples], or [1, channels, samples] if `channels` is not 0."""
+    """Return a wave scaled to mean 0 and variance 1, as a tensor [1, samples], or [1, channels, samples] if `channels` is not 0."""
     samples = torch.from_numpy(wave)
     samples = (samples - samples.mean()) / (samples.var(unbiased=False) + 1e-7).sqrt()
     return samples.expand(1, channels, -1) if channels else samples[None]

@@ -1,4 +1,4 @@
-"""The inputs of one forward pass (a batch), and all inputs of a measurement."""
+"""Dataclasses for inputs: those of one forward pass (a batch), and those of a whole measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from dtype_engine.runtime.model.torch_private import WithoutModes
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The inputs of one forward pass."""
+    """The inputs of one forward pass: its positional arguments `args` and keyword arguments `kwargs`, with what is known about
+    them.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -28,27 +30,29 @@ class Batch:
     no tokens.
     """
     text: str | None = None
-    """The text from which the inputs were made, for display, or None if it is unknown."""
+    """The text from which the inputs were made, for display; None if there is none or it is unknown."""
     about: str | None = None
-    """A description of the picture or audio in this batch, or None if it has none."""
+    """A short description of the picture or audio in this batch, such as "cat.png, 640 x 480"; None if it has neither."""
 
     labels: dict[str, Any] = field(default_factory=dict)
-    """What the user gave besides the arguments of the forward pass, by name. The user's metrics receive it; the model does not."""
+    """Values that the user provided in addition to the arguments of the forward pass, by name. The user's metrics receive them; the
+    model does not.
+    """
 
     @property
     def elements(self) -> int:
-        """The number of elements in all tensors of this batch. The duration of a forward pass is estimated from it."""
+        """The number of elements in all tensors of this batch, from which the duration of a forward pass is estimated."""
         return sum(tensor.numel() for _, tensor in self.named_tensors())
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor with its name: the argument's name or position, followed by a dotted path for a nested tensor."""
+        """Yield every tensor with its name: the argument's name or "argument 0", and for a nested tensor a dotted path after it."""
         for index, value in enumerate(self.args):
             yield from named_tensors_in(f"argument {index}", value)
         for name, value in self.kwargs.items():
             yield from named_tensors_in(name, value)
 
     def named(self, module: nn.Module) -> dict[str, Any]:
-        """Return all arguments of the forward pass of `module` by name, and the labels."""
+        """Return all arguments of the forward pass of `module`, and the labels, by name."""
         positional = [
             name
             for name, parameter in inspect.signature(module.forward).parameters.items()
@@ -57,8 +61,9 @@ class Batch:
         return {**dict(zip(positional, self.args, strict=False)), **self.kwargs, **self.labels}
 
     def run(self, module: Callable[..., Any]) -> Any:
-        """Call the module with copies of the tensors, so that writes to them have no effect on later calls. A tensor that occurs
-        twice is copied once, because attention checks whether query and key are the same object.
+        """Call the module with copies of the tensors, and return its output. Without copies, a module that writes to its arguments
+        would change later calls. A tensor that occurs twice is copied once, because attention checks whether query and key are the
+        same object.
         """
         copies: dict[int, torch.Tensor] = {}
 
@@ -72,7 +77,7 @@ class Batch:
         return module(*args, **kwargs)
 
     def on(self, device: torch.device, floats: torch.dtype | None = None) -> Batch:
-        """Return this batch on a device. Float tensors are cast to `floats` if it is given."""
+        """Return this batch with its tensors on a device. Float tensors are cast to `floats` if it is given."""
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, floats if tensor.is_floating_point() else None)
@@ -81,7 +86,7 @@ class Batch:
         return dataclasses.replace(self, args=args, kwargs=kwargs)
 
     def with_labels(self, names: Collection[str]) -> Batch:
-        """Return this batch with the keyword arguments of these names as labels, which the model does not receive."""
+        """Return this batch with the keyword arguments `names` turned into labels, which the model does not receive."""
         labels = {name: value for name, value in self.kwargs.items() if name in names}
         kwargs = {name: value for name, value in self.kwargs.items() if name not in names}
         return dataclasses.replace(self, kwargs=kwargs, labels=self.labels | labels)
@@ -89,24 +94,24 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """All batches of inputs on which a model is run."""
+    """All inputs on which a model is run: one batch for each forward pass."""
 
     batches: tuple[Batch, ...]
     description: str
-    """A short description of these inputs for the screen."""
+    """A short description of these inputs for the screen, such as "6 default prompts"."""
     tokenizer: Any = None
     made: bool = True
-    """Whether this program created the tensors, for example from text. False if the user provided tensors."""
+    """Whether this program created the tensors, for example from text; False if the user provided tensors."""
     prompts: bool = False
     """Whether each batch is a whole prompt, which text generation can continue."""
     made_of: tuple[str, ...] = ()
-    """Phrases that say how the text, images, audio or decoder tokens of these inputs were created."""
+    """Phrases for the user which say how the text, images, audio or decoder tokens of these inputs were created."""
 
 
 def from_values(values: Any, description: str) -> Inputs:
-    """Return a user's value as inputs. For one forward pass, the value is a mapping (keyword arguments), a tuple (positional
-    arguments) or a single argument (a tensor, a packed sequence or a dataclass); for several, it is a list of these. Raises
-    UserError for anything else. description: what the screen says about these inputs.
+    """Convert a user's Python value to inputs. For one forward pass, the value is a mapping (keyword arguments), a tuple
+    (positional arguments) or a single argument (a tensor, a packed sequence or a dataclass); for several passes, it is a list of
+    these. Raises UserError for anything else. description: what the screen says about these inputs.
     """
     several = values if isinstance(values, list) else [values]
     batches = []

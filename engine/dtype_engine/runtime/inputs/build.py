@@ -1,4 +1,6 @@
-"""Builds a model's inputs: from what the user provided, or else inputs that suit the model's folder and configuration."""
+"""Builds a model's inputs from what the user provided or, without it, creates inputs that suit the model's folder and
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -94,8 +96,8 @@ def _made(model: LiveModel, options: Options) -> Inputs:
 
 
 def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
-    """Return inputs with a picture and a text in each batch. They have only text if the model is a language model, the user
-    provided no picture, and none can be created.
+    """Return inputs with a picture and a text in each batch. A language model gets only text if the user provided no picture and
+    none can be created.
     """
     try:
         used = options.chat and processor_template(model) is not None
@@ -109,7 +111,7 @@ def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
 
 
 def _sound_and_text(model: LiveModel, options: Options) -> Inputs:
-    """Return inputs with one batch per audio file. Each batch has all texts, because the model compares audio with texts."""
+    """Return inputs with one batch per audio file, each with all texts, because the model compares audio with texts."""
     sounds = sound_inputs(model, dataclasses.replace(options, prompts=(), texts=()))
     texts, given = prompt_texts(options, SOUNDS)
     rows, shown, how = text_rows(model, texts, given, options.limits)
@@ -123,10 +125,8 @@ def _refuse_text(model: LiveModel, options: Options) -> None:
 
 
 def _saying_what_is_not_used(inputs: Inputs, options: Options) -> Inputs:
-    """Return `inputs` with a note on the options that the user set and that have no effect on a model of pictures or audio.
-
-    Such options (chat format, length and number of sequences) are no error, because they may come from a configuration file for all
-    models.
+    """Return `inputs` with a note on the user's options that have no effect on a model of pictures or audio: chat format, length
+    and number of sequences. They are no error, because they may come from a configuration file for all models.
     """
     text_options = (
         ("--chat", options.chat),

@@ -1,5 +1,5 @@
-"""The default prompts: prose, code, numbers and dialogue, so that a model processes several kinds of text. One prompt is a fifth as
-long as each of the others. This prompt runs first, so that the first result appears early.
+"""The default prompts: prose, code, numbers and dialogue, so that a model processes several kinds of text. The prompt with the
+question is a fifth as long as the others. It runs first, so that the first result appears early.
 """
 
 DEFAULT_PROMPTS: tuple[str, ...] = (

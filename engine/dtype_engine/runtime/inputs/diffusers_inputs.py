@@ -1,5 +1,5 @@
-"""Inputs for models of diffusers: random latents, text embeddings and time steps, in the shapes that the configuration says. For
-whole pipelines: prompts.
+"""Creates inputs for models of diffusers: random latents, text embeddings and time steps, in the shapes that the configuration
+specifies; and prompts for whole pipelines.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ from dtype_engine.runtime.model.live import LiveModel
 
 _STEPS = 2
 _EARLIEST, _LATEST = 900.0, 100.0
-"""The time steps of the first and of the last call, of 1,000: from nearly pure noise to nearly the picture."""
+"""The diffusion time steps of the first and of the last call, out of 1,000: at 900 the latents are mostly noise, at 100 nearly the
+finished picture.
+"""
 _TOKENS = 16
 _LARGEST = 64
 _TIME_IDS = 6
-"""SDXL is conditioned with this many numbers: the sizes and the position of the picture."""
+"""How many numbers SDXL takes that describe the sizes and the position of the picture."""
 _PICTURE = 256
-"""The largest height and width, in pixels, of the pictures that a pipeline makes without being told a size."""
+"""The largest height and width, in pixels, of the pictures that a pipeline is asked for. Small pictures keep measurements short."""
 _VIDEO = 64
-"""The largest height and width, in pixels, of the frames of a video that a pipeline makes without being told a size."""
+"""The largest height and width, in pixels, of the video frames that a pipeline is asked for."""
 _PIPELINE_STEPS = 4
 _FRAMES = 9
 _PROMPT = "a photograph of a cat"
 
 
 def is_diffusers_module(module: nn.Module) -> bool:
-    """Return whether a module is a model of diffusers."""
+    """Return whether a module's class is a model class of diffusers."""
     return any(base.__module__.startswith("diffusers.models.") for base in type(module).__mro__)
 
 
 def diffusers_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return one call for each of a few time steps, with random latents and text embeddings. Raises NoForward if the class of the
-    model is not known, and UserError if the user gave inputs of another kind.
+    """Return one call of the model for each of a few time steps, with random latents and text embeddings. Raises NoForward for a
+    class of model that is not known, and UserError if the user provided text, pictures or audio.
     """
     if options.prompts or options.texts or options.images or options.audio:
         raise UserError(f"{model.title} takes latents, and no text, picture or audio; {hint('tensors')}")
@@ -62,7 +64,9 @@ def diffusers_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 class _Draw:
-    """Draws tensors of normally distributed float32 numbers from a generator of its own."""
+    """A callable that returns a tensor of the given shape with normally distributed float32 numbers, from its own random
+    generator.
+    """
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -72,7 +76,9 @@ class _Draw:
 
 
 def _size(config: Any, otherwise: int = _LARGEST) -> tuple[int, int]:
-    """Return the height and the width of the latents. otherwise: both of them, if the configuration has no `sample_size`."""
+    """Return (height, width) of the latents, in latent pixels. otherwise: the height and width if the configuration has no
+    `sample_size`.
+    """
     size = config.get("sample_size") or otherwise
     return (int(size), int(size)) if isinstance(size, (int, float)) else (int(size[0]), int(size[1]))
 
@@ -96,7 +102,9 @@ def _unet(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
 
 
 def _autoencoder(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
-    """Return latents with the mean and the scale that the configuration says."""
+    """Return the argument of one call of an autoencoder's decoder: random latents with the mean and scale that the configuration
+    specifies.
+    """
     channels = config.get("latent_channels") or config.get("z_dim")
     means, scales = config.get("latents_mean"), config.get("latents_std")
     video = any("temporal" in key for key in config) or means is not None
@@ -186,12 +194,14 @@ _MAKERS: dict[str, Callable[[Any, _Draw, torch.Tensor], dict[str, Any]]] = {
     "DiTTransformer": _dit,
     "PixArt": _pixart,
 }
-"""The function that makes the inputs of one call, by the words with which the name of the model's class begins."""
+"""The function that makes the arguments of one call, by the beginning of the name of the model's class. Its arguments are the
+model's configuration, the random generator and the time step.
+"""
 
 
 def pipeline_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return one call of a pipeline for each prompt. Raises NoForward for a pipeline that needs more than a prompt, and UserError
-    if the user gave inputs of another kind.
+    """Return one call of a diffusers pipeline for each prompt. Raises NoForward for a pipeline that needs more than a prompt, and
+    UserError if the user provided pictures or audio.
     """
     if options.images:
         raise UserError(f"{model.title} makes pictures of prompts; {hint('no-picture')}")
@@ -221,7 +231,7 @@ def pipeline_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 def _default_size(pipeline: Any) -> int:
-    """Return the height and width, in pixels, that a pipeline's pictures have if nothing is said."""
+    """Return the height and width, in pixels, of the pictures that a pipeline makes if it is called without a size."""
     part = getattr(pipeline, "unet", None) or getattr(pipeline, "transformer", None)
     size = part.config.get("sample_size") if part is not None else None
     scale = getattr(pipeline, "vae_scale_factor", None) or 8

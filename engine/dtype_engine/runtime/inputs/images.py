@@ -34,23 +34,23 @@ _SIDE = 224
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """The image formats that are accepted. For some other formats, such as PostScript, Pillow starts an external program."""
 _PATCHES = 4
-"""Width and height, in tokens, of a synthetic picture for models that accept pictures of any size."""
+"""The width and height, in tokens, of a synthetic picture for models that accept pictures of any size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture as arguments of the forward pass, after the preprocessing for the model."""
+    """One picture after the model's preprocessing, as arguments of the forward pass."""
 
     kwargs: dict[str, Any]
-    """The arguments of the forward pass: `pixel_values`, and further arguments that describe the same picture."""
+    """The arguments of the forward pass: `pixel_values`, and others that describe the same picture, such as `image_grid_thw`."""
     about: str
-    """A description of the picture."""
+    """A short description of the picture, such as "cat.png, 640 x 480"."""
     image: Image | None = None
-    """The image before processing, or None if the values were generated without an image."""
+    """The picture before preprocessing, or None if the values were generated directly."""
 
 
 def picture_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return inputs with one batch per picture, for a model without text input. A decoder gets random tokens. Raises UserError for
+    """Return inputs with one batch per picture, for a model that takes no text. A decoder gets random tokens. Raises UserError for
     a picture that can't be used, and NoForward if the model's processor returns no pixels.
     """
     pictures, made_of = make_pictures(model, options)
@@ -60,14 +60,14 @@ def picture_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 def described(pictures: list[Picture], options: Options) -> str:
-    """Return a few words that describe all pictures."""
+    """Return a few words for the user that describe all pictures, such as "3 of your pictures"."""
     if not options.images:
         return pictures[0].about
     return f"your picture {pictures[0].about}" if len(pictures) == 1 else f"{len(pictures)} of your pictures"
 
 
 def make_pictures(model: LiveModel, options: Options) -> tuple[list[Picture], tuple[str, ...]]:
-    """Return the user's pictures or a synthetic one, preprocessed for the model, and phrases that say how they were created.
+    """Return (the user's pictures or a synthetic one, preprocessed for the model, phrases that say how they were created).
 
     Raises UserError for a picture that can't be used, and NoForward if the model's processor returns no pixels.
     """
@@ -121,7 +121,7 @@ def make_pictures(model: LiveModel, options: Options) -> tuple[list[Picture], tu
 
 
 def vision_config(model: LiveModel) -> Any:
-    """Return the part of the configuration that describes pictures, or all of it if the model accepts nothing but pictures."""
+    """Return the part of the model's configuration that describes pictures, or all of it if it has no such part."""
     config = model.module.config
     for name in ("vision_config", "encoder"):
         if getattr(config, name, None) is not None:
@@ -130,8 +130,8 @@ def vision_config(model: LiveModel) -> Any:
 
 
 def sides(model: LiveModel) -> tuple[int, int]:
-    """Return the width and height of a picture that the configuration specifies. Raises NoForward if what it specifies is not a
-    width and a height in pixels.
+    """Return (width, height), in pixels, of a picture as the model's configuration specifies it, or 224 for both. Raises NoForward
+    if the configuration has something else than a width and a height.
     """
     vision = vision_config(model)
     size = getattr(vision, "image_size", None) or getattr(vision, "input_size", None) or _SIDE
@@ -145,7 +145,7 @@ def sides(model: LiveModel) -> tuple[int, int]:
 
 
 def channels(model: LiveModel) -> int:
-    """Return the number of channels of a picture for this model."""
+    """Return how many channels a picture must have for this model; 3 if its configuration does not say it."""
     return int(getattr(vision_config(model), "num_channels", 3) or 3)
 
 
@@ -158,7 +158,7 @@ def synthetic_planes(count: int, width: int, height: int) -> torch.Tensor:
 
 
 def synthetic_image(width: int, height: int) -> Image:
-    """Return a color image of smooth waves, of `width` x `height` pixels, for an image processor."""
+    """Return a color image of smooth waves with a little noise, for an image processor."""
     from PIL import Image
 
     levels = (synthetic_planes(3, width, height) * 127.5 + 127.5).clamp(0, 255).to(torch.uint8)
@@ -166,7 +166,7 @@ def synthetic_image(width: int, height: int) -> Image:
 
 
 def open_picture(path: Path, limits: InputLimits) -> Image:
-    """Return the image in a file, in color. Raises UserError if it can't be read, or has more pixels than the limit."""
+    """Return the image in a file, as RGB. Raises UserError if it can't be read, or has more pixels than `limits` allow."""
     from PIL import Image, ImageOps
 
     opening = failures_as(UserError, f"can't read the picture {path}", _why_no_picture)
@@ -198,8 +198,8 @@ def _processed(model: LiveModel, processor: Any, image: Image, name: str, limits
 
 
 def _plain_pixels(image: Image, width: int, height: int, count: int) -> torch.Tensor:
-    """Return an image as float32 [1, channels, height, width] from -1 to 1. count: the number of channels, 1 (grey) or 3 (colour).
-    Raises UserError for any other number.
+    """Return an image, resized to `width` x `height` pixels, as float32 [1, count, height, width] with values from -1 to 1. count:
+    the number of channels, 1 (gray) or 3 (color). Raises UserError for any other number.
     """
     from PIL import Image
 
@@ -211,7 +211,9 @@ def _plain_pixels(image: Image, width: int, height: int, count: int) -> torch.Te
 
 
 def _random_patches(vision: Any) -> Picture:
-    """Return a random picture for a model whose input is rows of patches and a patch grid (Qwen2-VL and later)."""
+    """Return a random picture for a model whose input is rows of patches and a patch grid (Qwen2-VL and later). vision: the
+    configuration for pictures.
+    """
     merge = int(getattr(vision, "spatial_merge_size", 2))
     side = _PATCHES * merge
     patch = int(vision.patch_size)
@@ -227,8 +229,8 @@ def _random_patches(vision: Any) -> Picture:
 
 
 def _frames(vision: Any, module: Any) -> int:
-    """Return the number of frames in one input of a video model, or 0 for a model that processes single pictures. vision: the
-    configuration for pictures. module: the model.
+    """Return the number of frames in one input of a video model, or 0 for a model of single pictures. vision: the configuration for
+    pictures. module: the model.
     """
     film = "Video" in type(module).__name__ or getattr(vision, "model_type", "") in ("videomae", "timesformer", "vivit")
     return int(getattr(vision, "num_frames", 0) or 0) if film else 0
@@ -239,8 +241,9 @@ def _about(image: Image, name: str) -> str:
 
 
 def decoder_start(model: LiveModel, tokens: torch.Tensor | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the decoder's arguments for a model that encodes pictures or audio, and phrases that say how they were created. If the
-    model has no decoder, both are empty. tokens: the token ids [positions]; if None, the decoder's start token and random tokens.
+    """Return (the decoder's arguments, phrases that say how they were created) for a model that encodes pictures or audio. If the
+    model has no decoder, both are empty. tokens: token ids [positions]; if None, the decoder gets its start token and random
+    tokens.
     """
     config = model.module.config
     if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" not in parameters(model.module):

@@ -18,43 +18,43 @@ from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.runtime.inputs.limited_child import OUT_OF_MEMORY
 
 Conversation = tuple[str, list[dict[str, Any]], bool]
-"""A conversation as a tuple of three items: its origin, for error messages; its messages; and whether the chat template adds the
-words with which the model's answer begins.
+"""(the conversation's origin, for error messages; its messages; whether the chat template adds the words with which the model's
+answer begins).
 """
 _CHILD = Path(__file__).with_name("limited_child.py")
 _MEMORY = 1 << 30
 _MEMORY_PER_CHARACTER = 256
-"""Number of bytes that the child process may use for each character of the longest text: about twice what the tokenizers library
-needs.
+"""How many bytes of memory the child process may use for each character of the longest text: about twice what the tokenizers
+library needs.
 """
 _START_SECONDS = 60
 _BUSY = 4
-"""The limit on a child process's wall time, as a multiple of the limit on its CPU time. It is above 1 because other processes may
-be using the processors.
+"""A child process may run this many times as long, in wall time, as its limit on CPU time. The factor is above 1 because other
+processes may be using the processors.
 """
 _EXPANDING = ('"Replace"', '"Regex"', '"Precompiled"')
-"""The types of tokenizer steps that can make a text many times as long, or whose time can grow much faster than the length of the
-text.
+"""The types of tokenizer steps that can make a text many times as long, or whose time can grow much faster than the text. They are
+searched for in the text of the tokenizer's settings.
 """
 _DECODER_GROWTH = 1000
 _TEMPLATE_COPIES = 16
 _TIME_IS_UP = getattr(signal, "SIGPROF", 0)
 _tried: set[bytes] = set()
-"""SHA-256 digests of the tokenizers and texts that were tried in this process and stayed within the limits."""
+"""SHA-256 digests of (tokenizer, texts) that this process has tried and that stayed within the limits."""
 
 
 class PartFails(UserError):
-    """The error for a tokenizer, a processor or a chat template in a model's folder that fails on an input."""
+    """The error raised if a tokenizer, a processor or a chat template in a model's folder fails on an input."""
 
 
 class _Ended(Exception):
-    """The error for a child process that a limit ended. Its message completes a sentence that begins with the name of what the
-    child ran, such as the chat template.
+    """The error raised if a child process was ended by a limit. Its message, such as "needs over 10 s", continues a sentence that
+    begins with what the child ran.
     """
 
 
 class _Failed(_Ended):
-    """The error for a child process that failed by itself, before it reached a limit."""
+    """The error raised if a child process failed by itself, before it reached a limit."""
 
 
 def run_template(
@@ -91,11 +91,11 @@ def run_template(
 
 
 def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: InputLimits) -> None:
-    """Try the normalizers and regular expressions of a tokenizer on the texts, in a child process. Raises NoForward if they exceed
-    the limits on time or memory, or if the decoder or the post-processor expands a text too much, and PartFails if they fail.
+    """Try the normalizers and regular expressions of a tokenizer on the texts, in a child process. Raises PartFails if they fail.
+    Raises NoForward if they exceed the limits on time or memory, or if the decoder or the post-processor expands a text too much.
 
     Tokenizers without replacements and regular expressions are not tried, because they need little time and memory. Tokenizers
-    written in Python are not tried either.
+    written in Python are not tried either. title: the name of the model, for errors.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     copies = _copies(_state(getattr(backend, "post_processor", None)))
@@ -126,8 +126,8 @@ def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: Inpu
 
 
 def stays_in_limits(title: str, tokenizer: Any, texts: Sequence[str]) -> bool:
-    """Return whether a tokenizer encodes and decodes the texts within the default limits. Raises PartFails if the tokenizer itself
-    fails.
+    """Return whether a tokenizer encodes and decodes the texts within the default limits. title: the name of the model, for errors.
+    Raises PartFails if the tokenizer fails for a different reason.
     """
     try:
         try_tokenizer(title, tokenizer, texts, InputLimits())
@@ -137,8 +137,8 @@ def stays_in_limits(title: str, tokenizer: Any, texts: Sequence[str]) -> bool:
 
 
 def _parts(tokenizer: Any) -> dict[str, Any]:
-    """Return the settings of what a tokenizer does before it looks up tokens: its normalizer, its pre-tokenizer, and the search for
-    added tokens. The settings are plain data, in the form of tokenizer.json.
+    """Return the settings of what a tokenizer does before it looks up tokens, as plain data in the form of tokenizer.json: its
+    normalizer, its pre-tokenizer, and its added tokens.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts: dict[str, Any] = {name: _state(getattr(backend, name, None)) for name in ("normalizer", "pre_tokenizer")}
@@ -159,8 +159,8 @@ def _state(step: Any) -> Any:
 
 
 def _growth(decoder: Any) -> int:
-    """Return the largest number of characters to which a decoder's replacements can expand one character. decoder: its settings in
-    tokenizer.json.
+    """Return how many characters the replacements of a tokenizer's decoder can make of one character at most. decoder: its
+    settings, as in tokenizer.json.
     """
     if not isinstance(decoder, dict):
         return 1
@@ -171,7 +171,9 @@ def _growth(decoder: Any) -> int:
 
 
 def _copies(processor: Any) -> int:
-    """Return how many times a post-processor repeats a text at most. processor: its settings in tokenizer.json."""
+    """Return how many copies of a text a tokenizer's post-processor can insert at most. processor: its settings, as in
+    tokenizer.json.
+    """
     if not isinstance(processor, dict):
         return 1
     templates = (processor.get("single", ()), processor.get("pair", ()))
@@ -182,10 +184,9 @@ def _copies(processor: Any) -> int:
 def _run(job: dict[str, Any], limits: InputLimits, memory: int, allowances: int) -> list[dict[str, Any]]:
     """Run `limited_child.py` in a child process, and return the list that it writes.
 
-    job: the chat template or the steps of a tokenizer that the child runs, with the texts to run them on. memory: how many bytes
-    the child may use in addition to the imported libraries. allowances: the child may take this many times as long as `limits`
-    allow for one text: once for each conversation, or for each million characters. Raises _Ended if the child exceeds a limit, and
-    _Failed if it fails by itself.
+    job: the chat template or the tokenizer steps that the child runs, and the texts to run them on. memory: how many bytes the
+    child may use in addition to the imported libraries. allowances: a factor on the seconds that `limits` allow, such as the number
+    of conversations. Raises _Ended if the child exceeds a limit, and _Failed if it fails by itself.
     """
     seconds = limits.template_seconds
     too_long = f"needs over {seconds:,} s; --input-limit template-seconds={2 * seconds} allows twice as much"

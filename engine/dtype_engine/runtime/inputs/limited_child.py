@@ -1,6 +1,6 @@
-"""Runs the code that comes with a model's tokenizer in a child process, with limits on time and memory.
+"""Runs code that comes with a model's tokenizer in a child process, with limits on time and memory.
 
-This code is a chat template, which is a program, or a tokenizer's normalizers and regular expressions, which can expand a text or
+The code is a chat template, which is a program, or a tokenizer's normalizers and regular expressions, which can expand a text or
 backtrack without end. `limited.py` starts this file as the child process, writes a JSON object (the job) to its standard input, and
 reads a JSON list from its standard output. This file imports neither torch nor this package.
 """
@@ -18,13 +18,12 @@ except ImportError:  # Windows has no such limits; there the parent's time limit
     resource = None  # type: ignore[assignment]
 
 OUT_OF_MEMORY = 3
-"""The exit status of this process if it needs more memory than it may use."""
+"""The exit status of the child process if it needs more memory than it may use."""
 
 
 def render(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Apply a chat template to conversations. Returns a list with an object for each conversation, which holds the resulting
-    `text`. The list ends early at a conversation for which the template fails or returns too long a text: its object holds the
-    `error`, or the text's length in `bytes`.
+    """Apply a chat template to conversations. Returns a list with an object for each: {"text": the resulting text}. The list ends
+    early with {"error": message} if the template fails, or with {"bytes": length} if its text is too long.
 
     job: the template, its variables, the conversations and the limits.
     """
@@ -50,7 +49,7 @@ def render(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 def split(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Normalize each text and split it into words, as the tokenizer does before it looks up tokens. Returns an empty list, since
-    the caller only needs to know that this stays within the limits. job: the tokenizer's steps, the texts and the limits.
+    the caller only needs to know that the limits are kept. job: the tokenizer's steps, the texts and the limits.
     """
     from tokenizers import AddedToken, Tokenizer
 
@@ -75,8 +74,8 @@ def limit_memory(more: int) -> None:
 
 
 def limit_seconds(seconds: int) -> None:
-    """Let the operating system end this process once it has used `seconds` more seconds of CPU time, even inside a function written
-    in C or Rust.
+    """Let the operating system end this process once it has used `seconds` more seconds of CPU time. This works even inside a
+    function written in C or Rust.
     """
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -1,4 +1,6 @@
-"""Inputs with text and a picture or audio: for captioning models, contrastive models, and vision language models."""
+"""Creates inputs that combine text with a picture or audio: for captioning models, contrastive models, and vision language
+models.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def is_contrastive(model: LiveModel) -> bool:
 
 
 def image_token(model: LiveModel) -> int | None:
-    """Return the id of the token that a language model replaces with a picture feature, or None if the model has no such token."""
+    """Return the id of the token in whose place a language model puts a feature vector of a picture, or None if the model has no
+    such token.
+    """
     ids = (getattr(model.module.config, name, None) for name in ("image_token_id", "image_token_index"))
     return next((token for token in ids if isinstance(token, int)), None)
 
@@ -71,11 +75,11 @@ def picture_and_text_inputs(model: LiveModel, options: Options) -> Inputs:
 def text_rows(
     model: LiveModel, texts: list[str], given: bool, limits: InputLimits
 ) -> tuple[dict[str, Any], str | None, str]:
-    """Return the texts as arguments with one padded row per text, the text for display, and a phrase that says how they were
-    created.
+    """Return (the texts as arguments with one padded row per text, the text for display, a phrase that says how the texts were
+    created).
 
-    given: whether the user provided the texts. If so and the model has no tokenizer, or the texts are over the limits, raises
-    UserError. Raises NoForward for a tokenizer that can't be run within the limits.
+    given: whether the user provided the texts. Raises UserError for the user's texts if the model has no tokenizer or the texts are
+    over the limits. Raises NoForward for a tokenizer that can't be run within the limits.
     """
     names = parameters(model.module)
     tokenizer = tokenizer_of(model)
@@ -105,9 +109,7 @@ def text_rows(
 
 
 def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, str]]:
-    """Return pairs of a picture and a text. The shorter of the two lists is repeated, so that every picture and every text is in a
-    pair.
-    """
+    """Return pairs of a picture and a text. The shorter list is repeated, so that every picture and every text is in a pair."""
     count = max(len(pictures), len(texts))
     return [(pictures[index % len(pictures)], texts[index % len(texts)]) for index in range(count)]
 
@@ -115,7 +117,7 @@ def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, st
 def _contrastive_inputs(
     model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...]
 ) -> Inputs:
-    """Return inputs for a contrastive model: a single batch with all pictures and all texts. made_of: phrases that say how the
+    """Return inputs for a contrastive model: a single batch with all pictures and all texts. made_of: phrases which say how the
     pictures were created.
     """
     texts, given = prompt_texts(options, LABELS)
@@ -135,8 +137,9 @@ def _contrastive_inputs(
 def _vision_language_inputs(
     model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...], token: int
 ) -> Inputs:
-    """Return inputs for a vision language model: one batch for each pair of a picture and a prompt. The text has one image token
-    for each feature vector of the picture. made_of: phrases that say how the pictures were created. token: the image token's id.
+    """Return inputs for a vision language model: one batch for each pair of a picture and a prompt. The token ids have one image
+    token for each feature vector of the picture. made_of: phrases which say how the pictures were created. token: the id of the
+    image token.
     """
     texts, given = prompt_texts(options, [QUESTION])
     processor, tokenizer = processor_of(model), tokenizer_of(model)
@@ -164,7 +167,9 @@ def _vision_language_inputs(
 
 
 def processor_template(model: LiveModel) -> str | None:
-    """Return the chat template of the processor of a language model that accepts pictures, or None if it has none."""
+    """Return the chat template of the processor of a vision language model, or None if it has none or the model is of a different
+    type.
+    """
     template = getattr(processor_of(model), "chat_template", None) if image_token(model) is not None else None
     return template.get("default") if isinstance(template, dict) else template
 
@@ -172,9 +177,10 @@ def processor_template(model: LiveModel) -> str | None:
 def _by_processor(
     model: LiveModel, processor: Any, picture: Picture, text: str, options: Options
 ) -> dict[str, Any] | None:
-    """Return the arguments that the model's processor creates from a picture and a prompt, or None if the processor fails.
+    """Return the arguments that the model's processor creates from a picture and a prompt. Returns None if the processor fails, or
+    if the picture has no image to process.
 
-    The chat template is applied only if `options.chat` is set. Raises UserError for a template that fails.
+    The chat template is applied only if `options.chat` is set. Raises UserError if the template fails.
     """
     if picture.image is None:
         return None
@@ -194,8 +200,8 @@ def _by_processor(
 
 
 def _image_mark(model: LiveModel, processor: Any) -> str:
-    """Return the text that stands for a picture in a prompt: the placeholder that the processor replaces with the picture's tokens,
-    between the tokens that mark the start and the end of a picture.
+    """Return the text that stands for a picture in a prompt, such as `<|vision_start|><|image_pad|><|vision_end|>`. The processor
+    replaces the placeholder in it with the picture's tokens.
     """
     mark = getattr(processor, "boi_token", None) or getattr(processor, "image_token", "")
     ids = [getattr(model.module.config, f"vision_{side}_token_id", None) for side in ("start", "end")]
@@ -206,9 +212,11 @@ def _image_mark(model: LiveModel, processor: Any) -> str:
 def _by_hand(
     model: LiveModel, picture: Picture, text: str, given: bool, token: int, limits: InputLimits
 ) -> tuple[dict[str, Any], str]:
-    """Build the arguments for a picture and a prompt (`text`) without the model's processor. Returns the arguments, and a phrase
-    that says how the prompt was created. The token ids have one image token for each feature vector that the model computes for the
-    picture. given: whether the user provided the prompt. token: the id of the image token.
+    """Build the arguments for a picture and a prompt (`text`) without the model's processor. Returns (the arguments, a phrase which
+    says how the prompt was created). The token ids have one image token for each feature vector that the model computes for the
+    picture.
+
+    given: whether the user provided the prompt. token: the id of the image token.
     """
     config = model.module.config
     names = parameters(model.module)
@@ -228,8 +236,8 @@ def _by_hand(
 
 
 def _features(model: LiveModel, picture: Picture) -> int:
-    """Return the number of positions that a picture occupies in the text, by running the model's vision part. Raises NoForward if
-    the model has no method for this, or if it fails.
+    """Return how many token positions a picture takes up, which is found by running the model's vision part. Raises NoForward if
+    the model has no method for this, or if the method fails.
     """
     ask = getattr(model.module, "get_image_features", None)
     if ask is None:

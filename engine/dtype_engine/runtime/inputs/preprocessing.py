@@ -1,5 +1,5 @@
-"""The preprocessing in a model's folder: a tokenizer, an image processor, a feature extractor, or a processor that combines several
-of these.
+"""Loads the preprocessing in a model's folder: a tokenizer, an image processor, a feature extractor, or a processor that combines
+several of these.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MOST_OFFSET = 8
 
 @contextmanager
 def running(what: str) -> Iterator[None]:
-    """A context manager in whose block the tokenizer, a processor or the chat template of a model's folder runs. Any exception, and
-    any panic of a library written in Rust, becomes a `PartFails`. Warnings are hidden. what: the words with which its message
-    begins.
+    """Context manager for a block that runs the tokenizer, a processor or the chat template of a model's folder. Any exception, and
+    any panic of a library written in Rust, becomes a `PartFails`. Warnings are hidden. what: the words with which the error's
+    message begins.
     """
     with failures_as(PartFails, what), without_panic_message(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -79,7 +79,7 @@ def processor_of(model: LiveModel) -> Any:
 
 
 def no_tokenizer(model: LiveModel) -> str:
-    """Return why the model's folder has no usable tokenizer. The words complete a sentence that begins with "the folder"."""
+    """Return why the model's folder has no usable tokenizer, in words that continue "the folder", such as "has no tokenizer"."""
     try:
         tokenizer = _loaded_or_fails(model, _TOKENIZERS, _load_tokenizer)
     except Exception as error:
@@ -101,9 +101,9 @@ def _loaded(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) 
 
 
 def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
-    """Load a part of the preprocessing: return `load(folder, ...)` for the model's folder, or None if the folder has none of the
-    files named in `files`. If a GGUF model's folder has no tokenizer files, the tokenizer inside the GGUF file is loaded. Raises
-    any exception that `load` raises, and ValueError if a file is not a regular file.
+    """Return `load(folder, ...)` for the model's folder, or None if the folder has none of the files named in `files`. If a GGUF
+    model's folder has no tokenizer files, the tokenizer inside the GGUF file is loaded. Raises any exception that `load` raises,
+    and ValueError if one of the files is not a regular file.
     """
     folder, inside = model.folder, {}
     if folder is None:
@@ -126,7 +126,7 @@ def parameters(module: nn.Module) -> tuple[str, ...]:
 
 
 def text_config(config: Any) -> Any:
-    """Return the part of a configuration that describes the language model, or all of it if the model accepts nothing but text."""
+    """Return the part of a model's configuration that describes its language model, or all of it if it has no such part."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
@@ -137,8 +137,8 @@ def vocabulary(model: LiveModel) -> int | None:
 
 
 def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those outputs of a processor that the forward pass accepts as arguments. A list of tensors is stacked into one tensor.
-    kwargs: all outputs of the processor, keyed by name.
+    """Return the outputs of a processor that the forward pass accepts as arguments, by name. A list of tensors is stacked into one
+    tensor. kwargs: all outputs of the processor, by name.
     """
     names = parameters(model.module)
     taken = {key: value for key, value in kwargs.items() if key in names}
@@ -155,10 +155,10 @@ def random_ids(model: LiveModel, rows: int, length: int) -> torch.Tensor:
 
 
 def learned_positions(module: nn.Module) -> int | None:
-    """Return the number of positions in the text's learned position embedding, or None for other position encodings.
+    """Return the number of positions in the text's learned position embedding, or None if the model encodes positions differently.
 
-    This embedding has as many rows as the configuration has positions, or a few more: RoBERTa and similar models number positions
-    from the id after the padding token's id and never use the rows before it.
+    RoBERTa and similar models number positions from the padding token's id + 1, and never use the rows of the embedding before it.
+    These rows are not counted.
     """
     config = text_config(module.config)
     named = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)

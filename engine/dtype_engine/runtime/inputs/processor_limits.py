@@ -20,7 +20,8 @@ _LARGEST = 16 << 20
 _HIGHEST_RATE = 1_000_000
 """The highest sample rate in hertz that a feature extractor may name."""
 _COUNTS = frozenset({"num_additional_image_tokens", "image_seq_length", "image_seq_len", "num_image_tokens"})
-"""The names of the settings that are a number of tokens. The settings in `_SIZES` are a number of pixels, samples, bins or seconds.
+"""The names of the settings that are a number of tokens. All settings in `_SIZES` are a number of pixels, samples, bins or
+seconds.
 """
 _SIZES = frozenset(
     {
@@ -33,9 +34,9 @@ _SIZES = frozenset(
 
 
 def check_processor_files(model: LiveModel, limits: InputLimits) -> None:
-    """Raise NoForward if the preprocessing in the model's folder names a size that is no number or is over the limits.
+    """Raise NoForward if a preprocessing file in the model's folder names a size that is no number or is over the limits.
 
-    A file that can't be read or is not valid JSON is skipped, because transformers does without such a file.
+    A file that can't be read or is not valid JSON is skipped, because transformers skips it, too.
     """
     for file in FILES if model.folder is not None else ():
         try:
@@ -47,7 +48,7 @@ def check_processor_files(model: LiveModel, limits: InputLimits) -> None:
 
 
 def made_values(processor: Any, width: int, height: int) -> int:
-    """Return the approximate number of values that an image processor computes for a color picture of this width and height."""
+    """Return the approximate number of values that an image processor computes for a color picture of `width` x `height` pixels."""
     by_pixels = hasattr(processor, "merge_size")  # Qwen2-VL's `size` counts pixels instead of an edge's length
     sizes = [getattr(processor, name, None) for name in ("size", "crop_size", "pad_size")]
     pinpoints = getattr(processor, "image_grid_pinpoints", None)
@@ -58,8 +59,8 @@ def made_values(processor: Any, width: int, height: int) -> int:
 
 
 def made_features(extractor: Any, samples: int) -> int:
-    """Return the approximate number of values that a feature extractor computes for audio with this number of samples. For each
-    window of the audio, it computes the window's samples or its frequency bins, whichever are more.
+    """Return the approximate number of values that a feature extractor computes for audio of `samples` samples. For each window of
+    the audio, these are the window's samples or its frequency bins, whichever are more.
     """
     padded = max(samples, _setting(extractor, "n_samples", 0))
     hop, window, bins = (_setting(extractor, name, 1) for name in ("hop_length", "n_fft", "feature_size"))
@@ -84,7 +85,7 @@ def _check(title: str, file: str, settings: dict[str, Any], limits: InputLimits)
     """Raise NoForward if a size in `settings` is no number or is over the limits. Also raise it if a product of sizes is over the
     limits, such as `chunk_length` times `sampling_rate`, because a processor allocates that many values.
 
-    settings: a JSON object in a file of the preprocessing. title, file: the names of the model and of the file, for the error.
+    settings: a JSON object in a preprocessing file. title, file: the names of the model and of the file, for the error.
     """
     for name in (_SIZES | _COUNTS) & settings.keys():
         for value in _leaves(settings[name]):
@@ -107,8 +108,8 @@ def _check(title: str, file: str, settings: dict[str, Any], limits: InputLimits)
 
 
 def _leaves(value: object) -> Iterator[Any]:
-    """Yield the values in a setting: the setting itself if it is a single value, or all values at any depth of a list or an object.
-    They should be numbers, but may be anything else. Yield nothing for null.
+    """Yield the single values in a setting, which may be nested lists and objects. Null yields nothing. The values should be
+    numbers, but may be anything else.
     """
     if isinstance(value, (list, dict)):
         for inner in value.values() if isinstance(value, dict) else value:
@@ -124,9 +125,9 @@ def _refuse(title: str, why: str) -> None:
 def _area(size: Any, width: int, height: int, by_pixels: bool) -> int:
     """Return the number of pixels of a picture after an image processor has resized it.
 
-    size: the setting with the new size, in one of the forms that image processors accept. width, height: the size of the picture
-    before resizing. by_pixels: whether `shortest_edge` and `longest_edge` in `size` limit the number of pixels of the whole
-    picture, as in Qwen2-VL, instead of the length of an edge.
+    size: the processor's setting for the new size, a number, a list or an object. width, height: the size of the picture before
+    resizing. by_pixels: whether `shortest_edge` and `longest_edge` in `size` limit the number of pixels of the whole picture, as in
+    Qwen2-VL, instead of the length of an edge.
     """
     if isinstance(size, (int, float)):
         return int(size * size)

@@ -1,4 +1,4 @@
-"""The inputs as plain data, with one row for each batch, for the screen and for JSON."""
+"""Summarizes inputs as plain data, with one row for each batch, for the screen and for JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ _SHOWN = 160
 
 
 def summarize(inputs: Inputs) -> InputsSummary:
-    """Return the inputs as plain data: a description, their sources, and for each batch its text and the shapes of its tensors."""
+    """Return the inputs as plain data: a description, how they were created, and for each batch its text and the shapes of its
+    tensors.
+    """
     batches = tuple(_row(batch) for batch in inputs.batches)
     known = [batch.positions for batch in batches if batch.positions is not None]
     made_of = inputs.made_of or (f"given by {inputs.description}",)
@@ -21,9 +23,9 @@ def summarize(inputs: Inputs) -> InputsSummary:
 
 
 def one_of_each_shape(inputs: Inputs) -> list[Batch]:
-    """Return some batches that suffice to check whether the model runs on all of them. If the user provided tensors, these are the
-    first batch of each combination of shapes and dtypes. If this program created the tensors, it is only the first batch, because
-    all batches were created in the same way.
+    """Return enough batches to check whether the model runs on all of them. If the user provided tensors, these are the first batch
+    of each combination of shapes and dtypes. If this program created the tensors, one batch suffices, because all were created
+    alike.
     """
     if inputs.made:
         return list(inputs.batches[:1])
@@ -46,7 +48,9 @@ def _row(batch: Batch) -> InputBatch:
 
 
 def _positions(batch: Batch) -> int | None:
-    """Return the number of token positions in a batch (in the decoder, if it has its own tokens), or None without tokens."""
+    """Return the number of token positions in a batch, counted in the decoder if it has its own tokens. Returns None without
+    tokens.
+    """
     for name in ("decoder_input_ids", "input_ids"):
         ids = batch.kwargs.get(name)
         if isinstance(ids, torch.Tensor):

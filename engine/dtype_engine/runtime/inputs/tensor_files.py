@@ -1,4 +1,4 @@
-"""Reading the arguments of a forward pass from a file of tensors, whose names are the argument names."""
+"""Reads the arguments of a forward pass from a file of tensors, whose names are the argument names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tensor_inputs(model: LiveModel, path: Path, labelled: bool = False) -> Input
     int64.
 
     A call is a dictionary of arguments, a tuple of arguments, or a single tensor. A `.pt` file may hold a list of calls. In the
-    other formats, tensor names begin with the number of the call if there are several (`0.input_ids`, `1.input_ids`).
+    other formats, a file with several calls has names that begin with the number of the call (`0.input_ids`, `1.input_ids`).
     labelled: whether tensors that the forward pass does not take are labels for the user's metrics. Raises UserError for a file
     that can't be read and for tensors that do not fit the model's forward pass.
     """
@@ -50,7 +50,7 @@ def tensor_inputs(model: LiveModel, path: Path, labelled: bool = False) -> Input
 
 
 def read_tensors(path: Path) -> Any:
-    """Return the content of a file of tensors: a dictionary keyed by tensor name, a tuple, a tensor, or a list of these. Raises
+    """Return the content of a file of tensors: a dictionary by tensor name, a tuple, a tensor, or a list of these. Raises
     UserError.
     """
     suffix = path.suffix.lower()
@@ -98,9 +98,10 @@ def _npz(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_array(path: Path, name: str, file: IO[bytes], nbytes: int) -> None:
-    """Raise UserError unless an array in an .npz file has exactly the values that its header names. numpy would allocate an array
-    of any shape, and read values of 0 bytes for ever. path, name: those of the file and of the array. file, nbytes: the array with
-    its header.
+    """Raise UserError unless an array in an .npz file has exactly as many bytes as its header implies. Without this check, numpy
+    would allocate an array of any size that a header names.
+
+    path, name: the file and the array's name, for the error. file: the array with its header, `nbytes` long.
     """
     from numpy.lib import format as npy
 
@@ -142,8 +143,8 @@ def _pickle(path: Path) -> Any:
 
 
 def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return the tensors of a file as the arguments of forward passes: a list with a dictionary for each pass if every name begins
-    with the number of its pass, such as `0.input_ids`. Otherwise, return a single dictionary for one pass.
+    """Return the tensors of a file as the arguments of forward passes. If every name begins with the number of a pass, such as
+    `0.input_ids`, return a list with a dictionary for each pass. Otherwise, return `tensors`, the arguments of a single pass.
     """
     if not tensors:
         raise UserError(f"{path} has no tensors")
@@ -174,7 +175,7 @@ def _checked(path: Path, value: Any) -> Any:
 
 
 def _as_ids(batch: Batch) -> Batch:
-    """Return the same batch with token ids in int64, the dtype that embeddings accept."""
+    """Return the batch with its token ids cast to int64, the dtype that embeddings accept."""
     kwargs = {
         name: value.long()
         if name in ID_ARGUMENTS and isinstance(value, torch.Tensor) and value.dtype in _INTEGERS

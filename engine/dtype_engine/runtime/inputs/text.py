@@ -1,4 +1,4 @@
-"""Calibration text as token ids: prompts, text files and JSONL, cut into sequences."""
+"""Turns calibration text into token ids: prompts, text files and JSONL files, cut into sequences."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class TextSample:
     text: str = ""
     messages: tuple[dict[str, Any], ...] = ()
     where: str = ""
-    """The origin of the text for error messages: `prompt 2`, or a file and a line."""
+    """Where the text comes from, for error messages: `prompt 2`, or a file and a line."""
     labels: Mapping[str, Any] = field(default_factory=dict)
-    """The other entries of the text's line in a JSONL file, which the user's metrics receive."""
+    """The further entries of the text's line in a JSONL file, which the user's metrics receive."""
 
 
 _DEFAULT_SAMPLES = tuple(TextSample(text, where="the built-in prompts") for text in DEFAULT_PROMPTS)
@@ -108,7 +108,9 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 def sequence_length(model: LiveModel, options: Options) -> int:
-    """Return the maximum number of tokens in a sequence. Raises UserError if the user requests more than the model supports."""
+    """Return the maximum number of tokens in a sequence: the user's number or 512, if the model has that many positions. Raises
+    UserError if the user requests more than the model has.
+    """
     named = int(getattr(text_config(model.module.config), "max_position_embeddings", 0) or _ANY_LENGTH)
     known = min(named, learned_positions(model.module) or _ANY_LENGTH)
     if options.sequence_length is not None:
@@ -146,8 +148,8 @@ def text_samples(options: Options) -> Iterator[TextSample]:
 
 
 def read_jsonl(path: Path, limits: InputLimits) -> Iterator[TextSample]:
-    """Yield one text for each line: a string, or an object with `text`, `prompt` or `messages`. Raises UserError, which names the
-    line, and for a file that is over the limits.
+    """Yield one text for each line: a string, or an object with `text`, `prompt` or `messages`. Raises UserError for a wrong line,
+    which it names, and for a file that is over the limits.
     """
     for number, line in enumerate(read_text(path, limits).split("\n"), 1):
         if not line.strip():
@@ -184,7 +186,8 @@ def _is_message(message: object) -> bool:
 def encoded(
     tokenizer: Any, samples: Sequence[TextSample], title: str, options: Options
 ) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield each text as token ids, int64 [positions], and the text that was encoded, with the chat template applied.
+    """Yield (token ids, int64 [positions], the encoded text) for each text of `samples`. The chat template is applied to
+    conversations and, if `options.chat` is set, to all texts.
 
     title: the name of the model, for errors. Raises UserError for a text without tokens or over the limits, and for a conversation
     if there is no chat template or the template fails. Raises NoForward for a tokenizer that can't be run within the limits.
@@ -206,8 +209,8 @@ def encoded(
 
 
 def _conversation(sample: TextSample) -> Conversation:
-    """Return a user's text as a conversation. Plain text becomes a message of the user, and the words that begin the model's answer
-    are added after it.
+    """Return a user's text as a conversation. Plain text becomes a message with the role "user", after which the chat template adds
+    the words that begin the model's answer.
     """
     messages = list(sample.messages) or [{"role": "user", "content": sample.text}]
     return sample.where, messages, not sample.messages
@@ -228,7 +231,8 @@ def apply_chat_template(
 
 def refuse_long(samples: Sequence[TextSample], texts: Sequence[str], limits: InputLimits) -> None:
     """Raise UserError for a text that would be over the limit on tokens if each token had `CHARACTERS_PER_TOKEN` characters. Also
-    for one that is not Unicode, which a `\\ud800` in JSON makes.
+    raise it for a text with half of a surrogate pair, which `\\ud800` in JSON makes. samples: where the texts come from, for
+    errors.
     """
     for sample, text in zip(samples, texts, strict=True):
         if any("\ud800" <= character <= "\udfff" for character in text):
@@ -240,8 +244,8 @@ def refuse_long(samples: Sequence[TextSample], texts: Sequence[str], limits: Inp
 
 
 def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], bool]:
-    """Return the texts to combine with pictures or audio, and whether the user provided them. default: the texts if the user
-    provided none. Raises UserError for a conversation (`messages`), which can't be combined with them.
+    """Return (the texts to combine with pictures or audio, whether the user provided them). default: the texts if the user provided
+    none. Raises UserError for a conversation (`messages`), which can't be combined with pictures or audio.
     """
     texts = []
     for sample in text_samples(options):
@@ -252,7 +256,9 @@ def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], b
 
 
 def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
-    """Return a batch with a single sequence of token ids [positions] as the input. text: the same text, for display."""
+    """Return a batch whose input is a single sequence of token ids [positions]. text: the text of the same sequence, for
+    display.
+    """
     row = ids[None]
     kwargs: dict[str, Any] = {"input_ids": row, "attention_mask": torch.ones_like(row)}
     names = parameters(model.module)
@@ -266,9 +272,8 @@ def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
 
 
 def with_next_tokens(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Return inputs that the user provided as tensors, with the correct next tokens if the model is a causal language model.
-
-    They are taken from the batch's labels or, if it has none, from its token ids. Padding (attention mask 0) has no next token.
+    """Return inputs that the user provided as tensors, with `Batch.next_tokens` set if the model is a causal language model. The
+    tokens come from the batch's labels or, if it has none, from its token ids. Padding (attention mask 0) has no next token.
     """
     return dataclasses.replace(inputs, batches=tuple(_with_targets(model, batch) for batch in inputs.batches))
 
@@ -288,8 +293,8 @@ def _with_targets(model: LiveModel, batch: Batch) -> Batch:
 
 
 def _next_tokens(model: LiveModel, row: torch.Tensor) -> torch.Tensor | None:
-    """Return the token that a causal language model should predict at each position (-100: no token), or None for other models.
-    row: the token ids of one or more sequences, [batch, positions].
+    """Return the token that a causal language model should predict at each position (-100: no token), or None if the model is not
+    causal. row: the token ids of one or more sequences, [batch, positions].
     """
     name, config = type(model.module).__name__, getattr(model.module, "config", None)
     if getattr(config, "is_encoder_decoder", False) or not name.endswith(("ForCausalLM", "LMHeadModel")):

@@ -1,4 +1,4 @@
-"""Checking that the user's tensors fit a model's forward pass, before the model runs."""
+"""Checks whether the user's tensors fit a model's forward pass, before the model runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MASKS = {"attention_mask": "input_ids", "token_type_ids": "input_ids", "decoder
 
 
 def check_fits(model: LiveModel, batch: Batch, where: str) -> None:
-    """Check a batch against the signature of the model's forward pass and its configuration.
+    """Check a batch against the signature of the model's forward pass and against its configuration.
 
     where: the origin of the inputs, with which error messages begin. Raises UserError for unknown and missing arguments and for
     tensors whose dtype or shape the model does not accept.
@@ -70,7 +70,7 @@ def unknown_arguments(model: LiveModel, batch: Batch) -> tuple[list[str], list[s
 
 
 def with_labels(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Return inputs in which the arguments that the forward pass does not take are labels for the user's metrics."""
+    """Return the inputs, in which arguments that the forward pass does not take have become labels for the user's metrics."""
     batches = tuple(batch.with_labels(unknown_arguments(model, batch)[0]) for batch in inputs.batches)
     return dataclasses.replace(inputs, batches=batches)
 
@@ -112,8 +112,8 @@ def _check_ids(model: LiveModel, name: str, value: torch.Tensor, where: str) -> 
 
 
 def _id_count(model: LiveModel, name: str) -> int | None:
-    """Return the number of different ids that the argument `name` may hold, such as the size of the vocabulary for `input_ids`.
-    Returns None if that is unknown.
+    """Return how many different ids the argument `name` may hold, such as the size of the vocabulary for `input_ids`, or None if
+    that is unknown.
     """
     config = model.module.config
     if name == "token_type_ids":
