@@ -1,7 +1,7 @@
-"""The memory that a forward pass needs beside the weights: measured in a real pass, or estimated without computing anything.
+"""Measures the memory that a forward pass needs beside the weights in a real pass, or estimates it without computing anything.
 
-Both count the live bytes of all storages that operations make, as torch's allocators do. Memory that a kernel uses inside one
-operation is not seen.
+Measurement and estimate count the live bytes of all storages that operations create, as torch's allocators do. Memory that a kernel
+uses inside one operation is not seen.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the live bytes of the storages that operations make under this mode, and remembers their peak."""
+    """Counts the live bytes of the storages that operations create under this mode, and remembers their peak."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        """known: tensors that exist already, such as weights and inputs. They are not counted."""
+        """known: tensors that exist already, such as weights and inputs. Their bytes are not counted."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._counted = {storage_id(tensor): 0 for tensor in known}
         self._now = self.peak = 0
         self.running = self.module = ""
-        """The names of the module that is running (`running`), and of the module that ran at the peak (`module`)."""
+        """`running` is the name of the module that is running, and `module` the name of the module that ran at the peak."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -54,12 +54,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now -= self._counted.pop(key, 0)
 
     def made_of(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Return the bytes of those of the given tensors that were made under this mode."""
+        """Return the bytes of those of `tensors` whose storage was created under this mode."""
         return sum(tensor.nbytes for tensor in tensors if self._counted.get(storage_id(tensor)))
 
     @contextmanager
     def naming_modules(self, module: nn.Module) -> Iterator[None]:
-        """While the block runs, record which module of a model is running."""
+        """While the `with` block runs, keep `running` set to the name of the submodule of `module` that is running."""
 
         def enter(name: str) -> Callable[..., None]:
             def hook(*_: Any) -> None:
@@ -76,31 +76,32 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def measured(module: nn.Module, context: int, batch: int) -> ActivationMemory:
-    """Run one pass over `batch` sequences of `context` random tokens, as the model is now, and return its peak of memory.
-
-    Raises NoForward if nothing says which inputs have this size, or if the pass fails.
+    """Run the model once over `batch` sequences of `context` random tokens, as it is cast now, and return the peak of the memory
+    that this needs. Raises NoForward if it is not known which inputs have this size, or if the pass fails.
     """
     return _pass(module, _inputs(module, context, batch), context, batch, estimated=False)
 
 
 class ActivationEstimator:
-    """Estimates the peak of memory of passes of any size. Nothing is computed, and no memory is taken.
+    """Estimates the peak of the memory of forward passes of any size, without computing anything or taking that memory.
 
-    An estimate is an upper one: it is too high where a real pass leaves out work that depends on values, such as a mask that masks
+    The estimate is an upper bound: a real pass may leave out work that depends on values, such as applying a mask that masks
     nothing.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """module: a model without data, on the meta device. It belongs to the estimator from now on. dtype: that of the pass."""
+        """module: a model without data, on the meta device, which this object changes. dtype: the dtype in which the passes
+        compute.
+        """
         self._module = module.eval()
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._width = 1
-        """How many times as many bytes an element has in the dtype of the pass as in the dtype of the fake tensors."""
+        """The size of an element in the dtype of the passes, divided by its size in the dtype of the fake tensors."""
         self._make_tensors(dtype)
         self._dtype = dtype
 
     def _make_tensors(self, dtype: torch.dtype) -> None:
-        """Replace the parameters and buffers of the module by fake tensors on the CPU, those of floats in `dtype`."""
+        """Replace the module's parameters and buffers by fake tensors on the CPU. Floating-point tensors get the dtype `dtype`."""
         with self._mode:
             for child in self._module.modules():
                 for name, tensor in [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]:
@@ -110,8 +111,8 @@ class ActivationEstimator:
                     setattr(child, name, nn.Parameter(fake, requires_grad=False) if is_parameter else fake)
 
     def estimate(self, context: int, batch: int) -> ActivationMemory:
-        """Return an upper estimate for a pass over `batch` sequences of `context` tokens. Raises NoForward if the operations of a
-        pass depend on values, so that they are unknown without running it, or if nothing says which inputs have this size.
+        """Return an upper bound for a pass over `batch` sequences of `context` tokens. Raises NoForward if the operations of a pass
+        depend on values, which are unknown without running it, or if it is not known which inputs have this size.
         """
         try:
             found = self._estimate(context, batch)
@@ -136,8 +137,8 @@ class ActivationEstimator:
 
 
 def estimator_of(checkpoint: Checkpoint, options: Options, dtype: str) -> ActivationEstimator:
-    """Return an estimator for passes of a checkpoint's model in `dtype`. Only headers are read. Raises NoForward if the
-    architecture is unknown.
+    """Return an estimator for passes of a checkpoint's model that compute in `dtype`. Only headers are read. Raises NoForward if
+    the architecture is unknown.
     """
     made = build_on_meta(checkpoint, options)
     if made is None:
@@ -156,7 +157,7 @@ def _pass(module: nn.Module, inputs: Mapping[str, Any], context: int, batch: int
 
 
 def _cache_tensors(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of the KV cache that a model returned."""
+    """Return the tensors of the KV cache in a model's output."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
 
@@ -178,7 +179,9 @@ def _cache_tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _inputs(module: nn.Module, context: int, batch: int) -> dict[str, Any]:
-    """Return inputs of the given size for a model of transformers, with random tokens. Raises NoForward for other models."""
+    """Return arguments for one pass of a transformers model: `batch` sequences of `context` random tokens, or a zero spectrogram or
+    picture. Raises NoForward for other models.
+    """
     config: Any = getattr(module, "config", None)
     like = next((tensor for tensor in module.parameters() if tensor.is_floating_point()), torch.empty(0))
     names = inspect.signature(module.forward).parameters

@@ -26,11 +26,11 @@ def input_ranges(
     cancelled: IsCancelled,
     behavior: ModelBehavior,
 ) -> dict[str, float]:
-    """Run the candidate over all inputs, and return for each weight in `weights` the largest finite |value| of its layer's input.
+    """Run the model over all inputs, and return for each weight in `weights` the largest finite |value| of its layer's input.
 
-    The candidate runs as currently cast, under `settings`. If `settings` quantize activations, the range is that of the values
-    before quantizing. Layers that are not called are omitted. behavior: what earlier passes have shown about the model. Raises
-    NoForward, KernelError, Cancelled.
+    The model runs as currently cast, under `settings`. If `settings` quantize activations, the values are taken before quantizing.
+    Layers that are not called are omitted. behavior: what earlier passes have shown about the model. Raises NoForward, KernelError,
+    Cancelled.
     """
     found: dict[str, float] = {}
 

@@ -1,12 +1,12 @@
-"""Attributes the drift of a recipe to parts of the model, by running one part with its cast weights and all other parts as in the
-reference.
+"""Attributes the drift of a recipe to parts of the model: in each pass, one part uses its cast weights, and all other parts run as
+in the reference run.
 
-A part is a module that itself runs operations which use weights (a Linear, a norm, an embedding), or a subtree if there are too
-many such modules to run each. The drift of a part is measured at the main output, in a pass in which only this part uses its cast
-weights. The local error of a part is measured at the part's own output in the same pass, in which its inputs are the reference's.
+A part is a module that itself runs operations which use weights (a Linear, a norm, an embedding). If there are too many such
+modules to run each, a part is a subtree. The drift of a part is measured at the model's main output. The local error of a part is
+measured in the same pass at the part's own output; its inputs are those of the reference run.
 
-The drifts of the parts need not add up to the drift of the recipe. In addition, operations without weights (sums, activations)
-belong to no part. Reports therefore show both the sum over the parts and the whole drift.
+The drifts of the parts need not add up to the drift of the recipe, and operations without weights (sums, activations) belong to no
+part. Reports therefore show both the sum over the parts and the whole drift.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.search.sensitivity import scalar_drift
 
 MOST_PASSES = 160
-"""Maximum number of passes per batch. Each pass measures one module. If a model has more modules than this, larger modules are
-measured first, and then only the children of those that cause the most drift.
+"""Maximum number of passes per batch, each of which measures one module. In a model with more modules, subtrees are measured first,
+and then only the children of the subtrees that cause the most drift.
 """
 ENOUGH_POSITIONS = 256
-"""The attribution runs further batches until at least this many output rows have been compared."""
+"""The attribution runs over as many batches as it needs to compare this many output rows, such as tokens."""
 _BUDGET = 1 << 30
-"""Maximum number of bytes of reference outputs to keep: half for reuse in later passes, and half for comparison."""
+"""Maximum number of bytes of the reference run's outputs to keep: half for reuse in later passes, and half for comparison."""
 
 _SIDE_BY_SIDE = 32
-"""How many passes of a model that is larger than memory run side by side."""
+"""If the model is larger than memory, how many passes run side by side, so that each weight is read once for all of them."""
 
 OnProgress = Callable[[int, int], None]
 OnCauses = Callable[[PartialAttribution], None]
@@ -62,10 +62,10 @@ OnCauses = Callable[[PartialAttribution], None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the model whose share of the drift is measured: a single module, or a subtree.
+    """A part of the model whose contribution to the drift is measured: a single module, or a subtree.
 
-    name: the module, or the module at the top of the subtree. modules: the modules of this part that themselves run operations with
-    weights, such as `layers.0.mlp.up_proj` and `layers.0.mlp.down_proj` for `layers.0.mlp`.
+    name: the module, or the root of the subtree. modules: the modules in it that themselves run operations with weights, such as
+    `layers.0.mlp.up_proj` and `layers.0.mlp.down_proj` for `layers.0.mlp`.
     """
 
     name: str
@@ -74,10 +74,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PartDrift:
-    """The results for one module or subtree.
+    """The measured drift of one module or subtree.
 
     drift: how far its casts alone make the main output drift, in the unit of the attribution report, such as nats per token.
-    local_sqnr_db: the SQNR of the module's own output in dB, or None if it is unknown.
+    local_sqnr_db: the signal-to-quantization-noise ratio of the module's own output in dB, or None if it is unknown.
     """
 
     drift: float
@@ -85,14 +85,16 @@ class PartDrift:
 
 
 MeasureParts = Callable[[Sequence[Part]], Iterator[tuple[int, PartDrift]]]
-"""A function that measures the given modules or subtrees in any order, and yields the index and the result of each."""
+"""A function that measures the given modules or subtrees in any order, and yields (its index in the argument, result) for each."""
 _OnPart = Callable[[Iterable[Contribution], int, int], None]
-"""A function of (the contributions found so far, the number of finished measurements, the number of all measurements)."""
+"""A callback with three arguments: the contributions found so far, the number of finished measurements, the number of all
+measurements.
+"""
 
 
 @dataclass(slots=True)
 class _Base:
-    """What the reference produced for one batch: the main output, the outputs of modules, and outputs to reuse in later passes.
+    """What the reference run produced for one batch: the main output, the outputs of modules, and outputs to reuse in later passes.
 
     uses: for each module, how many module calls had finished before the module first used a weight whose cast changes the results.
     A pass in which only this module uses cast weights can reuse the outputs of these calls.
@@ -108,15 +110,15 @@ class _Base:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of all module outputs that are kept."""
+        """The number of bytes of all kept outputs of modules."""
         cached = self.cache.nbytes if self.cache is not None else 0
         return cached + sum({id(each): each.nbytes for each in self.modules.values()}.values())
 
 
 @dataclass
 class Attribution:
-    """Finds how much of the drift of the currently cast model each of its modules causes. `report` measures all of them. `measure`
-    measures a single one, for a `report` that runs in another process.
+    """Finds how much of the drift of the currently cast model each of its modules causes. `report` measures all modules. `measure`
+    measures a single one, so that workers can share the measurements of a `report`.
     """
 
     model: LiveModel
@@ -124,10 +126,10 @@ class Attribution:
     settings: RunSettings
     rules: tuple[str, ...] = ()
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """Facts that passes of the model have shown, such as side effects of its modules, kept for later passes."""
+    """What passes of the model have shown about it, such as modules with side effects."""
     known: dict[Part, PartDrift] = field(default_factory=dict)
-    """The measurements of an earlier `report` that was cancelled: the drift of each module or subtree, for the same casts, settings
-    and inputs. `report` does not repeat these measurements. It adds its own, and empties the mapping when it is complete.
+    """The measured drift of each module or subtree, kept from a `report` that was cancelled and had the same casts, settings and
+    inputs. The next `report` does not repeat these measurements. A complete `report` empties the mapping.
     """
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0
@@ -140,12 +142,13 @@ class Attribution:
         elsewhere: MeasureParts | None = None,
         on_causes: OnCauses = ignore,
     ) -> AttributionReport:
-        """Measure every module or subtree, in this process or with the function `elsewhere`, and return a report.
+        """Measure every module or subtree, and return a report. elsewhere: measures them in other processes; if None, this process
+        does it.
 
-        `on_progress(done, total)` is called with the numbers of finished measurements and of all measurements, and `on_causes`
-        after each measurement with the contributions found so far. If a subtree is split, they contain those of its children that
-        have been measured, and no longer the subtree itself. Raises NoForward, KernelError and Cancelled, and UserError under
-        `torch.autocast`, whose casts belong to no weight.
+        `on_progress(done, total)` is called with the numbers of finished measurements and of all measurements. `on_causes` is
+        called after each measurement with the contributions found so far. Once a subtree is split, its measured children replace it
+        among them. Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no
+        weight.
         """
         if self.settings.autocast is not None:
             raise UserError(f"causes can only be found in the weights' dtypes: {hint('no-autocast')}")
@@ -186,7 +189,7 @@ class Attribution:
             return complete
 
     def measure(self, part: Part, cancelled: IsCancelled = never) -> PartDrift:
-        """Measure one module or subtree, and return its drift. The first call also runs the reference. Raises NoForward,
+        """Measure one module or subtree, and return its drift. The first call also does the reference run. Raises NoForward,
         KernelError, Cancelled.
         """
         with self._runner(cancelled) as runner:
@@ -227,7 +230,7 @@ class Attribution:
             raise NoForward("there are no inputs to run the model on")
 
     def _base(self, runner: ForwardRunner, batch: Batch, budget: int) -> _Base:
-        """Run the reference on one batch, and keep at most `budget` bytes of its outputs."""
+        """Do the reference run on one batch, and keep at most `budget` bytes of its outputs."""
         recorder = ModuleRecorder(budget // 2)
         options = PassOptions(learns=True, cache_bytes=budget // 2)
         call = runner.reference_call(batch)
@@ -275,9 +278,10 @@ class Attribution:
         total: int,
         others: Sequence[Contribution] = (),
     ) -> list[Contribution]:
-        """Measure modules or subtrees (`parts`) with `run`. Returns their contributions in the same order, although workers may
-        finish in any order. whole: the drift of the whole recipe. total: the number of measurements that the progress counts.
-        others: the contributions found before, which `on_part` is given with those of `parts`.
+        """Measure modules or subtrees (`parts`) with the function `run`, and return their contributions in the order of `parts`.
+
+        whole: the drift of the whole recipe. total: the number of measurements that the progress counts. others: contributions
+        found before, which are passed to `on_part` together with the new ones.
         """
         found: dict[int, Contribution] = {}
 
@@ -305,8 +309,9 @@ class Attribution:
         return PartDrift(drift, local)
 
     def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
-        """Run the model with cast weights in `part` only (if None, in all modules). Returns three results: the unit of the drift,
-        such as nats per token; the drift of the main output; and, if `part` is a single module, the SQNR in dB of its own output.
+        """Run the model with cast weights only in the modules of `part`, or in all modules if it is None. Returns (the unit of the
+        drift, such as nats per token, the drift of the main output, the SQNR in dB of the part's own output if it is a single
+        module).
         """
         comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__
@@ -335,7 +340,7 @@ class Attribution:
 
 
 class _LocalError(ModuleObserver):
-    """Compares the outputs of one module during a pass with the module's outputs in the reference."""
+    """Compares the outputs of one module during a pass with the outputs of the same module in the reference run."""
 
     def __init__(self, module: str | None) -> None:
         self.module = module
@@ -345,7 +350,9 @@ class _LocalError(ModuleObserver):
 
     @property
     def sqnr_db(self) -> float | None:
-        """The SQNR in dB over all calls of the module whose outputs could be compared, or None if there were none."""
+        """The signal-to-quantization-noise ratio in dB over all calls of the module whose outputs could be compared, or None
+        without such calls.
+        """
         return None if self._sums is None else sqnr_db(self._sums.sums.energy, self._sums.sums.noise)
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
@@ -359,8 +366,8 @@ class _LocalError(ModuleObserver):
 
 
 def _children_of(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Split a subtree, the module `name`, into its children. Returns a pair for each child: the child's name, and those of
-    `modules` that are in it. If there is only one child, that child is split instead.
+    """Split the subtree `name` into its children. Returns (name of the child, its modules among `modules`) for each child. If there
+    is only one child, this child is split instead.
 
     modules: the modules of the subtree that run operations with weights.
     """

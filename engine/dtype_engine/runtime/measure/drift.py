@@ -1,4 +1,6 @@
-"""Measures drift: runs the reference and the candidate over the inputs, one sequence at a time, and compares their outputs."""
+"""Measures drift: runs the reference and the candidate model over the inputs, one sequence at a time, and compares their
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -44,25 +46,25 @@ from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 MOST_KEPT = 2 << 30
-"""Default maximum number of bytes of outputs kept between measurements: some hundred tokens of a model with 1 B parameters."""
+"""Default limit on the bytes of outputs kept between measurements. They hold some hundred tokens of a model with 1 B parameters."""
 
 _BYTES_SIDE_BY_SIDE = 12
-"""How many bytes are held for each element of an output while sequences run side by side: the float32 outputs of reference and
-candidate, and what computing them takes.
+"""How many bytes each element of an output needs while sequences run side by side: the float32 outputs of the reference and the
+candidate run, and temporary tensors.
 """
 _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 def budget_for(device: torch.device, asked: int | None = None) -> int:
-    """Return how many bytes of outputs may be kept between measurements: `asked` or, if it is None, a quarter of the free memory,
-    at most `MOST_KEPT`.
+    """Return how many bytes of outputs may be kept between measurements: `asked` if it is given, otherwise a quarter of the free
+    memory, at most `MOST_KEPT`.
     """
     return min(MOST_KEPT, cache_budget(device)) if asked is None else asked
 
 
 @dataclass
 class DriftMeter:
-    """Measures how far a candidate's outputs drift from the reference's over the inputs.
+    """Measures how far the outputs of a candidate (the model under a recipe) drift from those of the reference over the inputs.
 
     For each sequence, the reference runs first and then the candidate. The shortest sequence is the first, so that a result is
     available soon. `MeasurementPlan` decides the order of the others, and in which sequences modules are compared.
@@ -73,31 +75,31 @@ class DriftMeter:
     """
 
     model: LiveModel
-    """The model whose stored weights are the reference."""
+    """The model whose stored weights the reference run uses."""
     inputs: Inputs
     settings: RunSettings = field(default_factory=RunSettings)
     budget: int = MOST_KEPT
     working: int | None = None
-    """Maximum number of bytes of reference outputs to hold while one sequence is compared. Unlike `budget`, it does not limit what
-    is kept for later measurements, and it may exceed what is left of `budget`. If None, a quarter of the free memory.
+    """Maximum number of bytes of the reference's outputs to hold while one sequence is compared. They may be more than `budget`
+    allows to keep for later measurements. If None, a quarter of the free memory.
     """
     reuse: bool = True
-    """Whether outputs of the candidate's last pass are reused if they can't have changed since then."""
+    """Whether outputs of the candidate's last pass are reused if the new recipe can't have changed them."""
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """Facts that passes of `model` have shown, such as side effects of its modules, kept for later passes."""
+    """What passes of `model` have shown about it, such as modules with side effects."""
     candidate: LiveModel | None = None
-    """The model whose current casts are compared with the reference; if None, `model`. Outputs of both models must have the same
-    shape.
+    """The model whose current casts are compared with the reference; if None, `model` itself. Outputs of both models must have the
+    same shape.
     """
     candidate_behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """Like `behavior`, but for `candidate`, if this is another model than `model`."""
+    """What passes of `candidate` have shown about it, if `candidate` is given."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)
-    """For each sequence: the outputs of the candidate's last pass, and whether modules were compared in it."""
+    """By the index of a sequence: (the outputs of the candidate's last pass over it, whether modules were compared in that
+    pass).
+    """
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[bool, int] = field(default_factory=dict)
-    """The number of module calls whose outputs a pass observes, keyed by whether it observes all modules (True) or only some
-    (False).
-    """
+    """The number of module calls that a pass observes, by whether it observes all modules (True) or only some (False)."""
     _routing: Routing | None = field(init=False)
     _plan: MeasurementPlan = field(init=False)
     _modules: int = field(init=False)
@@ -110,9 +112,9 @@ class DriftMeter:
         self._working = cache_budget(self.model.device) if self.working is None else self.working
 
     def measure(self, listener: MeasurementListener | None = None, cancelled: IsCancelled = never) -> RunningTotals:
-        """Measure until all inputs were run, or until the metrics are as precise as the listener requires. Returns the totals.
+        """Measure until all inputs have been run, or until the metrics are as precise as the listener requires. Returns the totals.
 
-        cancelled: a function that returns True to stop the measurement, used only without a listener. Raises NoForward,
+        cancelled: a function that returns True to stop the measurement; it is ignored if a listener is given. Raises NoForward,
         KernelError, Cancelled.
         """
         listener = MeasurementListener(cancelled=cancelled) if listener is None else listener
@@ -131,15 +133,15 @@ class DriftMeter:
 
     @property
     def kept_bytes(self) -> int:
-        """Number of bytes of outputs kept for the next measurement. Any thread may read it."""
+        """The number of bytes of outputs kept for the next measurement. Any thread may read it."""
         kept = [record.nbytes for record in list(self._records.values())]
         return sum(kept) + sum(cache.nbytes for cache, _ in list(self._caches.values()))
 
     def report(
         self, totals: RunningTotals, recipe: Recipe, memory: MemoryStats, lost: tuple[ValueLoss, ...]
     ) -> DriftReport:
-        """Return a report of a measurement under `recipe`, with the model, device, settings, inputs and notices. lost: the weights
-        whose casts make values infinite or zero.
+        """Return a report of a measurement: the `totals`, and the model, device, settings, inputs and notices. recipe: the recipe
+        of the measured casts. lost: the weights whose casts make values infinite or zero.
         """
         candidate, output = self.candidate or self.model, totals.output
         return DriftReport(
@@ -212,8 +214,8 @@ class DriftMeter:
                     yield totals
 
     def _groups(self, steps: Iterable[Step]) -> Iterator[list[Step]]:
-        """Yield the steps one by one or, if a model is larger than memory, in groups that run side by side. Their outputs take at
-        most `working` bytes, by an estimate from the largest dimension of a weight.
+        """Yield each step alone or, if a model is larger than memory, groups of steps whose sequences run side by side. The outputs
+        of a group take at most `working` bytes, as estimated from the largest dimension of a weight.
         """
         models = (self.model, self.candidate or self.model)
         over_memory = any(model.visits is not None for model in models)
@@ -230,8 +232,8 @@ class DriftMeter:
             yield group
 
     def _runners(self, cancelled: IsCancelled, stack: ExitStack) -> tuple[ForwardRunner, ForwardRunner]:
-        """Return the runners of the reference and the candidate, which `stack` closes. If both are the same model, they are the
-        same runner.
+        """Return the runners of the reference and of the candidate, which `stack` closes. If no other candidate model is given,
+        they are the same runner.
         """
         reference = stack.enter_context(ForwardRunner(self.model, self.settings, cancelled, behavior=self.behavior))
         if self.candidate is None or self.candidate is self.model:
@@ -248,9 +250,11 @@ class DriftMeter:
         totals: RunningTotals | None,
         listener: MeasurementListener,
     ) -> None:
-        """Tell the progress report over which sequences the reference and the candidate still have to run. These are the sequences
-        of `group` and the ones after them. totals: the results until now, from which the number of sequences that are needed is
-        estimated.
+        """Tell the progress report over which sequences the reference and the candidate still have to run: those of `group` and all
+        later ones.
+
+        totals: the results until now, from which the number of needed sequences is estimated. listener: says how precise they must
+        be.
         """
         every = (listener.all_modules or never)()
         steps = {step.number: step.compares_modules for step in group}
@@ -270,8 +274,8 @@ class DriftMeter:
         listener: MeasurementListener,
         kept: KeptPositions | None,
     ) -> ModuleComparer | None:
-        """Return the observer that compares module outputs in the candidate's pass, or None if modules are not compared in the
-        sequence of `step`. kept: the positions to compare; if None, all.
+        """Return the observer that compares module outputs during the candidate's pass, or None if modules are not compared in this
+        step's sequence. kept: the positions to compare; if None, all.
         """
         if not step.compares_modules or reference.modules is None:
             return None
@@ -287,7 +291,7 @@ class DriftMeter:
     def _candidate(
         self, runner: ForwardRunner, step: Step, progress: MeasurementProgress, comparer: ModuleComparer | None
     ) -> PassResult[Any]:
-        """Return the result of running the candidate on one sequence, observed by `comparer`. Module outputs that can't have
+        """Return the result of running the candidate on a step's sequence, observed by `comparer`. Module outputs that can't have
         changed since the last measurement are reused.
         """
         observer = progress.begin_pass("candidate", step.number, step.compares_modules, comparer)
@@ -304,15 +308,17 @@ class DriftMeter:
         return ran
 
     def _has_record(self, number: int, with_modules: bool) -> bool:
-        """Return whether the reference's outputs for a sequence are kept, including those of modules if `with_modules` is True."""
+        """Return whether the reference's outputs for the sequence with this index are kept; if `with_modules`, including those of
+        modules.
+        """
         record = self._records.get(number)
         return record is not None and (record.modules is not None or not with_modules)
 
     def _reference(
         self, runner: ForwardRunner, step: Step, progress: MeasurementProgress, side_by_side: int
     ) -> ReferenceRecord:
-        """Return the reference's outputs for one sequence. If they are not kept, run the reference, and keep them if they fit.
-        side_by_side: how many sequences are run together.
+        """Return the reference's outputs for a step's sequence. If they are not kept, run the reference, and keep them if they fit.
+        side_by_side: how many sequences are run together, which share the memory.
         """
         if self._has_record(step.number, step.compares_modules):
             return self._records[step.number]
@@ -342,7 +348,9 @@ class DriftMeter:
 
 
 def _comparable_output(ran: PassResult[Any], reference: ReferenceRecord) -> torch.Tensor:
-    """Return the main output of a candidate's pass. Raises NoForward if the reference's main output has another name or shape."""
+    """Return the main output of a candidate's pass. Raises NoForward unless it has the name and shape of the reference's main
+    output.
+    """
     name, output = main_output(ran.output)
     if name != reference.output_name or output.shape != reference.output.shape:
         raise NoForward(
@@ -353,15 +361,13 @@ def _comparable_output(ran: PassResult[Any], reference: ReferenceRecord) -> torc
 
 
 def _precision(listener: MeasurementListener) -> float | None:
-    """Return the relative standard error at which the measurement may currently stop, according to the listener. Returns None if
-    all inputs have to be run.
-    """
+    """Return the relative standard error at which the measurement may stop, or None if all inputs have to be run."""
     return None if listener.precision is None else listener.precision()
 
 
 def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
-    """Return a notice for the user if the model contains encoders of torch itself (`nn.TransformerEncoder`). torch has a faster
-    implementation of them, which is not used while a torch-function mode intercepts calls.
+    """Return a notice for the user if the model contains torch's own encoders (`nn.TransformerEncoder`). torch's faster
+    implementation of them is not used while a torch-function mode intercepts calls.
     """
     found = next((type(each).__name__ for each in module.modules() if isinstance(each, _WITH_FAST_PATH)), None)
     if found is None:
@@ -373,8 +379,8 @@ def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
 
 
 def _window_notices(model: LiveModel, inputs: Inputs, compared: Collection[int]) -> tuple[str, ...]:
-    """Return a sentence if KIVI rounds nothing, because no input is longer than its window, or none over which modules were
-    compared. compared: the indexes of those.
+    """Return a notice for the user if KIVI rounds nothing, because no input is longer than the window of tokens that KIVI keeps
+    unrounded, or no input over which modules were compared. compared: the indexes of the inputs over which modules were compared.
     """
     kivi = sorted({name for name in model.cache_formats.values() if KV_FORMATS[name].scales == "kivi"})
     ids = (batch.kwargs.get("input_ids") for batch in inputs.batches)
@@ -390,7 +396,7 @@ def _window_notices(model: LiveModel, inputs: Inputs, compared: Collection[int])
 
 
 def _quantized_notices(tree: Tree, recipe: Recipe) -> tuple[str, ...]:
-    """Return a notice if rules match weights that another program quantized, which stay as stored."""
+    """Return a notice for the user if rules match weights that stay as stored, because another program has quantized them."""
     matched = {name for taken in make_plan(tree, recipe).selections for name in taken.uncastable}
     left = [
         tensor
