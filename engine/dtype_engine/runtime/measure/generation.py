@@ -1,4 +1,4 @@
-"""Generates text or captions greedily with the reference and the candidate, to show where they start to differ."""
+"""Generates text or captions greedily with the reference and the candidate, to show after how many tokens they start to differ."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 PROMPT_TOKENS = 32
 OnTokens = Callable[[str, int, int], None]
-"""A progress callback, called as `on_tokens("reference" | "candidate", done, most)`.
+"""A callback `on_tokens("reference" or "candidate", done, most)`, called after every token with the name of the run.
 
-done: the number of tokens generated until now, by the reference and the candidate together, for all prompts. If a text ends early,
-its missing tokens count as generated. most: the largest number that `done` can reach.
+done: the number of tokens generated so far by both runs, for all prompts. If a text ends early, its missing tokens count as
+generated. most: the largest number that `done` can reach.
 """
 OnText = Callable[[Callable[[], Generation]], None]
-"""A progress callback, called after every token with a function that returns the texts generated until now. The caller calls this
-function only if it shows the texts, because it decodes all tokens.
+"""A callback that is called after every token with a function, which returns the texts generated so far. Call this function only to
+show the texts, because it decodes all tokens.
 """
 
 
@@ -40,8 +40,9 @@ def generate(
     """Let the reference and the candidate each continue every prompt of the user by up to `tokens` tokens, with greedy decoding.
     Returns both continuations of each prompt.
 
-    If the user gave no prompts, only the first input is continued: the first `PROMPT_TOKENS` of a calibration text, or an image,
-    for which a caption is generated. Raises NoForward if the model can't generate or can't be run, KernelError and Cancelled.
+    If the user gave no prompts, only the first input is continued. This is a calibration text, cut to `PROMPT_TOKENS` tokens, or an
+    image, for which a caption is generated. Raises NoForward if the model can't generate or can't be run, KernelError and
+    Cancelled.
     """
     if (why := why_no_text(runner.model.module)) is not None:
         raise NoForward(why)
@@ -71,7 +72,7 @@ def generate(
 
 
 def why_no_text(module: Any) -> str | None:
-    """Return a sentence that says why a model can't generate text, or None if it can."""
+    """Return a sentence for the user which says why a model can't generate text, or None if it can."""
     can = getattr(module, "can_generate", None)
     if hasattr(module, "generate") and (can is None or can() or _own_generate(module)):
         return None
@@ -79,18 +80,14 @@ def why_no_text(module: Any) -> str | None:
 
 
 def _own_generate(module: Any) -> bool:
-    """Return whether the model's class defines its own `generate`, as BLIP and other captioning models do, which contain a language
-    model.
-    """
+    """Return whether the model's class defines its own `generate`, as captioning models such as BLIP do."""
     from transformers import GenerationMixin
 
     return type(module).generate is not GenerationMixin.generate
 
 
 def _prompt(batch: Batch, inputs: Inputs) -> Batch:
-    """Return the arguments with which to call `generate`: the batch's arguments except those that only a single forward pass
-    accepts.
-    """
+    """Return the arguments for the model's `generate`: those of the batch except those that only a single forward pass accepts."""
     # Tensors are copied, because BLIP's own `generate` writes its start token into the given ids.
     kwargs = {
         name: value.clone() if isinstance(value, torch.Tensor) else value
@@ -110,11 +107,11 @@ def _prompt(batch: Batch, inputs: Inputs) -> Batch:
 
 @dataclass(slots=True)
 class _Growing:
-    """A text that is being generated."""
+    """The part of a text that a model has generated so far."""
 
     tokenizer: Any
     ids: torch.Tensor
-    """The generated token ids until now, in one dimension."""
+    """The token ids generated so far, int64 [tokens]."""
     started: float
     """The time at which the generation began, from `time.perf_counter`."""
 
@@ -132,8 +129,8 @@ def _write(
     on_tokens: Callable[[int], None],
     on_text: Callable[[_Growing], None],
 ) -> Written:
-    """Generate a text with one of the two models. on_tokens: called with the number of generated tokens. on_text: called with the
-    growing text; both are called after every token.
+    """Generate a continuation of `prompt` with the reference or the candidate, as `run` says. After every token, `on_tokens` is
+    called with the number of generated tokens and `on_text` with the growing text. tokens: the maximum number of tokens.
     """
     from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -170,8 +167,8 @@ def _write(
 
 
 def _greedy(model: LiveModel, tokens: int) -> dict[str, Any]:
-    """Return the model's own generation settings, but with greedy decoding: without sampling and without beams. tokens: the maximum
-    number of tokens to generate.
+    """Return arguments for `generate` with the model's own settings, except that decoding is greedy (no sampling, no beams).
+    tokens: the maximum number of tokens to generate.
     """
     own = getattr(model.module, "generation_config", None)
     if own is None or _own_generate(model.module):
@@ -192,7 +189,7 @@ def _greedy(model: LiveModel, tokens: int) -> dict[str, Any]:
 
 
 def pieces(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
-    """Return the text that each token adds, or the ids if there is no tokenizer.
+    """Return the text that each token adds or, without a tokenizer, each token's id as text.
 
     A token that ends inside a multi-byte character adds nothing; the token that completes the character adds all of it.
     """

@@ -1,4 +1,4 @@
-"""Finds where dtypes change silently: the implicit casts of one forward pass, aggregated."""
+"""Finds where dtypes change silently: lists the implicit casts of one forward pass."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 
 def implicit_casts(runner: ForwardRunner, batch: Batch) -> tuple[ImplicitCastStats, ...]:
-    """Run the candidate on one batch and return all implicit casts, combined by `aggregate`. Some of them are made by torch itself.
-    This program makes the others, because torch would raise an error without them.
+    """Run the candidate on one batch, and return the casts that happen in its pass without being in the model's code, combined by
+    `aggregate`. torch makes some of them. This program makes the others, where torch would raise an error because dtypes differ.
 
     Raises NoForward, KernelError, Cancelled.
     """
@@ -31,8 +31,8 @@ def implicit_casts(runner: ForwardRunner, batch: Batch) -> tuple[ImplicitCastSta
 
 
 def aggregate(casts: Iterable[ImplicitCast]) -> tuple[ImplicitCastStats, ...]:
-    """Combine the casts with the same module, operation and dtypes into one entry each. Casts to float64 come first, then those
-    with the most elements; equals keep the order of the pass.
+    """Combine casts with the same module, operation and dtypes into one entry. Casts to float64 come first, then those with the
+    most elements; entries with equally many keep the order of the pass.
 
     Casts to float64 are rarely intended: a single float64 input or weight silently widens all later operations.
     """

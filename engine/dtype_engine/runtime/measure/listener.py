@@ -28,21 +28,20 @@ class MeasurementListener:
 
     on_progress: OnProgress = lambda run, done, total: None
     """A function that is called at most ten times a second as `on_progress(run, done, total)`. run: "reference" or "candidate".
-    done, total: the numbers of input elements that are finished, and of all input elements, counted over all passes of the
-    measurement.
+    done, total: the number of finished input elements and the number of all, counted over all passes of the measurement.
     """
     on_modules: OnModules | None = None
-    """A function that is called with the modules whose metrics have changed, at most once a second within a pass."""
+    """A function that is called with the drift of the modules whose metrics have changed, at most once a second within a pass."""
     on_sequence: OnSequence | None = None
-    """A function that is called after every sequence with the running totals, an object that later sequences change."""
+    """A function that is called after every sequence with the running totals. Later sequences change the same object."""
     cancelled: IsCancelled = never
     """A function that is called between module calls. If it returns True, the measurement raises Cancelled."""
     precision: Callable[[], float | None] | None = None
     """A function that is called after every sequence and returns the relative standard error at which the measurement may stop, or
-    None to run all inputs. If not set, `Session.drift` uses the value in its options.
+    None to run all inputs. If it is not set, `Session.drift` uses the value in its options.
     """
     all_modules: Callable[[], bool] | None = None
-    """A function that returns whether to compare modules in every sequence instead of only in some. It is called before each pass
-    and at the end. If it then returns True, the sequences without module comparison run again. If not set, `Session.drift` uses its
-    options.
+    """A function that returns whether to compare modules in every sequence (True) or only in some (False). It is called before each
+    pass and at the end. If it returns True only then, the sequences without module comparison run again. If it is not set,
+    `Session.drift` uses its options.
     """

@@ -57,8 +57,8 @@ def lm_eval_function(task: str) -> Callable[[LiveModel, Inputs], Mapping[str, Ex
 
 
 def _by_metric(tasks: Mapping[str, Any], samples: Mapping[str, list[dict[str, Any]]]) -> Iterator[tuple[str, Examples]]:
-    """Yield the values of all examples for each metric of each task. tasks: the tasks by name. samples: what lm-eval logged for
-    the examples of each task.
+    """Yield (name of the metric, its values for all examples) for each metric of each lm-eval task. tasks: the tasks by name.
+    samples: what lm-eval logged for the examples of each task, by the task's name.
     """
     for name, logged in samples.items():
         aggregations = tasks[name].aggregation()
@@ -78,7 +78,7 @@ def _by_metric(tasks: Mapping[str, Any], samples: Mapping[str, list[dict[str, An
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """While the block runs, make the packages datasets and huggingface_hub raise instead of accessing the network."""
+    """While the `with` block runs, make the packages datasets and huggingface_hub raise instead of accessing the network."""
     from datasets import config
 
     before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True

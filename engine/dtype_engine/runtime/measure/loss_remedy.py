@@ -1,6 +1,6 @@
 """Finds rules that keep the values which casts make infinite or zero: each affected weight gets the nearest dtype that holds them.
 
-A remedy is searched even if the output is finite: a BatchNorm whose running variance has become infinite outputs zeros.
+Such rules are searched even if the output is finite. For example, a BatchNorm with an infinite running variance outputs zeros.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.listener import MeasurementListener
 
 Count = Callable[[str, str], ValueLoss | None]
-"""A function called as `count(name, dtype)`. It returns how many values of the tensor with this canonical name are lost in a cast
-to `dtype`: they become infinite or zero, or saturate. It returns None if the cast only rounds values.
+"""A function `count(name, dtype)` that returns how many values of the named tensor are lost in a cast to `dtype`: become infinite
+or zero, or saturate. It returns None if the cast only rounds values.
 """
 OnTrial = Callable[[int, int], None]
 
 
 def untried_remedy(tree: Tree, plan: Plan, losses: Sequence[ValueLoss], count: Count, reason: str) -> LossRemedy | None:
-    """Return rules that keep the values which casts make infinite or zero, or None if values are only rounded. The effect of the
-    rules on the drift is not measured.
+    """Return rules that keep the values which casts make infinite or zero, or None if casts only round values. How the rules affect
+    the drift is not measured.
 
-    losses: the values that the casts under `plan` lose, for each weight. count: finds what a cast to another dtype would lose.
-    reason: why the effect is not measured.
+    losses: for each weight, the values that its cast under `plan` makes infinite or zero. count: finds what a different cast would
+    lose. reason: a sentence which says why the effect is not measured.
     """
     wanted = {
         loss.tensor: holding_dtype(tree.tensors[loss.tensor], loss.dtype, count)
@@ -51,8 +51,8 @@ def tried_remedy(
     on_trial: OnTrial = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> LossRemedy | None:
-    """Return rules that keep the values which casts made infinite or zero, or None if values were only rounded. The result also has
-    the drift under these rules, measured over the same sequences as in `report`.
+    """Return rules that keep the values which casts made infinite or zero, or None if casts only rounded values. The drift under
+    these rules is measured over the same sequences as in `report` and returned, too.
 
     If the nearest dtypes that hold the values do not reduce the drift, the stored dtypes are tried, too, and the better rules are
     returned. The model stays cast as in the last trial, so the caller has to apply its recipe again. Raises Cancelled.
@@ -75,8 +75,8 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the nearest dtype to use for a tensor instead of `dtype`, so that its values are only rounded. Returns `STORED` if
-    only dtypes with as many bits as the stored dtype, or more, hold the values. count: finds how many values a cast would lose.
+    """Return the nearest dtype that holds a tensor's values, so that a cast to it only rounds them. `dtype` is one that does not.
+    Returns `STORED` if no dtype with fewer bits than the stored one holds them. count: finds how many values a cast would lose.
     """
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:
@@ -93,7 +93,7 @@ def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
 
 
 def covering_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
-    """Return rules that give each tensor in `wanted` its dtype and match no other tensor. A greedy search keeps them few."""
+    """Return rules that give each tensor in `wanted` its dtype and match no other tensor. A greedy search keeps the rules few."""
     rules = []
     for dtype in dict.fromkeys(wanted.values()):
         names = [name for name, target in wanted.items() if target == dtype]

@@ -1,4 +1,4 @@
-"""The noise floor of drift: the difference between two runs of the reference that add the same numbers in a different order.
+"""The noise floor of drift: how far two reference runs differ that add the same numbers in a different order.
 
 A different attention kernel or batch size changes the last bits of float32 results. If the drift of a candidate is not above the
 noise floor, the candidate can't be distinguished from the reference.
@@ -29,13 +29,11 @@ from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 ENOUGH_POSITIONS = 256
-"""The measurement of the noise floor runs further batches until at least this many output rows have been compared; it needs no
-more.
-"""
+"""The noise floor is measured over as many batches as it needs to compare this many output rows, such as tokens."""
 _SAME_ROWS = 1e-2
 _RUNS = 4
-"""How many runs the progress counts for each batch: one of the reference, one with another attention kernel, and two for a batch of
-twice the size.
+"""How many runs the progress counts for each batch: one reference run, one with a different attention kernel, and two for a batch
+of twice the size.
 """
 
 
@@ -47,11 +45,11 @@ def measure_noise_floor(
     cancelled: IsCancelled = never,
     classes_dim: ClassesDim = "auto",
 ) -> NoiseFloor:
-    """Return the noise floor: the differences between the reference and two variants of it, one with another attention
-    implementation and one with each input twice in a batch. Variants that the model does not support are skipped.
+    """Return the noise floor: the largest differences between the reference run and two variants of it, one with a different
+    attention implementation and one with each input twice in a batch. Variants that the model does not support are skipped.
 
     behavior: what earlier passes have shown about the model. `on_progress(done, total)` is called with the numbers of finished runs
-    and of all runs, each on one input; `total` is an estimate. Raises NoForward if the reference fails.
+    and of all runs, each on one input; `total` is an estimate. Raises NoForward if the reference run fails.
     """
     comparisons: dict[str, OutputMetrics] = {}
     positions = 0
@@ -79,9 +77,7 @@ def measure_noise_floor(
 
 
 def _expected(done: int, positions: int, batches: int) -> int:
-    """Return an estimate of how many batches are needed for `ENOUGH_POSITIONS`, if the first `done` batches had `positions`
-    positions.
-    """
+    """Estimate how many batches have `ENOUGH_POSITIONS` output rows together, if the first `done` batches had `positions` rows."""
     return batches if not positions else min(batches, max(done + 1, math.ceil(ENOUGH_POSITIONS * done / positions)))
 
 
@@ -108,8 +104,8 @@ def _run(runner: ForwardRunner, batch: Batch) -> Any:
 def _variants(
     runner: ForwardRunner, batch: Batch, reference: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Rerun the reference in each variant. Yields the variant's name, and its main output or None if the variant fails. reference:
-    the main output of the reference itself.
+    """Run the two variants of the reference run. Yields (the variant's name, its main output or None if the variant fails).
+    reference: the main output of the reference run itself.
     """
     with other_attention(runner.model.module) as attention:
         yield f"{attention} attention", _attempt(runner, batch, reference, 1) if attention else None
@@ -117,11 +113,10 @@ def _variants(
 
 
 def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times: int) -> torch.Tensor | None:
-    """Run a variant of the reference: the inputs of a batch, each repeated `times` times. Returns the main output for the first
-    copy, or None if the run fails or the copies have different outputs.
+    """Run the reference on a batch in which each input occurs `times` times. Returns the main output for the first copy, or None if
+    the run fails or the copies have different outputs.
 
-    batch: the inputs, already repeated. reference: the main output for the inputs without repetition, whose shape the output for
-    each copy must have.
+    reference: the main output for the inputs without repetition. The output for each copy must have its shape.
     """
     try:
         output = main_output(_run(runner, batch))[1]

@@ -1,12 +1,13 @@
-"""Explains non-finite values: finds the first module and operation, the values beyond the dtype's range, and a rule that helps.
+"""Explains infinite and NaN values: finds the first module and operation, the values beyond the dtype's range, and a rule that
+helps.
 
 One more pass runs inside a mode that sees every operation in its actual dtype. An operation is the culprit if it returns non-finite
-values for finite arguments while it returns finite values in the reference. (A mask of -infinity is no error, because the reference
-has it, too.)
+values for finite arguments but finite values in the reference run. (A mask of -infinity is no error, because the reference run has
+it, too.)
 
-Remedies are tested: sets of weights around the culprit, from small to large, are cast to bfloat16, which has float32's range in two
-bytes, until the output is finite (`nonfinite_scopes.py`). If the output is finite from the start, because the model's code clamps
-or saturates, the search ends when all modules are finite.
+Rules are tried out: sets of weights around the culprit, from small to large, are cast to bfloat16, which has float32's range in two
+bytes, until the output is finite (`nonfinite_scopes.py`). The output may be finite from the start, because the model's code clamps
+or saturates. The search then ends when all modules are finite.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ _MOST_WEIGHTS = 8
 
 @dataclass(slots=True)
 class _NonFiniteOp:
-    """An operation at which non-finite values arise: its arguments are finite but not its result, or its weight is not finite."""
+    """An operation in which non-finite values arise: its arguments are finite but its result is not, or its weight is not
+    finite.
+    """
 
     module: str
     operation: str
@@ -60,9 +63,9 @@ class _OpObserver(TorchFunctionMode):
 
     Attributes:
         observed: the mode under which the pass runs its operations (reference or candidate). It knows the running module.
-        events: non-finite operations and the names of finished modules, in order.
-        largest: the largest finite |value| of the results, keyed by (module, operation).
-        reached: for each weight, by name, the largest finite |value| of the activations that it was multiplied with or added to.
+        events: the non-finite operations and the names of the finished modules, in the order of the pass.
+        largest: the largest finite |value| of the results, by (module, operation).
+        reached: by weight name, the largest finite |value| of the activations that the weight was multiplied with or added to.
     """
 
     def __init__(self, weights: Mapping[int, Weight]) -> None:
@@ -75,8 +78,8 @@ class _OpObserver(TorchFunctionMode):
         self._vanished: dict[str, float] = {}
 
     def observing(self, mode: WeightMode) -> _OpObserver:
-        """Set the torch-function mode of the observed pass. Returns this observer, as a context to enter before that mode: the
-        method is used as `PassOptions.around`.
+        """Remember the torch-function mode of the pass to observe, and return this observer, to be entered before that mode. This
+        method is the value of `PassOptions.around`.
         """
         self.observed = mode
         return self
@@ -117,7 +120,7 @@ class _OpObserver(TorchFunctionMode):
         return result
 
     def magnitudes(self) -> Magnitudes:
-        """Return the largest magnitudes of the pass, by weight and by module."""
+        """Return the largest |values| seen in the pass, by weight and by module."""
         modules: dict[str, float] = {}
         for (module, _), largest in self.largest.items():
             modules[module] = max(modules.get(module, 0.0), largest)
@@ -128,8 +131,7 @@ class _OpObserver(TorchFunctionMode):
         float16.
 
         numbers: the float arguments of the running operation. The first of them that becomes infinite in `dtype` is returned. If
-        there is none, the number that most recently became zero in an operation of `module`, this one or an earlier one, is
-        returned.
+        there is none, the last number that became zero in an operation of `module`, in this call or an earlier one, is returned.
         """
         for number in numbers:
             held = torch.tensor(number, dtype=torch.float64).to(dtype)
@@ -140,9 +142,7 @@ class _OpObserver(TorchFunctionMode):
         return self._vanished.get(module)
 
     def _nonfinite_weight(self, tensor: torch.Tensor) -> Weight | None:
-        """Return the weight whose tensor is `tensor`, if the weight has non-finite values. Otherwise, and for other tensors, return
-        None.
-        """
+        """Return the weight whose tensor is `tensor`, if it has non-finite values. In all other cases, return None."""
         weight = self.weights.get(id(tensor))
         if weight is None:
             return None
@@ -151,8 +151,8 @@ class _OpObserver(TorchFunctionMode):
 
 @dataclass
 class _FinishedModules(ModuleObserver):
-    """An observer that records the modules which finish in a pass. It appends the name of each one to `operations.events`, between
-    the non-finite operations there, and adds the names of the modules with non-finite outputs to `names`.
+    """An observer that records which modules finish in a pass. It appends their names to `operations.events`, among the non-finite
+    operations there, and adds the names of modules with non-finite outputs to `names`.
     """
 
     operations: _OpObserver
@@ -173,11 +173,11 @@ def diagnose_nonfinite(
     on_trial: OnTrial = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> NonFiniteDiagnosis:
-    """Return the operation that causes non-finite values, and a remedy, for a model measured under `recipe`.
+    """Find the operation that causes non-finite values in a model measured under `recipe`, and rules that avoid them.
 
     modules, output: the results of that measurement, with modules in the order of the pass. If the output is finite but modules are
-    not, the remedy makes every module finite. The model stays cast as in the last trial, so the caller has to apply its recipe
-    again. Raises NoForward, KernelError, Cancelled.
+    not, the rules make every module finite. The model stays cast as in the last trial, so the caller has to apply its recipe again.
+    Raises NoForward, KernelError, Cancelled.
     """
     reference_bad = bool(output.nonfinite_reference and not output.nonfinite)
     modules = list(modules)
@@ -223,8 +223,8 @@ def diagnose_nonfinite(
 
 
 def _scopes(tree: Tree, recipe: Recipe, origin: _Origin) -> list[Callable[[], Scope]]:
-    """Return the remedies to try for values that are not finite and arise at `origin`, those for the fewest weights first. Each is
-    a function that makes a set of rules when it is called.
+    """Return the sets of rules to try against the non-finite values that arise at `origin`, those for the fewest weights first.
+    Each element is a function that makes a set of rules when it is called.
     """
     culprit = origin.culprit
     if culprit is None:
@@ -261,21 +261,21 @@ def _diagnosis(
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where non-finite values arise in a pass."""
+    """Where in a pass non-finite values arise first."""
 
     culprit: _NonFiniteOp | None
-    """The operation at which the values arise, or None if it was not found."""
+    """The operation in which the values arise, or None if it was not found."""
     first_module: str
     """The first module whose output is not finite, or "" if there is none."""
     largest_reference: float | None = None
-    """The largest |value| that the same operation returns in the reference, or None if it is unknown."""
+    """The largest |value| that the same operation returns in the reference run, or None if it is unknown."""
     reached: Magnitudes = field(default_factory=lambda: Magnitudes({}, {}))
-    """The largest magnitudes in the reference, run over the same inputs."""
+    """The largest |values| in the reference run over the same inputs, by weight and by module."""
 
 
 def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool) -> _Origin:
-    """Find the operation at which non-finite values arise. first: the first module with a non-finite output in the measurement.
-    reference_bad: whether the reference itself is not finite.
+    """Find the operation in which non-finite values arise. first: the first module with a non-finite output in the measurement, or
+    "". reference_bad: whether the output of the reference run itself is not finite.
     """
     for batch in inputs.batches:
         plain = _OpObserver(runner.model.by_id)
@@ -315,7 +315,7 @@ def _finite_output_under(
     meter: DriftMeter, tree: Tree, recipe: Recipe, what: Literal["output", "modules"], cancelled: IsCancelled
 ) -> OutputDrift | None:
     """Cast the model by a recipe, and measure the drift of the main output. Returns None if the model can't be run or its main
-    output is not finite. If `what` is "modules", also returns None if the output of any module is not finite.
+    output is not finite. If `what` is "modules", the outputs of all modules must be finite, too.
     """
     plan = make_plan(tree, recipe)
     meter.model.apply(plan.dtypes, cancelled=cancelled, caches=plan.caches)
@@ -330,8 +330,8 @@ def _finite_output_under(
 def _better_in_float32(
     meter: DriftMeter, tree: Tree, recipe: Recipe, rules: Scope, output: OutputDrift, cancelled: IsCancelled
 ) -> tuple[Scope, OutputDrift]:
-    """Measure whether the rules that were found against non-finite values drift less in float32 than in bfloat16. Returns the
-    better rules with their drift.
+    """Try the rules that were found against non-finite values with float32 instead of bfloat16. Returns the rules with the lower
+    drift, and this drift.
 
     recipe: the user's rules, which come first. rules, output: the rules found, in bfloat16, and the drift under them.
     """
@@ -341,7 +341,7 @@ def _better_in_float32(
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in float32 or float64, for which torch has all kernels."""
+    """Return the tensor in float32, or in float64 if it is in float64 already. torch has all kernels for these dtypes."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -350,7 +350,6 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """Return the largest finite |value| of a tensor."""
     if not tensor.numel():
         return 0.0
     magnitudes = _wide(tensor.detach()).abs()
@@ -359,8 +358,8 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _constant(args: Arguments, kwargs: dict[str, Any]) -> bool:
-    """Return whether an argument of a torch call is an infinite number or NaN. If so, the model's code intends non-finite values,
-    and they are no error.
+    """Return whether an argument of a torch call is infinity or NaN. The model's code then intends non-finite values, so they are
+    no error.
     """
     return any(isinstance(value, float) and not math.isfinite(value) for value in (*args, *kwargs.values()))
 
@@ -377,7 +376,7 @@ def _numbers(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Iterator[
 
 
 def _masks(result: torch.Tensor, smallest_given: float) -> bool:
-    """Return whether the non-finite values of a result are attention masks, which are no error. They are if all of them are
+    """Return whether the non-finite values of a result are an attention mask, which is no error. They are if all of them are
     -infinity, and an argument of the operation was already close to the dtype's lowest value.
 
     smallest_given: the smallest number among the arguments.

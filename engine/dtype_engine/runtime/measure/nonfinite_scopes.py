@@ -1,4 +1,6 @@
-"""Chooses the rules to try against non-finite values: for sets of weights near the operation where they arise, smallest first."""
+"""Chooses the rules to try against infinite and NaN values: for sets of weights near the operation where they arise, smallest
+first.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,17 @@ from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.recipe.minimize import minimize
 
 Scope = tuple[Rule, ...]
-"""A set of rules that are tried together as one remedy."""
+"""A set of rules that are tried together as one remedy against non-finite values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Magnitudes:
-    """The largest magnitudes in a pass of the reference. They show which weights and modules need a dtype of larger range."""
+    """The largest |values| in a reference run, which show the weights and modules that need a dtype of larger range."""
 
     weights: Mapping[str, float]
-    """For each weight, by name: the largest |value| of the activations that go into or come out of its operations."""
+    """By weight name: the largest |value| of the activations that go into or come out of the weight's operations."""
     modules: Mapping[str, float]
-    """For each module, by name: the largest |value| that an operation in the module's own code returns."""
+    """By module name: the largest |value| that an operation in the module's own code returns."""
 
 
 def scopes(
@@ -36,17 +38,17 @@ def scopes(
     dtype: str,
     reached: Magnitudes,
 ) -> list[Callable[[], Scope]]:
-    """Return functions that make the sets of rules to try, from narrow to wide. Some take seconds for a large model, so each is to
-    be called only when those before it have failed.
+    """Return functions that make the sets of rules to try, from narrow to wide. Some take seconds for a large model, so a function
+    should be called only when all before it have failed.
 
     First come the weight and the module of the operation where the values arise (the culprit). Then come all weights of the
-    culprit's dtype whose operations have values beyond the dtype's range in the reference. Then come the modules above the culprit,
-    and inside a list of numbered layers also the layer with all later ones. Then come all weights of the culprit's dtype, and last
-    the whole model, in bfloat16 and in float32.
+    culprit's dtype whose operations have values beyond the dtype's range in the reference run. Then come the modules above the
+    culprit; in a list of numbered layers, the culprit's layer is followed by this layer with all later ones. Then come all weights
+    of the culprit's dtype, and last the whole model, in bfloat16 and in float32.
 
-    recipe: the rules under which the values arise. module, weights, dtype: the module, weights and dtype of the culprit, the
-    operation where the values arise; "", () and "" if it is unknown. largest: the largest |value| of the culprit's weights, or of
-    its arguments if its weights are finite. reached: the magnitudes in the reference.
+    recipe: the rules under which the values arise. module, weights, dtype: those of the culprit; "", () and "" if it is unknown.
+    largest: the largest |value| of the culprit's weights, or of its arguments if its weights are finite. reached: the largest
+    |values| in the reference run.
     """
     own = [_rule(weights[0], "bfloat16")] if len(weights) == 1 else []
     if own and largest > torch.finfo(torch.float32).max:
@@ -68,26 +70,26 @@ def scopes(
 
 
 def _rule(pattern: str, dtype: str) -> Callable[[], Scope]:
-    """Return a function that makes a set of one rule."""
+    """Return a function that makes a set of one rule: cast what `pattern` matches to `dtype`."""
     return lambda: (Rule.make(pattern, dtype),)
 
 
 def _in_bfloat16(tree: Tree, recipe: Recipe, names: list[str]) -> Scope:
-    """Return rules that cast these weights to bfloat16 and leave all others as `recipe` has them."""
+    """Return rules that cast the weights `names` to bfloat16 and leave all others as `recipe` casts them."""
     return minimize(tree, dict.fromkeys(names, "bfloat16"), recipe).rules
 
 
 def _beyond(names: list[str], limit: float, reached: Magnitudes) -> list[str]:
-    """Return those of the weights `names` near which the reference has values beyond `limit`: in the operations of the weight, or
-    in the code of a module around it.
+    """Return those of the weights `names` near which the reference run has values beyond `limit`: in the weight's operations, or in
+    the code of a module around it.
     """
     modules = tuple(f"{module}." for module, largest in reached.modules.items() if module and largest > limit)
     return [name for name in names if reached.weights.get(name, 0.0) > limit or name.startswith(modules)]
 
 
 def _around(tree: Tree, module: str) -> Iterator[str]:
-    """Yield patterns for a module and the modules above it, from narrow to wide. A numbered layer is followed by a pattern for this
-    layer and all later ones.
+    """Yield patterns for a module and the modules above it, from narrow to wide. For a numbered layer, one more pattern matches
+    this layer and all later ones.
     """
     name = module
     while name:

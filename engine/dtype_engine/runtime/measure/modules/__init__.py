@@ -1,1 +1,1 @@
-"""Drift of the outputs of modules, over the sequences in which modules are compared."""
+"""Measures how far the outputs of modules drift, over the sequences in which modules are compared."""

@@ -1,10 +1,9 @@
-"""Decides in which sequences modules are compared, and which modules are watched in passes over the other sequences.
+"""Decides in which sequences modules are compared, and which modules' outputs are kept in passes over the other sequences.
 
 Comparing the outputs of all modules takes a quarter of the time of a pass. If the pass runs in bfloat16 on a processor with
 bfloat16 units, comparing takes up to as long as the pass itself. Modules are therefore compared in some sequences only. One of them
-is the first sequence, which is short. The others are chosen so that they have at most a sixth of the input elements that are run
-after the first sequence. In the chosen sequences, all elements of the outputs are compared. The main output is compared in every
-sequence.
+is the first sequence, which is short. The others have at most a sixth of the input elements that are run after the first sequence.
+In these sequences, all elements of the outputs are compared. The main output is compared in every sequence.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from collections.abc import Sequence
 
 _SHARE = 6
 _OUTLINE = 10
-"""If a call contains more than 1 / `_OUTLINE` of all calls of the pass, `outline` also lists the modules called directly inside it:
-some of these calls can then be skipped even if others have changed.
+"""If a module call contains more than 1 / `_OUTLINE` of all calls of the pass, `outline` also lists the modules called directly
+inside it. Some of their calls can then be skipped even if others have changed.
 """
 
 
 def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozenset[int]:
-    """Return the indexes (among the inputs) of the sequences in which modules are compared. order: the indexes of all sequences, in
-    the order of running. elements: the number of input elements of each sequence.
+    """Return the indexes of the sequences in which modules are compared. order: the indexes of all sequences, in the order in which
+    they run. elements: the number of input elements of each sequence.
     """
     chosen, compared, run = set(order[:1]), 0, 0
     for number in order[1:]:

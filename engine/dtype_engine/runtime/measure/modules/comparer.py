@@ -1,4 +1,4 @@
-"""Compares the module outputs of a candidate's pass with the reference's while the pass runs."""
+"""Compares the module outputs of a candidate's pass with those of the reference run while the pass runs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _REPORT_EVERY = 10
 
 
 class ModuleComparer(ModuleObserver):
-    """Observes a candidate's pass. Compares each module output with the reference's as soon as the module returns, because the
-    model may overwrite the output later. `sums` holds the results by module name.
+    """Observes a candidate's pass, and compares each module output with that of the reference run. It does so as soon as the module
+    returns, because the model may overwrite the output later. `sums` holds the results by module name.
 
     reference: the outputs that a `ModuleRecorder` recorded. on_sums: called from time to time with the sums that have changed.
-    kept: the positions to compare; if None, all. routing: finds routers that send a token to another expert than in the reference.
+    kept: the positions to compare; if None, all. routing: finds routers that choose other experts than in the reference run.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class ModuleComparer(ModuleObserver):
         self._routing.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: ModuleSums | None) -> None:
-        """Take over the comparison of a module call from an earlier pass, because the call is skipped and the earlier output is
-        used. observed: the sums of this comparison, which are added to `sums`; None if the module's output was not compared.
+        """Add the sums of a module call that is skipped in this pass, because the output of an earlier pass is used. observed: the
+        sums of the earlier comparison; None if the module's output was not compared.
         """
         if observed is not None:
             if observed.rerouted:

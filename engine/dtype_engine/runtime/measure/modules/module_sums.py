@@ -1,4 +1,6 @@
-"""Sums over the elements of a module's outputs, from which the module's drift is computed."""
+"""Computes the sums over the elements of a module's outputs, such as the squared error, from which the module's drift is
+computed.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,26 @@ from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, sum_
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
 
 _CHUNK_ELEMENTS = 1 << 17
-"""Number of output elements in a chunk, which is summed in one step. Two float64 copies of a chunk fit in the cache of one core."""
+"""How many output elements are summed in one step. Two float64 copies of them fit in the cache of one core."""
 _GPU_CHUNK_ELEMENTS = 1 << 22
-"""Number of output elements in a chunk on a GPU, which is summed in one step. Two float64 copies of a chunk need 67 MB."""
+"""How many output elements are summed in one step on a GPU. Two float64 copies of them need 67 MB."""
 _NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _ROW_ELEMENTS = 256
-"""Number of elements whose squares are summed in float32 on an accelerator."""
+"""How many squares are added in float32 on an accelerator, before their sum is added in float64."""
 
 
 @dataclass(slots=True)
 class ModuleSums:
-    """The sums over the elements of a module's outputs from which its drift is computed, for one or more calls."""
+    """Sums over the elements of a module's outputs in one or more calls, from which the module's drift is computed."""
 
     sums: ElementSums = field(default_factory=ElementSums)
     comparable: bool = True
-    """Whether the outputs could be compared element by element. This requires equal shapes, and for an expert that each row belongs
-    to the same token as in the reference.
+    """Whether the outputs could be compared element by element. This requires equal shapes. In an expert, each row must also belong
+    to the same token as in the reference run.
     """
     rerouted: int = 0
-    """If this is a router that sent a token to another expert than in the reference, the number of all tokens in that call.
-    Otherwise 0.
+    """For a router that chose other experts for at least one token than in the reference run: the number of all tokens in that
+    call. Otherwise 0.
     """
 
     def add(self, other: ModuleSums) -> None:
@@ -43,7 +45,7 @@ class ModuleSums:
         self.rerouted = self.rerouted or other.rerouted
 
     def drift(self, name: str) -> ModuleDrift:
-        """Return the drift of the module `name`. The SQNR is None if outputs can't be compared or no reference value is finite."""
+        """Return the drift of the module `name`. Its SQNR is None if outputs can't be compared or no reference value is finite."""
         sums = self.sums
         compared = self.comparable and not (sums.nonfinite_reference and not sums.energy)
         figure = sqnr_db(sums.energy, sums.noise) if compared else None
@@ -51,16 +53,16 @@ class ModuleSums:
 
     @classmethod
     def not_comparable(cls, reference: torch.Tensor, candidate: torch.Tensor) -> ModuleSums:
-        """Return sums for outputs that can't be compared element by element. They only state how many more non-finite values the
-        candidate has.
+        """Return sums for outputs that can't be compared element by element. They only hold how many more non-finite values the
+        candidate's output has than the reference's.
         """
         counts = [int((~torch.isfinite(output)).sum()) for output in (reference, candidate)]
         return cls(ElementSums(nonfinite=max(0, counts[1] - counts[0])), comparable=False)
 
 
 def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torch.Tensor | None = None) -> ModuleSums:
-    """Return sums over all elements of two outputs of a module, in float64. Only the sums for module metrics are computed, since
-    also computing those for the main output would take twice as long.
+    """Return sums, in float64, over all elements of two outputs of a module. The sums that only the metrics of the main output need
+    are left out, since they would take as long again.
 
     kept: a bool mask of the output's first dimensions; only these positions are compared. If None, all are compared.
     """
@@ -90,9 +92,9 @@ def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torc
 def _sums_on_accelerator(reference: torch.Tensor, candidate: torch.Tensor) -> ElementSums:
     """Return the sums over two flat outputs whose elements have at most 32 bits.
 
-    On an accelerator, memory traffic determines how long a comparison takes, and this function needs a quarter of what float64
-    copies would need. The difference is rounded to float32, and so is the sum over each row of `_ROW_ELEMENTS` elements; the rows
-    are then summed in float64. The relative error of a sum is about 1e-7.
+    On an accelerator, a comparison takes as long as its memory traffic, which is a quarter of that of float64 copies here.
+    Differences are rounded to float32, and so is the sum over each row of `_ROW_ELEMENTS` elements. The rows' sums are added in
+    float64. The relative error of a sum is about 1e-7.
     """
     if not len(reference):
         return ElementSums()

@@ -1,6 +1,6 @@
-"""Records the module outputs of a reference pass, for comparison with a candidate's outputs.
+"""Records the module outputs of a reference run, for comparison with those of a candidate.
 
-An output is the first float tensor that a call returned, of any shape. The calls of each module are counted from 0.
+An output is the first float tensor that a module call returned, of any shape. The calls of each module are counted from 0.
 """
 
 from __future__ import annotations

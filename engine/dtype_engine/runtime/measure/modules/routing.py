@@ -1,8 +1,8 @@
-"""Finds modules in a mixture of experts whose output rows belong to other tokens than in the reference.
+"""Finds modules in a mixture of experts whose output rows belong to other tokens than in the reference run.
 
-A router sends each token to a few experts, and an expert's input has one row for each of its tokens. If rounding sends a token to
-another expert, later rows of that input shift to other tokens, so comparing elements is meaningless. Outputs with one row for every
-token, such as the outputs of routers and of the module that contains the experts, are always compared.
+A router sends each token to a few experts, and an expert's input has one row for each of its tokens. If rounding sends a token to a
+different expert, later rows of that input shift to other tokens, so comparing elements is meaningless. Outputs with one row for
+every token, such as those of routers and of the module that contains the experts, are always compared.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from dtype_engine.runtime.model.live import LiveModel
 
 _ROUTER = re.compile(r"(^|[._])(gate|router|wg)$")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts")
-"""Keys of model configurations that give the number of experts per token."""
+"""Keys in the configurations of models whose value is the number of experts per token."""
 _BIASED = ("n_group", "e_score_correction_bias", "use_expert_bias", "moe_router_enable_expert_bias")
-"""Names in model configurations of settings that affect which experts a router chooses, so that the scores alone do not decide."""
+"""Keys in the configurations of models for settings that affect which experts a router chooses. With them, the scores alone do not
+decide.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What a model's configuration says about its routing: how many experts there are, and how many a token is routed to."""
+    """What a model's configuration says about its mixture of experts: how many experts there are, and to how many each token is
+    sent.
+    """
 
     experts: frozenset[int]
-    """All numbers of experts that the configuration states. A module whose outputs have one of these numbers of scores may be a
-    router.
-    """
+    """All numbers of experts in the configuration. A module whose outputs have this many scores for each token may be a router."""
     chosen: int | None
-    """The number of experts to which a token is routed, if these are the experts with the largest scores. None if the number is
+    """The number of experts to which a token is sent, if these are the experts with the largest scores. None if the number is
     unknown or other settings also affect the choice.
     """
 
     @classmethod
     def of(cls, model: LiveModel) -> Routing | None:
-        """Return the routing of a model, or None if the configuration does not mention two or more experts."""
+        """Return what a model's configuration says about its experts, or None if it does not mention two or more."""
         config = getattr(model.module, "config", None)
         described = text_config(config).to_dict() if hasattr(config, "to_dict") else {}
         counts = [value for name, value in described.items() if "experts" in name and type(value) is int and value > 1]
@@ -49,27 +51,29 @@ class Routing:
 
 
 class RoutingComparer:
-    """Compares the experts that a candidate's routers choose with the reference's choices while the pass runs."""
+    """Compares, during a candidate's pass, the experts that its routers choose with those chosen in the reference run."""
 
     def __init__(self, routing: Routing | None, choices: Mapping[tuple[str, int], torch.Tensor]) -> None:
-        """Prepare for one pass. choices: the experts that the reference's routers chose, keyed by (module, call)."""
+        """Prepare for one pass. choices: the experts that the routers chose in the reference run, by (router's name, number of its
+        call).
+        """
         self._routing = routing
         self._choices = choices
         self._changed: dict[str, int] = {}
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
-        """Receive the indexes of the experts that a router chose for each token, and record the router if the reference chose other
-        experts.
+        """Receive the indexes of the experts that a router chose for each token. If the reference run chose other experts, the
+        router is recorded.
         """
         kept = self._choices.get((module, call))
         if kept is not None and not torch.equal(kept, chosen):
             self.mark(module, len(chosen.reshape(-1, chosen.shape[-1])))
 
     def take_scores(self, module: str, call: int, reference: torch.Tensor, candidate: torch.Tensor) -> None:
-        """Receive the scores [..., experts] of a router that returns no choice, but only scores.
+        """Receive the scores [..., experts] of a router that returns only scores, in the reference run and in the candidate's pass.
 
-        For each token, the experts with the largest scores are its choice. If they, or their order, differ from those of the
-        reference for any token, the router is recorded.
+        For each token, the experts with the largest scores are chosen. If they, or their order, differ from those of the reference
+        run for any token, the router is recorded.
         """
         width = candidate.shape[-1] if candidate.ndim else 0
         if self._routing is None or (module, call) in self._choices or not _ROUTER.search(module):
@@ -81,19 +85,19 @@ class RoutingComparer:
                 self.mark(module, candidate.numel() // width)
 
     def mark(self, module: str, tokens: int) -> None:
-        """Record that a router sent at least one token to another expert than the reference did. tokens: the number of all tokens
-        in this call.
+        """Record that a router chose other experts for at least one token than in the reference run. tokens: the number of all
+        tokens in this call.
         """
         self._changed[module.rpartition(".")[0]] = tokens
 
     def rerouted_by(self, module: str) -> int:
-        """Return the number of all tokens in a router's call if the router sent at least one of them to another expert than in the
-        reference. Otherwise, return 0.
-        """
+        """Return the number of all tokens in the call of a router that was recorded, and 0 for every other module."""
         return self._changed.get(module.rpartition(".")[0], 0) if _ROUTER.search(module) else 0
 
     def is_shifted(self, module: str, output: torch.Tensor) -> bool:
-        """Return whether an output may have rows of other tokens than in the reference, because a router's choice has changed."""
+        """Return whether the rows of an output may belong to other tokens than in the reference run, because a router chose other
+        experts.
+        """
         for block, tokens in self._changed.items():
             if module.startswith(f"{block}." if block else "") and not _ROUTER.search(module):
                 inside = module[len(block) :].split(".")[:-1]
@@ -104,5 +108,5 @@ class RoutingComparer:
 
 
 def is_router(module: str) -> bool:
-    """Return whether a module has a name that routers usually have."""
+    """Return whether a module's name ends as the names of routers usually do, for example in `gate`."""
     return _ROUTER.search(module) is not None

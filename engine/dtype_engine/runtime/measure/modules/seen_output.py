@@ -1,4 +1,4 @@
-"""Recognizes when two modules return the same output. A parent often returns its last child's output, or a view of all of it."""
+"""Recognizes when two modules return the same tensor. A parent often returns its last child's output, or a view of all of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ T = TypeVar("T")
 
 
 class SeenOutput(Generic[T]):
-    """A module's output with a result computed from it, such as its copy or its comparison with the reference. The result is used
-    again if the next module returns the same output. Holding the output keeps its memory from being used for another tensor.
+    """A module's output with a result computed from it, such as a copy of it or its comparison with the reference run. The result
+    is used again if the next module returns the same output. This object keeps the output alive, so that its memory is not used for
+    another tensor.
     """
 
     __slots__ = ("output", "result", "version")
