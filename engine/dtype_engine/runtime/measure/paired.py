@@ -1,4 +1,4 @@
-"""Compares the values that a metric has on the same examples under the reference and under the candidate."""
+"""Compares the values that a metric has for the same examples in the reference run and in the candidate run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtype_engine.results.metrics import MetricChange
 
 Aggregate = Callable[[list[Any]], float]
 DRAWS = 200
-"""The number of resamples for the error of a metric of all examples together. That error then has a standard error of 5 %."""
+"""How many resamples of the examples estimate the error of a metric that is no mean. This estimate has a standard error of 5 %."""
 
 
 @dataclass(slots=True)
@@ -23,7 +23,9 @@ class Examples:
 
     values: list[Any] = field(default_factory=list)
     aggregate: Aggregate | None = None
-    """Computes the metric from the values of all examples. None: each value is a number, and the metric is their mean."""
+    """A function that computes the metric from the values of all examples. None if each value is a number, and the metric is their
+    mean.
+    """
 
     def figure(self) -> float:
         """Return the metric over all examples as one number."""
@@ -31,11 +33,11 @@ class Examples:
 
 
 def compare(name: str, reference: Examples, candidate: Examples) -> MetricChange:
-    """Return the metric `name` on both sides, with the paired standard error of the difference.
+    """Return the metric `name` in the reference run and in the candidate run, with the paired standard error of the difference.
 
-    For a mean over n examples, the error is s / √n, where s is the standard deviation of the examples' differences. Otherwise it is
-    the standard deviation of the difference over `DRAWS` resamples of the examples, each the same on both sides (Efron's
-    bootstrap). Raises UserError if there are no examples, or not equally many on both sides.
+    For a mean over n examples, the error is s / √n, where s is the standard deviation of the examples' differences. For every other
+    metric, it is the standard deviation of the difference over `DRAWS` resamples of the examples, each the same in both runs
+    (Efron's bootstrap). Raises UserError if there are no examples, or not equally many in both runs.
     """
     count = len(reference.values)
     if not count or count != len(candidate.values):
@@ -63,10 +65,10 @@ def compare(name: str, reference: Examples, candidate: Examples) -> MetricChange
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation of a sample, or NaN if a value is not finite."""
+    """Return the sample standard deviation of `values`, or NaN if a value is not finite."""
     return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether an example has the same value on both sides. NaN equals NaN."""
+    """Return whether an example has equal values in both runs. NaN equals NaN."""
     return bool(one == other) or (one != one and other != other)

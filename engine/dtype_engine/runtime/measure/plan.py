@@ -1,4 +1,4 @@
-"""Decides the order in which a measurement runs the sequences, and of which modules it observes the outputs in each."""
+"""Decides the order in which a measurement runs the sequences, and which modules' outputs it observes in each sequence."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Step:
     compares_modules: bool
     """Whether modules are compared in this sequence. If False, only the main output is compared."""
     left: tuple[int, ...]
-    """The indexes (among the inputs) of the sequences that are still to be run after this one."""
+    """The indexes, among the inputs, of the sequences that will run after this one."""
 
 
 class MeasurementPlan:
     """Plans the order in which a measurement runs the sequences, and in which of them modules are compared.
 
-    order: the indexes of the sequences, in the order of running. outline: names of the modules whose outputs are observed in a
-    sequence without comparison of modules. It is None until one pass has observed all modules; until then, all are observed.
-    cached: the modules of `outline` whose outputs are kept, so that later measurements can reuse them.
+    order: the indexes of the sequences, in the order in which they run. outline: the names of the modules whose outputs are
+    observed in sequences where modules are not compared. It is None until one pass has observed all modules; until then, all are
+    observed. cached: the modules of `outline` whose outputs are kept, so that later measurements can reuse them.
     """
 
     def __init__(self, batches: Sequence[Batch]) -> None:
@@ -37,8 +37,8 @@ class MeasurementPlan:
         self.cached: frozenset[str] | None = None
 
     def steps(self, all_modules: Callable[[], bool]) -> Iterator[Step]:
-        """Yield every sequence once. If `all_modules()` is True at the end, yield again the sequences in which modules were not
-        compared.
+        """Yield a step for every sequence. `all_modules()` says whether the caller wants modules compared in all sequences. If it
+        returns True at the end, the sequences in which modules were not compared are yielded again.
         """
         without = list[int]()
         for turn, number in enumerate(self.order):
@@ -51,7 +51,7 @@ class MeasurementPlan:
                 yield Step(number, True, tuple(without[turn + 1 :]))
 
     def compares(self, number: int) -> bool:
-        """Return whether modules are always compared in the sequence with the index `number`. In any other sequence, modules are
+        """Return whether modules are always compared in the sequence with the index `number`. In other sequences, modules are
         compared only if the caller of the measurement requests it.
         """
         return number in self._compared
@@ -61,7 +61,7 @@ class MeasurementPlan:
         return None if step.compares_modules else self.outline
 
     def add_calls(self, finished: Sequence[str], spans: Sequence[int], main: Collection[str]) -> None:
-        """Choose the modules for `outline` from the calls of the first pass that observed all modules. main: the modules that
+        """Choose the modules of `outline` from the calls of the first pass that observed all modules. main: the modules that
         returned the main output. Their outputs are not kept for reuse, because they are the largest and no module runs after them.
         finished: the name of the called module for each call, in the order in which calls ended. spans: how many calls had ended
         when each began.
@@ -72,8 +72,8 @@ class MeasurementPlan:
 
 
 def running_order(batches: Sequence[Batch]) -> tuple[int, ...]:
-    """Return the indexes of the batches in the order of running. The shortest batch is the first, so that a result is available
-    soon. Consecutive parts of a text are alike, so the order of the others keeps neighbors far apart.
+    """Return the indexes of the batches in the order in which they run. The shortest batch is the first, so that a result is
+    available soon. Consecutive parts of a text are alike, so the order of the others keeps neighbors far apart.
     """
     count = len(batches)
     numbers = range(count)

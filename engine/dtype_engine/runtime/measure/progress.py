@@ -1,4 +1,4 @@
-"""Reports the progress of a measurement."""
+"""Reports how far a measurement has progressed, in input elements."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ _IGNORES = ModuleObserver()
 
 
 class MeasurementProgress:
-    """Reports how many input elements of a measurement are done, counted over all passes.
+    """Reports how many input elements a measurement has finished, counted over all passes. The finished fraction of a running pass
+    is estimated from its module calls.
 
-    The finished fraction of a running pass is estimated from its module calls.
-
-    calls: the number of module calls in a pass, if known, keyed by whether the pass observes all modules (True) or only some
-    (False); it is updated after each pass. modules: the number of the model's modules, used as an estimate before the first pass.
+    calls: the number of module calls in a pass, by whether the pass observes all modules (True) or only some (False); it is updated
+    after each pass. modules: the number of the model's modules, which serves as an estimate before the first pass.
     """
 
     def __init__(self, on_progress: OnProgress, batches: Sequence[Batch], calls: dict[bool, int], modules: int) -> None:
@@ -36,11 +35,12 @@ class MeasurementProgress:
         self._throttle = Throttle()
 
     def expect(self, numbers: Sequence[int], with_reference: Collection[int], rest: float) -> None:
-        """Set the sequences that are still to be run, beginning with the next one.
+        """Set the sequences that are still to be run, beginning with the next one. Only they and what is done count for the
+        reported total.
 
-        numbers: their indexes among the inputs. with_reference: the indexes of those over which the reference also has to run.
-        rest: the estimated fraction of these sequences that is needed for results of the requested precision; 1 if all are needed.
-        While `rest` is below 1, the reported total may fall, but it does not rise.
+        numbers: the indexes of these sequences among the inputs. with_reference: the indexes of those over which the reference also
+        has to run. rest: the estimated fraction of them that the requested precision needs; 1 if all are needed. While `rest` is
+        below 1, the reported total may fall, but it does not rise.
         """
         self._end_passes()
         left = [self._sizes[number] * (2 if number in with_reference else 1) for number in numbers]
@@ -48,9 +48,10 @@ class MeasurementProgress:
         self._total = max(self._done + left[0], min(total, self._total)) if rest < 1 and self._total else total
 
     def begin_pass(self, run: str, number: int, every_module: bool, observer: ModuleObserver | None) -> ModuleObserver:
-        """Begin to count the pass of `run` ("reference" or "candidate") over the sequence `number`. This ends the passes of the
-        other run. Returns the pass's observer, which passes all outputs on to `observer`. every_module: whether the pass observes
-        the outputs of all modules.
+        """Begin to count a pass of `run` ("reference" or "candidate") over the sequence with the index `number`. The first pass of
+        one run ends all passes of the other. every_module: whether the pass observes the outputs of all modules.
+
+        Returns an observer for the pass. It counts module calls, and passes all outputs on to `observer`.
         """
         if run != self._run:
             self._end_passes()
@@ -76,7 +77,9 @@ class MeasurementProgress:
 
 
 class _PassProgress(ModuleObserver):
-    """Counts the finished module calls of one pass. size: the input elements of the pass."""
+    """Counts the finished module calls of one pass, and passes on what it observes. size: the number of input elements of the
+    pass.
+    """
 
     def __init__(self, report: Callable[[], None], size: int, every_module: bool, observer: ModuleObserver) -> None:
         self.size = size
@@ -91,11 +94,11 @@ class _PassProgress(ModuleObserver):
         return observed
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
-        """Pass the experts that a router chose on to this pass's observer."""
+        """Pass the experts that a router chose on to the observer."""
         self._observer.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: Any) -> None:
-        """Count a skipped module call as finished, and pass its result from an earlier pass on to the observer."""
+        """Count a skipped module call as finished, and pass the result of an earlier pass on to the observer."""
         self._observer.replay(module, observed)
         self._call_finished()
 

@@ -1,4 +1,4 @@
-"""Collects the results of a running measurement, sequence by sequence, and computes metrics over them on request."""
+"""Collects the results of a running measurement, sequence by sequence, and computes metrics from them on request."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from dtype_engine.runtime.passes.one_pass import PassResult
 
 @dataclass(slots=True)
 class ReferenceRecord:
-    """The reference's outputs for one sequence, with which the candidate's are compared."""
+    """The outputs of the reference run for one sequence, with which the candidate's outputs are compared."""
 
     output_name: str
     output: torch.Tensor
     seconds: float
     modules: dict[tuple[str, int], torch.Tensor] | None
-    """The outputs of modules, keyed by (module, call), or None if modules are not compared. One of them may be `output` itself."""
+    """The outputs of modules by (module, number of its call), or None if modules are not compared. One of them may be `output`
+    itself.
+    """
     left_out: frozenset[str] = frozenset()
-    """Names of modules with an output that did not fit into memory, so that it was not recorded."""
+    """The names of modules with an output that was not recorded, because it did not fit into memory."""
     choices: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    """The experts that routers chose, as integers, keyed by the name of the router and the number of its call."""
+    """The experts that routers chose, as integers, by (name of the router, number of its call)."""
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,13 +44,13 @@ class ReferenceRecord:
 
 
 class RunningTotals:
-    """The results of all sequences that were added. Metrics do not depend on the order of adding.
+    """The results of the sequences that a measurement has run so far. Metrics do not depend on the order of the sequences.
 
     output_name, output: the name of the main output, and its value for the first sequence. classes_dim: the dimension of this
     output with the logits of a distribution, or None. total: the number of all sequences. routed: whether the model routes tokens
     to experts. If so, no sampling error is given before all sequences are done: a rerouted token changes the output a hundred times
-    as much as other tokens, and the sequences added so far may not contain any. picture_range: if the output is a picture, the
-    values of black and of full brightness.
+    as much as other tokens, and the sequences added so far may not contain any. picture_range: if the output is a picture, its
+    values for black and for full brightness.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class RunningTotals:
         self.dimensions = output.ndim
         """The number of dimensions of the main output: 3 if each token has a distribution, 2 if each example has one."""
         self.numbers: list[int] = []
-        """The indexes (among the inputs) of the added sequences, in the order in which they were added."""
+        """The indexes, among the inputs, of the sequences that were added, in the order in which they were added."""
         self._total = total
         self._routed = routed
         self._comparison = OutputMetrics(classes_dim, picture_range)
@@ -88,9 +90,9 @@ class RunningTotals:
     ) -> None:
         """Add the results of one sequence, except those of its modules, which `set_modules` adds.
 
-        number: the index of the sequence among the inputs. batch: its inputs. reference: the reference's outputs. ran, output: the
-        candidate's pass, and its main output. If the sequence was added before, its main output is not added again. kept: a mask of
-        the positions to compare, bool [batch, positions]; if None, all.
+        number: the index of the sequence among the inputs. batch: the sequence. reference: the outputs of the reference run. ran,
+        output: the candidate's pass, and its main output. kept: a mask of the positions to compare, bool [batch, positions]; if
+        None, all. If the sequence was added before, its main output is not added again.
         """
         self._left_wide |= ran.left_wide
         self._left_out |= reference.left_out
@@ -107,14 +109,14 @@ class RunningTotals:
         self._reused = self._reused or ran.reused
 
     def set_modules(self, number: int, modules: dict[str, ModuleSums]) -> None:
-        """Store, for the sequence with the index `number`, the sums from which the drifts of modules are computed. modules: these
-        sums, keyed by module name. The sequence must have been added before.
+        """Store the sums from which the drifts of modules are computed, for the sequence with the index `number`. modules: the sums
+        by module name. The sequence must have been added before.
         """
         self._modules[number] = modules
 
     @property
     def modules_numbers(self) -> Collection[int]:
-        """The indexes (among the inputs) of the sequences in which modules were compared."""
+        """The indexes, among the inputs, of the sequences in which modules were compared."""
         return self._modules.keys()
 
     @property
@@ -124,13 +126,15 @@ class RunningTotals:
 
     @property
     def modules(self) -> tuple[ModuleDrift, ...]:
-        """The drift of every module, in the order of first calls, without modules whose outputs did not fit into memory."""
+        """The drift of every module, in the order in which they were first called. Modules whose outputs did not fit into memory
+        are left out.
+        """
         names = dict.fromkeys(name for number in sorted(self._modules) for name in self._modules[number])
         return tuple(self._module(name, self._modules) for name in names if name not in self._left_out)
 
     def modules_with(self, number: int, modules: Mapping[str, ModuleSums]) -> tuple[ModuleDrift, ...]:
-        """Return the drifts of the modules in `modules`, over all sequences including the sequence `number`, which is still
-        running. modules: for each module, its sums in the running sequence.
+        """Return the drifts of the modules in `modules` over all sequences, including the one with the index `number`, which is
+        still running. modules: the sums in the running sequence, by module name.
         """
         sequences = {**self._modules, number: modules}
         return tuple(self._module(name, sequences) for name in modules)
@@ -144,7 +148,7 @@ class RunningTotals:
 
     @property
     def output(self) -> OutputDrift:
-        """The drift metrics of the main output over the sequences added until now."""
+        """The drift metrics of the main output over the sequences added so far."""
         return self._comparison.result()
 
     @property
@@ -154,7 +158,7 @@ class RunningTotals:
 
     @property
     def extent(self) -> Extent:
-        """The number of compared sequences, and an estimate of how far each metric is from its value over all sequences."""
+        """How many sequences were compared, and an estimate of how far each metric is from its value over all sequences."""
         sequences = [self._comparison.sequences[number] for number in self.numbers]
         errors = (None, None) if self._routed and len(sequences) < self._total else self._errors(sequences)
         return Extent(
@@ -168,10 +172,10 @@ class RunningTotals:
         )
 
     def _errors(self, sequences: Sequence[SequenceFigures]) -> tuple[float | None, float | None]:
-        """Return the relative standard errors of two metrics, the relative L2 error and the mean KL, over the sequences run until
-        now. Each says how far the metric may be from its value over all sequences of the inputs. It is None if it is unknown.
+        """Return the relative standard errors of (the relative L2 error, the mean KL) over the sequences run so far. An error says
+        how far the metric may be from its value over all sequences. It is None if it is unknown.
 
-        sequences: the comparisons of the sequences run until now.
+        sequences: the comparisons of the sequences run so far.
         """
         # The squared relative L2 error is also a mean: that of each sequence's squared error, weighted by its energy.
         energies = [sequence.sums.energy for sequence in sequences]
@@ -185,17 +189,17 @@ class RunningTotals:
 
     @property
     def seconds(self) -> Seconds:
-        """The total wall times of the reference's and the candidate's passes in seconds."""
+        """The total wall times of the passes of the reference and of the candidate."""
         return Seconds(self._reference_seconds, self._candidate_seconds, self._reused)
 
     def partial(self) -> PartialDrift:
-        """Return an intermediate result: the drift of the main output over the sequences added until now, and the number of these
-        sequences.
-        """
+        """Return an intermediate result: the drift of the main output over the sequences added so far, and how many they are."""
         return PartialDrift(self.output, self.extent)
 
     def notices(self, output: OutputDrift) -> tuple[str, ...]:
-        """Return warnings for readers of the metrics. output: the metrics of the main output."""
+        """Return notices for the user about the metrics, such as modules that could not be compared. output: the metrics of the
+        main output.
+        """
         notices = list[str]()
         if output.nonfinite_reference:
             of_others = "the metrics cover the other values" + (

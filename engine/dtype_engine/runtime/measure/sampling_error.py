@@ -1,23 +1,23 @@
-"""Estimates how far a mean over the sequences run until now may be from the mean over all sequences.
+"""Estimates how far a mean over the sequences run so far may be from the mean over all sequences.
 
 Positions of one sequence are not independent, so a sequence is one observation (a cluster). For n of N sequences, let y_i be the
 mean of sequence i and w_i its weight. Then ȳ = Σ w_i y_i / Σ w_i is a ratio estimate, with the variance between sequences S² = Σ
 (w_i/w̄)² (y_i - ȳ)² / (n - 1) (Cochran, Sampling Techniques, 3rd edition, 6.3). The standard error of ȳ, as an estimate of the mean
 over all N sequences, is S sqrt((N - n) / (n N)). It is 0 once all sequences have been run.
 
-Two sequences give a poor estimate of S, and one gives none. The formula therefore uses, as S², a weighted mean of the measured S²,
-with n - 1 degrees of freedom, and a prior S², with `_PRIOR_FREEDOM` (a scaled inverse chi-squared prior; Gelman et al., Bayesian
-Data Analysis, 3rd edition, 2.6). The prior assumes that sequences differ by `_BETWEEN` of their mean. To this variance, the prior
-adds the error of the first sequence's own mean, computed by batch means over blocks of `_BLOCK` positions, since neighboring
+Two sequences give a poor estimate of S, and one gives none. S² in the formula is therefore a weighted mean of the measured S², with
+n - 1 degrees of freedom, and a prior S², with `_PRIOR_FREEDOM` (a scaled inverse chi-squared prior; Gelman et al., Bayesian Data
+Analysis, 3rd edition, 2.6). The prior assumes that sequences differ by `_BETWEEN` of their mean. The prior S² also contains the
+squared error of the first sequence's own mean, computed by batch means over blocks of `_BLOCK` positions, since neighboring
 positions are alike.
 
-A measurement may stop at the first sequence whose error is small enough, which favours errors that are too small by chance. The
+A measurement may stop at the first sequence whose error is small enough, which favors errors that are too small by chance. The
 error is therefore corrected, so that the mean over all sequences is within two errors in about 95 of 100 cases. The first
 correction is that of Student's t-distribution, with n - 1 + `_PRIOR_FREEDOM` degrees of freedom. The second is `log_normal_error`,
 because drifts of sequences are positive and skewed.
 
 `make benchmarks` prints how often the mean over all sequences is within two of these standard errors of the estimate. The estimate
-has two limits. First, it assumes that sequences are random samples of one kind of text, so they must be run in an order spread over
+has two limits. First, it assumes that sequences are random samples of one type of text, so they must be run in an order spread over
 the text (`plan.running_order`). Second, in a mixture of experts with changed routing, one position in a thousand may carry most of
 the KL. Estimates from a few sequences are then wrong (in half of our first tests), so no error is given for such a model.
 """
@@ -36,7 +36,7 @@ _BLOCK = 16
 
 
 def relative_error(weights: Sequence[float], means: Sequence[float], total: int, within: float = 0.0) -> float | None:
-    """Return the standard error of the weighted mean of `means`, as an estimate for all `total` sequences, divided by this mean.
+    """Return the relative standard error of the weighted mean of `means`, as an estimate of the mean over all `total` sequences.
 
     Args:
         weights, means: The weight and the mean of each sequence that was run.
@@ -62,8 +62,8 @@ def relative_error(weights: Sequence[float], means: Sequence[float], total: int,
 
 
 def log_normal_error(variance: float) -> float:
-    """Return the relative standard error of a positive, skewed estimate with this relative variance: half the distance from 1 to
-    the upper limit of the log-normal 95 % interval around 1.
+    """Return the relative standard error of a positive, skewed estimate from its relative variance `variance`. It is half the
+    distance from 1 to the upper limit of the log-normal 95 % interval around 1.
 
     For a small variance, this is the square root of the variance. (Burnham et al., "Design and Analysis Methods for Fish Survival
     Experiments", 1987, 2.I.1.)
@@ -72,10 +72,11 @@ def log_normal_error(variance: float) -> float:
 
 
 def _student_factor(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t-distribution, divided by that of the normal distribution.
+    """Return the 97.5 % quantile of Student's t-distribution with `freedom` degrees of freedom, divided by that of the normal
+    distribution.
 
-    It is computed with the first terms of an expansion in 1 / freedom (Abramowitz and Stegun, 26.7.5), for three degrees of freedom
-    or more.
+    It is computed with the first terms of an expansion in 1 / freedom (Abramowitz and Stegun, 26.7.5). `freedom` must be at least
+    3.
     """
     square = statistics.NormalDist().inv_cdf(0.975) ** 2
     return 1 + (square + 1) / (4 * freedom) + (5 * square**2 + 16 * square + 3) / (96 * freedom**2)
@@ -83,7 +84,6 @@ def _student_factor(freedom: int) -> float:
 
 def batch_means_error(values: torch.Tensor) -> float:
     """Return the standard error of the mean of correlated values [positions], computed from the means of blocks of positions.
-
     Returns 0.0 if there are fewer than two blocks.
     """
     blocks = len(values) // _BLOCK

@@ -1,4 +1,4 @@
-"""Saves a comparison of two checkpoints' weights to a JSON file, from which a later run continues."""
+"""Saves a comparison of the weights of two checkpoints to a JSON file, which a later run reads in order to continue it."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from dtype_engine.core.typed_data import as_plain, as_type
 from dtype_engine.results.weights import WeightDifference
 
 _KIND = "dtype-engine weights"
-"""The text that marks a file as a saved comparison."""
+"""The value of the entry `kind`, which marks a file as a saved comparison."""
 _LARGEST = 1 << 30
-"""Maximum size of a saved comparison, in bytes."""
+"""The maximum size, in bytes, of a saved comparison that is read."""
 _EVERY = 300
-"""Minimum time between two writes of the file while the comparison runs, in tenths of a second. Each write replaces the whole file,
-so frequent writes would be slow.
+"""The minimum time between two writes of the file while the comparison runs, in tenths of a second. Each write replaces the whole
+file, so frequent writes would be slow.
 """
 
 
 class _File(msgspec.Struct):
-    """The content of a saved comparison."""
+    """The content of a saved comparison of weights."""
 
     kind: str
-    """`_KIND`, which shows that this is a saved comparison."""
+    """Must be `_KIND`, which shows that this is a saved comparison."""
     files: list[tuple[str, int, int]]
-    """The name, size in bytes and modification time in nanoseconds of each file of both checkpoints."""
+    """(name, size in bytes, modification time in nanoseconds) of each file of both checkpoints."""
     weights: list[WeightDifference]
 
 
 class SavedDifferences:
-    """The differences between weights that earlier runs and this run have computed. They are saved in the file `path`. If this file
-    exists, the differences of earlier runs are read from it.
+    """The differences between the weights of two checkpoints that are known so far, saved in the file `path`. If this file exists,
+    the differences that earlier runs computed are read from it.
 
     Raises UserError if the file is not a saved comparison, or if it compares other checkpoint files.
     """
@@ -48,13 +48,13 @@ class SavedDifferences:
         identities = (*reference.identities, *candidate.identities)
         self._files = [(file.path.name, file.size, file.mtime_ns) for file in identities]
         self.found: dict[tuple[str, str], WeightDifference] = {}
-        """All differences so far, by (name of the weight in the reference, name in the candidate)."""
+        """All differences so far, by (name of the weight in the reference checkpoint, its name in the candidate)."""
         if path.exists():
             for weight in self._read().weights:
                 self.add(weight)
 
     def add(self, weight: WeightDifference) -> None:
-        """Add a difference. The file is written if the last write was long enough ago."""
+        """Add the difference of one weight. The file is written if the last write was long enough ago."""
         self.found[weight.reference_name, weight.name] = weight
         if self._throttle.due():
             self.write()

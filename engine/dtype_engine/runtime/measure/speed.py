@@ -1,4 +1,4 @@
-"""Times forward passes of the model in the reference's dtype, as stored, and as currently cast."""
+"""Times forward passes of three variants of the model: in the reference's dtype, as stored, and as currently cast."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 REPEATS = 5
 _LONG_ENOUGH_S = 30.0
 OnPasses = Callable[[str, int, int], None]
-"""A progress callback, called as `on_passes(variant, done, total)`. variant: the variant of the model that is being timed. done,
-total: the number of finished passes and of all planned passes. If a variant needs fewer passes than planned, the passes that are
-saved count as done.
+"""A callback `on_passes(variant, done, total)`. variant: the variant of the model that is being timed, such as "as stored". done,
+total: the number of finished passes and of all planned passes. If a variant needs fewer passes than planned, those that it does not
+need count as finished.
 """
 
 
@@ -34,9 +34,9 @@ def measure_speed(
     one warm-up pass there are `repeats` timed passes, or at least 3 if passes take long. The report has the median, the fastest and
     the slowest. A notice names each variant that does not fit into memory.
 
-    For the float32 variant, the model is really cast to float32, as a user would run it, instead of widening each weight when it is
-    used. Afterwards, the model is cast according to `plan`. `runner` must have been created with `watch=False`. Raises NoForward,
-    KernelError, Cancelled.
+    For the float32 variant, the model is really cast to float32, as a user would run it. (Measurements of drift instead widen each
+    weight when it is used.) Afterwards, the model is cast according to `plan`. `runner` must have been created with `watch=False`.
+    Raises NoForward, KernelError, Cancelled.
     """
     model, planned = runner.model, plan.dtypes
     reference = _reference_dtypes(model)
@@ -77,10 +77,10 @@ def _timed(
     on_passes: Callable[[int], None],
     repeats: int,
 ) -> SpeedRow:
-    """Time passes over all inputs with the model as currently cast, which is one variant of the report.
+    """Time passes over all inputs with the model as currently cast, and return the row of the report for this variant.
 
-    label: the variant's name. mix: the dtypes of its weights. candidate: whether the run settings apply; if False, the default
-    settings are used. on_passes: called with the number of passes begun.
+    label: the variant's name. mix: the dtypes of its weights, for the report. candidate: whether the run settings apply; if False,
+    the default settings are used. on_passes: called with the number of passes begun.
     """
     timed = runner if candidate else runner.without_settings()
     make_call = timed.candidate_call if candidate else runner.reference_call
@@ -123,8 +123,8 @@ def _tokens(batch: Batch) -> int:
 
 
 def _reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Return the dtype of each weight in the float32 variant, one of the variants of the model that are timed. Weights that are
-    stored in float64 or can't be cast keep their dtype; all others are in float32.
+    """Return the dtype that each weight has when the model is timed in float32. Weights that are stored in float64 or can't be cast
+    keep their dtype; all others are in float32.
     """
     return {
         name: "float32" if weight.info.castable and weight.info.dtype != "float64" else weight.info.dtype
@@ -133,8 +133,8 @@ def _reference_dtypes(model: LiveModel) -> dict[str, str]:
 
 
 def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
-    """Return how many bytes of memory are missing for casting the model. casts: the dtype of each weight after the cast, keyed by
-    the weight's name. Memory of current casts counts as free.
+    """Return how many bytes of memory are missing for casting the model. casts: the dtype of each weight after the cast, by the
+    weight's name. The memory of current casts counts as free.
     """
     needed = sum(
         tensor_bytes(weight.info, casts[name])
@@ -147,8 +147,8 @@ def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
 
 
 def _mix(model: LiveModel, casts: Mapping[str, str]) -> str:
-    """Return the short names of the dtypes in `casts`, those with the most bytes first. casts: the dtype of each weight, keyed by
-    the weight's name.
+    """Return the short names of the dtypes in `casts`, such as "bf16 + fp8", those with the most bytes first. casts: the dtype of
+    each weight, by the weight's name.
     """
     sizes: dict[str, int] = {}
     for name, weight in model.weights.items():

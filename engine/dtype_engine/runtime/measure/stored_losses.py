@@ -1,4 +1,4 @@
-"""Counts the values that casts would make infinite or zero in a checkpoint's tensors, without a live model."""
+"""Counts the values that casts would make infinite or zero in a checkpoint's tensors, without loading a model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def losses_in_files(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> tuple[ValueLoss, ...]:
-    """Return how many values the casts of a plan lose: values that become infinite or zero, or saturate. The result has an entry
-    for each tensor that loses values, in the order of the tree. Tensors are read from the files one at a time.
+    """Count the values that casts make infinite or zero, or that saturate. The result has an entry for each tensor with such
+    values, in the order of the tree. Tensors are read from the files one at a time.
 
-    planned: the dtype of each tensor, keyed by name. counted: a cache of earlier results, to which new results are added. If the
-    files store a tensor of the model in several pieces, each piece has its own entry, under its name in the files.
+    planned: the dtype to which each tensor is cast, by name. counted: a cache of earlier results, to which new results are added.
+    If the files store a tensor of the model in several pieces, each piece has its own entry, under its name in the files.
     `on_progress(done, total)` is called with the numbers of finished tensors and of all tensors. Raises UserError if a file can't
     be read, and Cancelled.
     """

@@ -1,4 +1,4 @@
-"""Objects of the package torchmetrics as metrics of examples. The package need not be installed."""
+"""Adapts metrics of the package torchmetrics to this program's metrics of examples. The package need not be installed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _LABELS = ("labels", "label", "targets", "target")
 
 
 def is_torchmetrics(value: Any) -> bool:
-    """Return whether a value has the methods of torchmetrics' `Metric`."""
+    """Return whether a value has the methods of a torchmetrics `Metric`."""
     return isinstance(value, torch.nn.Module) and all(hasattr(value, name) for name in ("update", "compute", "reset"))
 
 
 def per_example(metric: Any) -> tuple[Callable[[Any, dict[str, Any]], list[Any]], Aggregate]:
-    """Return a function that gives the state of a torchmetrics metric after each example by itself, and one that computes the
-    metric from such states.
+    """Split a torchmetrics metric into two functions. The first returns the metric's state after each example by itself, given the
+    model's output and its inputs; the second computes the metric from such states.
 
-    `update` is called with the main output and the labels among the inputs. If both have positions, the classes are moved to the
+    The metric is updated with the main output and the labels among the inputs. If both have positions, the classes are moved to the
     second dimension, where torchmetrics expects them. Raises UserError for inputs without labels.
     """
 
@@ -61,7 +61,7 @@ def per_example(metric: Any) -> tuple[Callable[[Any, dict[str, Any]], list[Any]]
 
 
 class _State:
-    """The state of a metric after one example."""
+    """The state of a torchmetrics metric after a single example."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = {

@@ -1,4 +1,4 @@
-"""The user's own metrics, such as an accuracy: loads them, and measures them on the reference and on the candidate."""
+"""Loads the user's own metrics, such as an accuracy, and measures them in the reference run and in the candidate run."""
 
 from __future__ import annotations
 
@@ -41,16 +41,18 @@ class OutputMetric:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetric:
-    """Metrics of the model itself, such as those of an evaluation harness, which calls the model as often as it needs."""
+    """Metrics that are measured by calling the model, such as those of an evaluation harness. `function` calls it as often as it
+    needs.
+    """
 
     name: str
     function: Callable[[LiveModel, Inputs], Mapping[str, Examples]]
-    """Returns the values of all examples by the metric's name."""
+    """Returns the values of all examples by metric name."""
 
 
 def load_metrics(texts: Sequence[str]) -> tuple[OutputMetric | ModelMetric, ...]:
-    """Return the metrics that `Options.metrics` names. This runs the user's Python files. Raises UserError for a metric that does
-    not exist, and if two have the same name.
+    """Return the metrics that `Options.metrics` names, such as `metrics.py:accuracy`. This runs the user's Python files. Raises
+    UserError for a metric that does not exist, and if two have the same name.
     """
     metrics = tuple(map(_load, texts))
     for name, count in Counter(metric.name for metric in metrics).items():
@@ -98,7 +100,7 @@ def _of_model(
 
 @dataclass
 class MetricMeter:
-    """Measures metrics over inputs. What they are on the reference is measured once and kept."""
+    """Measures metrics over inputs. Their values in the reference run are measured once and kept."""
 
     model: LiveModel
     metrics: tuple[OutputMetric | ModelMetric, ...]
@@ -109,10 +111,10 @@ class MetricMeter:
     def measure(
         self, settings: RunSettings, on_progress: OnProgress, cancelled: IsCancelled
     ) -> tuple[MetricChange, ...]:
-        """Return what each metric is on the reference and on the candidate, the model as it is currently cast.
+        """Return the value of each metric in the reference run and with the model as it is currently cast.
 
-        on_progress: called as that of a `MeasurementListener`, with examples in place of elements. Raises UserError if a metric
-        fails or does not return numbers, and NoForward, KernelError, Cancelled.
+        on_progress: called like that of a `MeasurementListener`, but with numbers of examples instead of elements. Raises UserError
+        if a metric fails or does not return numbers, and NoForward, KernelError, Cancelled.
         """
         with ForwardRunner(self.model, settings, cancelled, watch=False, behavior=self.behavior) as runner:
             if self._reference is None:
@@ -125,7 +127,7 @@ class MetricMeter:
         return tuple(changes)
 
     def _run(self, runner: ForwardRunner, side: str, on_progress: OnProgress) -> dict[str, Examples]:
-        """Return the values of all examples on one side ("reference" or "candidate"), by the metric's name."""
+        """Return the metrics' values for all examples, by metric name. side: "reference" or "candidate", the run to measure."""
         run = runner.reference if side == "reference" else runner.candidate
         found: dict[str, Examples] = {}
         of_outputs = [metric for metric in self.metrics if isinstance(metric, OutputMetric)]
@@ -150,7 +152,7 @@ def _guarded(metric: ModelMetric, model: LiveModel, data: Inputs) -> Mapping[str
 
 
 def _for_users(value: Any) -> Any:
-    """Return a value with its tensors on the CPU, and with floating-point numbers in float32 or float64, which NumPy knows too."""
+    """Return a value with its tensors on the CPU and floating-point tensors in float32 or float64, which NumPy knows, too."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         wide = tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
@@ -160,7 +162,7 @@ def _for_users(value: Any) -> Any:
 
 
 def _values(name: str, returned: Any, aggregate: Aggregate | None) -> list[Any]:
-    """Return what a metric has returned as a list with the value of each example, without tensors and arrays.
+    """Convert what a metric returned to a list of plain Python values, one for each example.
 
     A list, or the first dimension of a tensor or an array, has an entry for each example. Anything else is the value of a single
     example. aggregate: the metric's function for all examples; without it, values must be numbers. Raises UserError.

@@ -21,22 +21,22 @@ from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, elem
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
 
 _VALUES_AT_ONCE = 1 << 20
-"""The approximate number of values of each weight that a thread has in memory at once."""
+"""How many values of a weight, approximately, each thread holds in memory at once."""
 _BYTES_AT_ONCE = 1 << 22
-"""The number of bytes of each file that are compared at once."""
+"""How many bytes of a file are read and compared at once."""
 _UNLIKE_DB = 3.0
-"""If two weights have a lower SQNR than this, in dB, their values have nothing in common. Their rows may then be in different
+"""If the SQNR of two weights, in dB, is lower than this, their values have nothing in common. Their rows may then be in different
 orders, so other orders are tried. For comparison, weights rounded to 4 bits have over 15 dB.
 """
 _LIKE_DB = 10.0
-"""If two weights have a higher SQNR than this, in dB, after their rows were reordered, they are the same weight. They may have been
+"""If the SQNR of two weights, in dB, is higher than this after reordering their rows, they are the same weight, possibly
 rounded.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Some rows of a weight: `count` rows from `first` on."""
+    """A range of rows of a weight: `count` rows from the row `first` on."""
 
     reader: RowReader
     first: int
@@ -47,16 +47,13 @@ class _Rows:
 
 
 class TwoCheckpoints:
-    """Two checkpoints of one architecture whose weights are compared.
-
-    Raises UserError if their weights can't be paired.
-    """
+    """Compares the weights of two checkpoints of one architecture. Raises UserError if their weights can't be paired."""
 
     def __init__(self, reference: Checkpoint, candidate: Checkpoint, options: Options) -> None:
         self.reference = reference
         self.candidate = candidate
         self.pairing: Pairing = pair_weights(reference, candidate, options)
-        """Which weights belong together, and which only one of the checkpoints has."""
+        """Which weight of one checkpoint belongs to which of the other, and which weights only one of the checkpoints has."""
         self._heads = _heads((reference.config, candidate.config))
         self._watch = Watch((*reference.identities, *candidate.identities))
 
@@ -68,9 +65,9 @@ class TwoCheckpoints:
         """Compare each weight that both checkpoints have, and yield the difference, in the order of the reference's weights. The
         weights are read in pieces, so memory use does not grow with their size.
 
-        known: differences of earlier runs, by (name of the weight in the reference, name in the candidate). They are yielded
-        without being computed again. `on_progress(done, total)` is called with the number of bytes compared so far and the number
-        of all bytes. Raises UserError if a file can't be read or has changed since it was opened.
+        known: differences of earlier runs, by (name of the weight in the reference checkpoint, its name in the candidate). They are
+        yielded without being computed again. `on_progress(done, total)` is called with the number of bytes compared so far and the
+        number of all bytes. Raises UserError if a file can't be read or has changed since it was opened.
         """
         sizes = [self.candidate.weights[pair.candidate].nbytes for pair in self.pairing.pairs]
         done, total = 0, sum(sizes)
@@ -83,7 +80,6 @@ class TwoCheckpoints:
         refuse_changed((*self.reference.identities, *self.candidate.identities))
 
     def _difference(self, pair: Pair) -> WeightDifference | DifferentShape:
-        """Compare the values of one weight."""
         shapes = self.reference.weights[pair.reference].shape, self.candidate.weights[pair.candidate].shape
         if shapes[0] == shapes[1] and self._same_bytes(pair):
             return self._report(pair, shapes[0], ElementSums())
@@ -107,8 +103,9 @@ class TwoCheckpoints:
         return self._report(pair, tuple(shapes[0]), sums, order)
 
     def _in_another_order(self, left: _Rows, right: _Rows, sums: ElementSums) -> tuple[ElementSums, str]:
-        """Find out whether the candidate has the reference's rows in another order. If so, return the sums over matching rows, and
-        a phrase that says how the candidate orders them. Otherwise, return `sums` and "". sums: the sums over the rows as they are.
+        """Check whether the candidate has the reference's rows in a different order. If so, return the sums over matching rows, and
+        a phrase that says how the candidate orders them. Otherwise, return `sums`, which compares the rows in their stored order,
+        and "".
         """
         for heads in self._heads:
             if left.count % (2 * heads) == 0 and left.count > 2 * heads:
@@ -120,8 +117,8 @@ class TwoCheckpoints:
         return sums, ""
 
     def _same_bytes(self, pair: Pair) -> bool:
-        """Return whether both checkpoints store a weight in the same form with the same bytes. Its values are then equal, and need
-        not be decoded and compared.
+        """Return whether both checkpoints store a weight in the same format with the same bytes. Its values are then equal, and
+        need not be decoded and compared.
         """
         left, right = _stored(self.reference, pair.reference), _stored(self.candidate, pair.candidate)
         if left is None or right is None or left[0] != right[0] or len(left[1]) != len(right[1]):
@@ -147,8 +144,8 @@ class TwoCheckpoints:
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> tuple[object, list[ByteRange]] | None:
-    """Return the form in which a checkpoint stores a weight, such as its format and shape, and the byte ranges of the tensors that
-    hold its values. Two weights with equal forms and equal bytes have equal values. Returns None if the bytes of a tensor are not
+    """Return (how a checkpoint stores a weight, for example its format and shape, the byte ranges of its tensors in the files). Two
+    weights that are equal in the first part and in their bytes have equal values. Returns None if a tensor's bytes are not
     contiguous in a file.
     """
     own, encoded = checkpoint.quantized.get(name), checkpoint.encoded.get(name)
@@ -181,8 +178,8 @@ def _equal_ranges(one: ByteRange, other: ByteRange) -> bool:
 
 
 def _heads(configs: Sequence[Mapping[str, Any] | None]) -> list[int]:
-    """Return the numbers of attention heads that the configurations name, such as [32, 8]: 32 for the queries, and 8 for keys and
-    values.
+    """Return the different numbers of attention heads in the configurations, such as [32, 8] for 32 query heads and 8 key and value
+    heads.
     """
     found = dict[int, None]()
     for config in configs:
@@ -196,8 +193,8 @@ def _heads(configs: Sequence[Mapping[str, Any] | None]) -> list[int]:
 def _sums(left: _Rows, right: _Rows, heads: int | None = None) -> ElementSums:
     """Compare two weights element by element, and return the sums from which the metrics are computed.
 
-    heads: if given, the rows of `right` are in the order in which llama.cpp stores the rows of queries and keys, and are first put
-    into the order of `left`. In llama.cpp's order, row i of the first half of each head is followed by row i of the second half.
+    heads: if given, the rows of `right` are in llama.cpp's order of the rows of queries and keys, and are first put into the order
+    of `left`. In llama.cpp's order, row i of the first half of each head is followed by row i of the second half.
     (`LlamaModel.permute` of convert_hf_to_gguf.py.)
     """
     unit = max(left.reader.unit, right.reader.unit, left.count // heads if heads else 1)
@@ -225,8 +222,8 @@ def _sums(left: _Rows, right: _Rows, heads: int | None = None) -> ElementSums:
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:
-    """Return real values that torch can widen to float64. Complex numbers become pairs of real numbers. torch can't widen packed
-    float4 codes, so they become the bytes that hold them.
+    """Return values as a tensor that torch can widen to float64. Complex numbers become pairs of real numbers, and packed float4
+    codes become the bytes that hold them.
     """
     if values.is_complex():
         return torch.view_as_real(values)
@@ -252,5 +249,5 @@ def _hashes(rows: _Rows) -> torch.Tensor:
 
 
 def sorted_worst_first(found: Sequence[WeightDifference]) -> tuple[WeightDifference, ...]:
-    """Return differences in the order in which a report lists them: those with the lowest SQNR first, and equal weights last."""
+    """Return differences in the order of a report: the lowest SQNR first, and equal weights last."""
     return tuple(sorted(found, key=lambda each: (each.equal, each.sqnr_db)))

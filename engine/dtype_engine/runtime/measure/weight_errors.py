@@ -1,4 +1,4 @@
-"""Computes the round-trip errors of a checkpoint's tensors under a plan, directly from the files."""
+"""Computes how much casting a checkpoint's tensors by a plan and back changes their values, directly from the files."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def round_trips(
     planned: Mapping[str, str],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[WeightError]:
-    """Yield the round-trip error of every tensor that the plan changes, in the order of the tree.
+    """Yield the round-trip error (of casting and casting back) of every tensor whose dtype the plan changes, in the order of the
+    tree.
 
-    planned: the dtype of each tensor, keyed by name. If the files store a tensor of the model as several tensors, each of these has
-    its own entry, under its name in the files. Tensors that are not in the files are omitted. `on_progress(done, total)` is called
-    with the numbers of finished tensors and of all tensors. Raises UserError if a file can't be read or has changed since it was
-    opened.
+    planned: the dtype of each tensor, by name. If the files store a tensor of the model as several tensors, each of these has its
+    own entry, under its name in the files. Tensors that are not in the files are omitted. `on_progress(done, total)` is called with
+    the numbers of finished tensors and of all tensors. Raises UserError if a file can't be read or has changed since it was opened.
     """
     watch = Watch(checkpoint.identities)
     changed = [
@@ -57,9 +57,9 @@ def round_trips_of_live(
     planned: Mapping[str, str],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[WeightError]:
-    """Yield the round-trip error of every tensor that the plan changes in a live model, such as one built in Python. planned: the
-    dtype of each tensor, keyed by name. `on_progress(done, total)` is called with the numbers of finished tensors and of all
-    tensors.
+    """Yield the round-trip error (of casting and casting back) of every tensor whose dtype the plan changes in a live model, such
+    as one built in Python. planned: the dtype of each tensor, by name. `on_progress(done, total)` is called with the numbers of
+    finished tensors and of all tensors.
     """
     changed = [weight for name, weight in model.weights.items() if planned[name] != weight.info.dtype]
     for done, weight in enumerate(changed):
@@ -68,7 +68,7 @@ def round_trips_of_live(
 
 
 def skipped(tree: Tree) -> list[SkippedTensor]:
-    """Return the tensors that can never be cast, in the order of the tree, with the reasons."""
+    """Return the tensors that can never be cast, with the reasons, in the order of the tree."""
     return [
         SkippedTensor(tensor.name, tensor.dtype, tensor.why_not_cast)
         for tensor in tree.order
@@ -79,8 +79,8 @@ def skipped(tree: Tree) -> list[SkippedTensor]:
 def inspect_weight(
     checkpoint: Checkpoint, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never
 ) -> WeightStats:
-    """Read a tensor. Returns its histogram of exponents, and its round-trip error in each of the dtypes `targets`. Raises
-    UserError, Cancelled.
+    """Read a tensor from a checkpoint. Returns the histogram of its exponents, and the round-trip error of casting it to each dtype
+    of `targets` and back. Raises UserError, Cancelled.
     """
     if name not in checkpoint.weights:
         raise UserError(f"{printable(name)} is not in the checkpoint's files: the model created it during loading")
@@ -91,10 +91,9 @@ def inspect_weight(
 def inspect_live_weight(
     model: LiveModel, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never
 ) -> WeightStats:
-    """Return the histogram of exponents of a tensor in an open model, and its round-trip error in each dtype of `targets`. The
-    stored values are read from the checkpoint if it stores the tensor in one piece.
-
-    Raises UserError, Cancelled.
+    """Return the histogram of exponents of a tensor in an open model, and the round-trip error of casting it to each dtype of
+    `targets` and back. The stored values are read from the checkpoint if it stores the tensor in one piece. Raises UserError,
+    Cancelled.
     """
     weight = model.weights.get(name)
     stats = _inspected(model, name, targets, cancelled)
@@ -113,8 +112,9 @@ def _inspected(model: LiveModel, name: str, targets: tuple[str, ...], cancelled:
 
 
 def reference_differences(model: LiveModel, cancelled: IsCancelled = never) -> Iterator[ModuleDrift]:
-    """Compare each weight of a model, as it is currently cast, with the same weight of the checkpoint that is the reference, and
-    yield the difference. Yields nothing if the reference has the model's own weights. Raises Cancelled, between two weights.
+    """Compare each weight of a model, as it is currently cast, with the same weight of a different checkpoint that is the
+    reference. Yields the difference of each. Yields nothing if the model itself is the reference. Raises Cancelled, between two
+    weights.
     """
     for weight in model.weights.values():
         if cancelled():
