@@ -1,4 +1,6 @@
-"""Records what the reference of a scan writes into KV caches, whose errors are followed to the output like those of operations."""
+"""Records what the reference run of a scan writes into KV caches. The scan follows rounding errors of these tensors to the output,
+as it does for the results of operations.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,14 @@ from dtype_engine.runtime.numerics.kv_rounding import round_cache
 
 @dataclass(slots=True)
 class CacheWrite:
-    """One part of a KV cache as a pass writes it. It has the fields of a `WeightOp` that the scan uses."""
+    """The keys or the values that one call of an attention module writes into a KV cache. The fields have the names of those of
+    `WeightOp` that the scan uses.
+    """
 
     name: str
     keys: bool
     outputs: list[torch.Tensor]
-    """What was written: one tensor [batch, heads, tokens, width]."""
+    """A list with one tensor, the written keys or values: [batch, heads, tokens, width]."""
     gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=lambda: [[]])
 
     @property
@@ -33,7 +37,7 @@ class CacheWrite:
 
     def errors(self, names: Sequence[str], amax: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return a list with one tensor [formats, elements]: by how much each format changes what was written. names: formats such
-        as `kv:fp8`. amax: the calibrated largest |value| of each head, keyed by the name of the cache tensor.
+        as `kv:fp8`. amax: the calibrated largest |value| of each head, by the name of the cache tensor.
         """
         states = self.outputs[0]
         forms = (name.removeprefix(SCANNED) for name in names)
@@ -43,7 +47,7 @@ class CacheWrite:
 
 @dataclass
 class CacheRecorder(CacheWatcher):
-    """Records the parts of KV caches that a pass writes, and passes their gradients on."""
+    """Records the keys and values that a pass writes into KV caches, and passes their gradients on."""
 
     names: CacheNames
     on_gradient: Callable[[Any, int, torch.Tensor], None]
@@ -61,8 +65,8 @@ class CacheRecorder(CacheWatcher):
 
 
 def scored_bytes(tree: Tree, name: str, dtype: str) -> int:
-    """Return the bytes of a weight in a dtype, or of a KV cache's tensor in a format such as `kv:fp8` for one sequence of
-    `DEFAULT_CONTEXT` tokens.
+    """Return the bytes of a weight in a dtype. For a tensor of a KV cache, return its bytes in a format such as `kv:fp8`, for one
+    sequence of `DEFAULT_CONTEXT` tokens.
     """
     if name in tree.tensors:
         return tensor_bytes(tree.tensors[name], dtype)

@@ -1,5 +1,5 @@
-"""Finds the companions of a weight: the other weights of an operation in which this weight is the smallest. For example, the
-companion of a bias is the matrix of its layer.
+"""Finds the companions of a weight: if it is the smallest of several weights that one operation uses, these are the others. For
+example, the companion of a bias is the matrix of its layer.
 
 An operation on float32 activations computes in 16 bits only if all its weights are in the same 16-bit dtype; otherwise, all values
 are promoted to float32. Activations are therefore rounded only if all weights of the operation are cast. This common effect is
@@ -24,8 +24,8 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
 def companions_of(operation: Sequence[str], weights: Mapping[str, Weight]) -> tuple[str, tuple[str, ...]]:
-    """Return the smallest of the weights of an operation, and its companions: the other weights that can be cast. If several
-    weights are equally small, the last one is returned as the smallest.
+    """Return (the smallest weight of an operation, the operation's other weights that can be cast). If several weights are equally
+    small, the last one counts as the smallest.
 
     operation: the names of at least one weight of the operation, in the order of its arguments.
     """
@@ -34,10 +34,10 @@ def companions_of(operation: Sequence[str], weights: Mapping[str, Weight]) -> tu
 
 
 def added_drift(drift_of: Callable[[tuple[str, ...]], float], name: str, companions: tuple[str, ...]) -> float:
-    """Return how much the cast of the weight `name` increases the drift if its companions are cast, too. If the drift with only the
+    """Return by how much casting the weight `name` increases the drift if its companions are cast, too. If the drift with only the
     companions cast is infinite, return the drift with only this weight cast.
 
-    drift_of(names): the drift with only these weights cast, 0 for no weights.
+    drift_of: a function that returns the drift with only the named weights cast, and 0 for no names.
     """
     before = drift_of(companions)
     return max(0.0, drift_of((*companions, name)) - before) if math.isfinite(before) else drift_of((name,))
@@ -45,7 +45,7 @@ def added_drift(drift_of: Callable[[tuple[str, ...]], float], name: str, compani
 
 class CompanionsMode(TorchFunctionMode):
     """A torch-function mode that observes which weights are used together in one operation, such as a norm's scale and bias. For
-    each such operation, it stores the names of the other weights in `found`, keyed by the name of the smallest weight.
+    each such operation, it stores the smallest weight's name in `found`, with the names of the other weights as its value.
 
     mode: the WeightMode that runs the pass and knows the weights. It must be entered after this mode, so that this mode sees its
     operations.
@@ -67,8 +67,8 @@ class CompanionsMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _weight_of(self, tensor: torch.Tensor) -> Weight | None:
-        """Return the weight to which a tensor belongs, or None. The tensor is the weight itself, the values that replace it in this
-        pass, or a view of either.
+        """Return the weight to which a tensor belongs, or None if it belongs to none. The tensor may be the weight itself, the
+        values that replace it in this pass, or a view of one of these.
         """
         base = base_of(tensor)
         owner = tensor if base is None else base

@@ -1,9 +1,9 @@
-"""Finds the weights of operations whose output dtype the model's code reads. If such a weight is cast to 16 bits, other operations
-may compute in another dtype, too.
+"""Finds weights whose cast may change the dtype of other operations. The model's code reads the output dtype of the operations that
+use these weights, and computes in this dtype elsewhere.
 
-For example, a Llama computes the cosines and sines of positions (RoPE) in the dtype of the embeddings' output. Local errors, each
-of which is the error of a single operation, do not include this effect. These few weights are therefore measured in the 16-bit
-dtypes by separate passes.
+For example, a Llama computes the cosines and sines of positions (RoPE) in the dtype of the embeddings' output. The scan estimates
+scores from the errors of single operations, which do not include this effect. These few weights are therefore measured in the
+16-bit dtypes by separate passes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 MOST = 2
-"""Maximum number of weights to measure by separate passes; each weight needs one pass for each dtype. If there are more such
+"""The maximum number of weights to measure by separate passes; each weight needs one pass for each dtype. If there are more such
 weights, those are measured whose output dtype is read first.
 """
 
@@ -20,7 +20,8 @@ weights, those are measured whose output dtype is read first.
 def weights_to_measure(
     read: Iterable[str], wanted: Mapping[str, Sequence[str]], sequence: int, sequences: int
 ) -> list[tuple[str, str]]:
-    """Return the (weight, dtype) pairs to measure by separate passes in the sequence number `sequence` of `sequences` sequences.
+    """Return the (weight, dtype) pairs to measure by separate passes in the sequence with the index `sequence`. sequences: how many
+    sequences there are.
 
     If there are few sequences, each measures all pairs. If there are many, each measures at most one pair: for n pairs, sequences 0
     to n - 1 measure one each, sequence n measures none, and so on, so that the average is below one pass per sequence. read: the

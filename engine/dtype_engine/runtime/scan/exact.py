@@ -1,4 +1,5 @@
-"""The exact scan: measures each weight in each dtype with separate candidate passes, instead of estimating the score.
+"""The exact scan: measures how far the output drifts with each weight cast to each dtype, in separate passes. The ordinary scan
+(`scan.py`) estimates this.
 
 In each pass, usually one weight is cast. There is one exception, in compute dtypes such as bfloat16: the smallest of several
 weights that one operation uses is cast together with the other weights of the operation (see `companions`).
@@ -35,12 +36,12 @@ from dtype_engine.runtime.scan.scan import OnEstimate, OnStep, is_free, scanned_
 from dtype_engine.search.sensitivity import scalar_drift
 
 _REPORT_EVERY = 64
-"""Number of measurements after which the scan reports its intermediate results."""
+"""The scan reports intermediate results each time that this many measurements are done."""
 
 
 def reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Return, for each weight, a dtype in which it causes no drift from the reference. This is its stored dtype if the reference
-    uses that dtype or the weight is never cast. Otherwise it is float32.
+    """Return, for each weight, a dtype that causes no drift from the reference. This is its stored dtype if the reference uses that
+    dtype or the weight is never cast. Otherwise it is float32.
     """
     return {
         name: weight.info.dtype
@@ -52,17 +53,17 @@ def reference_dtypes(model: LiveModel) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWeight:
-    """The drift that was measured with one weight cast to one dtype."""
+    """The drift that was measured with one weight cast to one dtype. `key` is (name of the weight, dtype)."""
 
     key: Key
     score: float
     error: float | None
-    """The standard error of the measured score, or None if it is unknown."""
+    """The standard error of `score`, or None if it is unknown."""
     unit: str
     forward_seconds: float
-    """Duration in seconds of a pass with all weights uncast."""
+    """How many seconds a pass takes with no weight cast."""
     scan_seconds: float
-    """Duration in seconds of the measurement of this weight."""
+    """How many seconds the measurement of this weight took."""
 
 
 @dataclass
@@ -70,8 +71,8 @@ class ExactScan:
     """Measures the drift of each weight in each dtype with a separate pass, in which the rest of the model equals the reference.
     Modules that run before the weight is first used are not run again.
 
-    This class has the same interface as `Scan`. `Scan` works on one sequence at a time, and this class on one measurement: that of
-    one weight in one dtype. Afterwards, the model stays cast as in the last measurement, so the caller has to restore its recipe.
+    This class has the same interface as `Scan`. `Scan` works on one sequence at a time, and this class on one pair of a weight and
+    a dtype. Afterwards, the model stays cast as in the last measurement, so the caller has to apply its recipe again.
     """
 
     model: LiveModel
@@ -83,12 +84,12 @@ class ExactScan:
     not saved.
     """
     done: dict[Key, tuple[float, float | None]] = field(default_factory=dict)
-    """The score and standard error of each finished measurement, keyed by weight and dtype."""
+    """The (score, standard error) of each finished measurement, by (weight, dtype). The score is the drift."""
     unit: str = ""
     forward_seconds: float = 0.0
     scan_seconds: float = 0.0
     shard: Shard = WHOLE
-    """The share of all measurements that this process performs."""
+    """Which of all measurements this process performs, if a scan is divided among several jobs."""
     _seen: FileIdentity | None = None
 
     def __post_init__(self) -> None:
@@ -113,14 +114,14 @@ class ExactScan:
 
     @property
     def private_bytes(self) -> int:
-        """Number of bytes that a process needs in addition to the mapped files: for all weights that are cast to float32 because
-        their stored dtype causes drift.
+        """The number of bytes that a process needs in addition to the mapped files. They hold the weights that are cast to float32
+        because their stored dtype causes drift.
         """
         infos = {name: weight.info for name, weight in self.model.weights.items()}
         return sum(tensor_bytes(infos[name], dtype) for name, dtype in self._base.items() if dtype != infos[name].dtype)
 
     def pending(self) -> list[Key]:
-        """Return the weights and dtypes of this shard that are not measured yet."""
+        """Return the (weight, dtype) pairs that this process still has to measure."""
         return [key for key in self.shard.of(self._costly) if key not in self.done]
 
     def run(
@@ -147,7 +148,9 @@ class ExactScan:
         return self.report()
 
     def measure(self, key: Key, cancelled: IsCancelled = never) -> MeasuredWeight:
-        """Measure one weight in one dtype, and return the result. Raises NoForward, KernelError, Cancelled."""
+        """Measure the drift with one weight cast to one dtype. key: (name of the weight, dtype). Raises NoForward, KernelError,
+        Cancelled.
+        """
         started = time.perf_counter()
         meter = self._started(cancelled)
         name, dtype = key
@@ -173,7 +176,9 @@ class ExactScan:
         return MeasuredWeight(key, score, error, self.unit, self.forward_seconds, time.perf_counter() - started)
 
     def _started(self, cancelled: IsCancelled) -> DriftMeter:
-        """Return the drift meter. The first call creates it, measures the model with all weights uncast, and finds companions."""
+        """Return the drift meter. The first call creates it, measures the model with no weight cast, and finds the companions of
+        each weight.
+        """
         if self._meter is None:
             with ForwardRunner(self.model, self.settings, cancelled, watch=False) as runner:
                 around = partial(CompanionsMode, self._companions)
@@ -187,7 +192,7 @@ class ExactScan:
         return self._meter
 
     def add(self, part: MeasuredWeight) -> None:
-        """Add the result of one measurement, and save all results if the scan has a file."""
+        """Add the result of one measurement (`part`). If the scan has a file, save all results."""
         self.done[part.key] = part.score, part.error
         self.unit = part.unit
         self.forward_seconds = self.forward_seconds or part.forward_seconds
@@ -196,7 +201,7 @@ class ExactScan:
             self.write(self.save)
 
     def report(self) -> ScanReport:
-        """Return the scores of all measurements made so far. Casts that round nothing have the score 0."""
+        """Return a report with the scores of all measurements made so far. Casts that round nothing have the score 0."""
         costly = set(self._costly)
         known = {key: self.done[key] if key in costly else (0.0, 0.0)
                  for key in self.wanted if key in self.done or key not in costly}  # fmt: skip
@@ -223,7 +228,7 @@ class ExactScan:
         )
 
     def write(self, path: Path) -> None:
-        """Save the results measured until now. Raises UserError if the file can't be written."""
+        """Save the results measured so far to a file. Raises UserError if it can't be written."""
         self._seen = scan_file.write_joined(
             path,
             scan_file.SavedScan(

@@ -1,4 +1,4 @@
-"""Keeps the most recently requested scan, so that another request with the same parameters continues it."""
+"""Keeps the scan that was requested last, so that a further request with the same parameters continues it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ScanTask = Scan | ExactScan
 
 @dataclass
 class LastScan:
-    """Holds the most recently requested scan, finished or not."""
+    """Holds the scan that was requested last, finished or not."""
 
     _requested: object = None
     _task: ScanTask | None = None
@@ -35,11 +35,12 @@ class LastScan:
         exact: bool,
         save: Path | None,
     ) -> ScanTask:
-        """Return a scan of `model` in the dtypes `names`: the one requested last if its parameters are the same, otherwise a new
-        one.
+        """Return a scan of `model` in the dtypes `names`: the scan that was requested last if its parameters are the same,
+        otherwise a new one.
 
         draws: the number of backward passes for each sequence; None for the default. exact: whether to measure instead of
-        estimating. Raises UserError for an unknown dtype, and if the file `save` holds a scan with other parameters.
+        estimating. save: the file for the results, or None. Raises UserError for an unknown dtype, and if the file `save` holds a
+        scan with other parameters.
         """
         targets = tuple(dict.fromkeys(map(parse_scanned, names)))
         if {dtypes.STORED, SCANNED + dtypes.STORED}.intersection(targets) or not targets:

@@ -1,6 +1,7 @@
-"""Local errors: the output of an operation with one of its weights in another dtype, minus its output in the reference.
+"""Computes local errors: the output of an operation with one of its weights in a lower dtype, minus its output in the reference
+run.
 
-`LocalErrors` reruns a single operation as a candidate would. All its other arguments are the same as in the reference. There is one
+`LocalErrors` reruns a single operation as in a candidate run. All its other arguments are those of the reference run. There is one
 exception, for an operation with several weights and a compute dtype such as bfloat16: the local error of the smallest weight is the
 output with all weights cast, minus the output with all but this weight cast (see `companions`).
 
@@ -40,7 +41,7 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class LocalErrors:
-    """Reruns operations with one of their weights in another dtype than in the reference.
+    """Reruns operations of the reference run with one of their weights cast, and returns how far this changes their outputs.
 
     budget: maximum number of bytes of cast weights that are kept for later operations and sequences. rounds: whether to also round
     the activations that are multiplied by a quantized weight (the run setting `quantize_activations`).
@@ -63,10 +64,9 @@ class LocalErrors:
         self._held = 0
 
     def of(self, operation: WeightOp, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
-        """Rerun an operation with `weight` in each of the dtypes `names`. Returns, for each output, the local errors Δ [D, E] in
-        the reference's dtype.
-
-        Raises KernelError if the operation has no kernel for a dtype.
+        """Rerun an operation with `weight` in each of the dtypes `names`. Returns, for each output, the local errors (output minus
+        output in the reference run), [dtypes, elements] in the reference's dtype. Raises KernelError if the operation has no kernel
+        for a dtype.
         """
         errors = [torch.empty((len(names), *before.shape), dtype=before.dtype, device=before.device)
                   for before in operation.outputs]  # fmt: skip
@@ -84,13 +84,12 @@ class LocalErrors:
         return [error.flatten(1) if error.ndim > 1 else error[:, None] for error in errors]
 
     def stored(self, name: str) -> torch.Tensor:
-        """Return a weight's values in the reference, dequantized if the weight is stored with scales."""
+        """Return a weight's values in the reference run, dequantized if the weight is stored with scales."""
         return reference_value(self.weights[name], self.device)
 
     def _computed_in(self, name: str, dtype: str) -> str:
-        """Return the dtype that a weight has in an operation if the plan gives it `dtype`. This is usually `dtype` itself. If
-        `dtype` is the format in which another program quantized the weight, it is the dtype that the weight would have in a model
-        that is not quantized.
+        """Return the dtype in which an operation uses a weight whose planned dtype is `dtype`. This is usually `dtype` itself. If
+        `dtype` is the format in which another program quantized the weight, it is the dtype to which the weight is decoded.
         """
         stored = self.weights[name].stored
         return dtype_name(stored.holds) if stored.decoded and dtype == self.weights[name].info.dtype else dtype
@@ -99,7 +98,8 @@ class LocalErrors:
         """Return a weight's values after a cast. If `dtype` is a format with scales, such as float8, they are dequantized to the
         reference's dtype.
 
-        A tensor scale is computed over all fused weights that share it, as in a recipe that gives them one format.
+        A scale for the whole tensor is computed over all weights that runtimes fuse with this one, as in a recipe that casts all of
+        them.
         """
         dtype = self._computed_in(name, dtype)
         key = (name, dtype)
@@ -118,7 +118,7 @@ class LocalErrors:
 
 
 class _Rerun:
-    """Reruns one operation with some of its weights in several dtypes, one after another."""
+    """Reruns one operation of the reference run with the weights `weights` cast to several dtypes, one after another."""
 
     def __init__(self, operation: WeightOp, weights: tuple[str, ...], errors: LocalErrors) -> None:
         self.operation = operation
@@ -141,8 +141,8 @@ class _Rerun:
                 self._recompute(key, source, errors.stored(source.weight), "float32")
 
     def _recompute(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
-        """Recompute an argument of the operation for new values of the weight from which it was computed. Returns the `id` of the
-        new argument.
+        """Recompute an argument of the operation after a weight has got new values, because the argument was computed from this
+        weight, for example by transposing it. Returns the `id` of the new argument.
 
         key: the `id` of the old argument. source: how it was computed. value, dtype: the new values of the weight, and their dtype.
         """
@@ -153,7 +153,7 @@ class _Rerun:
         return id(made)
 
     def outputs(self, dtype: str) -> list[torch.Tensor]:
-        """Return the floating-point outputs of the operation, rerun with the weights in `dtype`."""
+        """Rerun the operation with the weights cast to `dtype`, and return its floating-point outputs."""
         operation, errors = self.operation, self.errors
         taken = []
         for key, source in self.cast.items():
@@ -182,7 +182,9 @@ class _Rerun:
 
 @functools.cache
 def summed_in_float32(func: Any) -> Any:
-    """Return a variant of a product or convolution that computes 16-bit arguments in float32 and rounds the result to 16 bits."""
+    """Return a variant of a matrix product or convolution that computes 16-bit arguments in float32 and rounds the result to 16
+    bits.
+    """
 
     def product(*args: Any, **kwargs: Any) -> Any:
         floats = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()]

@@ -1,10 +1,10 @@
-"""Measures weights whose effect on the output the scan can't follow with gradients, each in a separate pass.
+"""Measures, in separate passes, the weights whose effect on the output a scan can't follow with gradients.
 
 An effect is not followed if the model writes to the weight, reads its values in Python (and would read others after a cast), uses
 it without gradients, or passes it to code whose operations no torch-function mode can intercept. `WeightOpRecorder.unfollowed`
-holds the weights that it knows to be used so. A weight of the last kind has an estimate of 0, like a weight that the model does not
-use. To find out which of these weights are used, one pass casts all of them, or as many as fit into memory. If the output changes,
-further passes cast half of them, and so on.
+names the weights of which the first three are known. A weight of the last case has an estimate of 0, like a weight that the model
+does not use. To find out which of these weights are used, one pass casts all of them, or as many as fit into memory. If the output
+changes, further passes cast half of them, and so on.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from dtype_engine.runtime.scan.weight_ops import ValueRead
 MOST_PASSES = 128
 """Maximum number of passes over a sequence that measure single weights. Each pass measures one weight in one dtype."""
 _NOISE = 4.0
-"""A drift is attributed to casts if it is more than this many times as large as the drift of a pass without casts."""
+"""A drift is attributed to casts only if it is more than this many times as large as the drift of a pass without casts."""
 
 
 class CastWeightsMode(ReferenceMode):
-    """Runs the reference with some weights in other dtypes, like the candidate of a recipe that casts only these weights.
+    """Runs the reference with some weights cast, like a candidate run of a recipe that casts only these weights.
 
     During the pass, the module's own tensors hold the cast values. Operations that no torch-function mode can intercept therefore
     use the cast values, too. If the model is larger than memory, its tensors stay placeholders, since passes run side by side.
 
-    cast: the dtype of each cast weight, keyed by the weight's name.
+    cast: the dtype of each cast weight, by the weight's name.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ def measure_unfollowed(
     followed: Collection[str],
     errors: LocalErrors,
 ) -> dict[Key, float]:
-    """Return the measured drift of each weight whose effect on the output the scan could not follow, in each of its dtypes.
+    """Return the measured drift, by (weight, dtype), of the weights whose effect on the output the scan could not follow.
 
     drift: a function that casts some weights, given as a mapping from names to dtypes, runs a pass, and returns its drift. costly:
     for each weight, the dtypes in which it is to be scored, except those whose cast changes no values. unfollowed: the weights that
-    the model used in a way that was not recorded. followed: the weights with an estimate that is not 0. Raises UserError if more
-    than `MOST_PASSES` passes are needed.
+    the model is known to use in a way that gradients do not follow. followed: the weights with an estimate that is not 0. Raises
+    UserError if more than `MOST_PASSES` passes are needed.
     """
     found = [name for name in costly if name in unfollowed]
     unknown = [name for name in costly if costly[name] and name not in unfollowed and name not in followed]
@@ -127,7 +127,9 @@ def measure_unfollowed(
 
 
 def read_otherwise(reads: Sequence[ValueRead], costly: Mapping[str, Sequence[str]], errors: LocalErrors) -> set[str]:
-    """Return the weights of which the model's code would read something else in one of their dtypes (`costly`)."""
+    """Return the weights of which the model's code would read other values after a cast. reads: where the code reads the values of
+    weights. costly: the dtypes to which each weight may be cast.
+    """
     found: set[str] = set()
     for read in reads:
         name = read.source[1].weight
@@ -137,7 +139,7 @@ def read_otherwise(reads: Sequence[ValueRead], costly: Mapping[str, Sequence[str
 
 
 def _groups(names: Sequence[str], errors: LocalErrors) -> list[list[str]]:
-    """Divide weights into groups whose cast values together fit into the memory budget for cast weights."""
+    """Divide weights into groups whose cast values fit into the memory budget for cast weights, each group by itself."""
     groups: list[list[str]] = []
     held = errors.budget
     for name in names:

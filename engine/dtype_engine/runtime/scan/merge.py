@@ -1,4 +1,4 @@
-"""Merges the results of one scan that several jobs have saved in files of their own."""
+"""Merges the result files of several jobs that have shared one scan."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dtype_engine.runtime.scan import saved as scan_file
 from dtype_engine.runtime.scan.saved import SavedScan
 
 _NAMED = 12
-"""Maximum number of names (of shards or of files) that one error message lists."""
+"""Maximum number of names that one error message lists."""
 
 
 def merge(files: Sequence[Path]) -> SavedScan:
-    """Return one scan with the results that several jobs have saved in `files`. Its scores are the same as if one process had run
+    """Return one scan with all results that several jobs have saved in `files`. Its scores are the same as if one process had run
     the whole scan.
 
     Raises UserError in three cases: a file is from another scan (its model, inputs, dtypes, settings, draws or method differ); two
@@ -55,9 +55,9 @@ def _joined(one: SavedScan, other: SavedScan, file: Path) -> SavedScan:
 
 
 def _forward_seconds(one: SavedScan, other: SavedScan) -> float:
-    """Return the time of plain forward passes, in seconds, for a scan that is merged from two. An estimated scan states the time of
-    the passes over all its sequences, so the two times are added. An exact scan states the time of one pass, so the time of either
-    is used.
+    """Return the time of plain forward passes, in seconds, for a scan that is merged from two files. An estimated scan states the
+    time of the passes over all its sequences, so the two times are added. An exact scan states the time of one pass, so the time of
+    either is used.
     """
     if one.measured is None:
         return one.forward_seconds + other.forward_seconds
@@ -65,8 +65,8 @@ def _forward_seconds(one: SavedScan, other: SavedScan) -> float:
 
 
 def _missing(whole: SavedScan, files: Mapping[Path, SavedScan]) -> str:
-    """Return a sentence that names the shards without a file, and the files of shards that did not finish. whole: the merged scan.
-    files: the saved scan in each file.
+    """Return a sentence for the user which names the shards without a file, and the files of shards that did not finish. whole: the
+    merged scan. files: the saved scan in each file.
     """
     parts = [f"{whole.parts - whole.count} of {whole.parts} parts are missing"]
     counts = {scan.shard.count for scan in files.values()}

@@ -1,5 +1,5 @@
-"""Probes: random vectors from which backward passes start at the main output. Their mean outer product is the matrix that defines
-the drift's second-order term, such as the Fisher information of a distribution.
+"""Creates probes: random vectors from which backward passes start at the main output. Their mean outer product is the matrix that
+defines the drift's second-order term, such as the Fisher information of a distribution.
 
 Probes of distributions are computed from random (Rademacher) signs, as in Hutchinson's trace estimator (1990), because estimates
 from signs have a lower variance than estimates from Gaussian numbers.
@@ -17,12 +17,12 @@ from dtype_engine.runtime.device import for_sums
 
 
 class OutputProbes:
-    """Yields the probes for one output. Their mean outer product is the matrix M for which an output error Δ causes a drift
+    """Yields the probes for one output: vectors whose mean outer product is the matrix M for which an output error Δ causes a drift
     proportional to Δᵀ M Δ, to second order.
 
     For a distribution of C classes over P positions, M is the Fisher information of the softmax. For any other output, it is the
     identity. Drifts are divided by `normalizer`: the number of positions, or the output's energy Σr². If a few vectors give M
-    exactly as the sum of their outer products, these are all used instead of random ones (`complete`).
+    exactly as the sum of their outer products, all of them are used instead of random ones, and `complete` is True.
     """
 
     def __init__(self, output: torch.Tensor, distribution: bool, num_probes: int, seed: int) -> None:

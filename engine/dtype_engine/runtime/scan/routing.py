@@ -1,8 +1,9 @@
-"""Estimates the drift from tokens that are routed to another expert. A second-order estimate does not include this drift.
+"""Estimates the drift from tokens that a router sends to other experts after a cast. A second-order estimate does not include this
+drift.
 
 A router selects the k largest of its scores, and a weight's rounding error changes these scores slightly. If the k-th and the next
-score are close, they may swap. The token then goes through another expert, and the output jumps. In a mixture of experts, most of
-the drift from small errors comes from such swaps.
+score are close, they may swap. The token then goes through a different expert, and the output jumps. In a mixture of experts, most
+of the drift from small errors comes from such swaps.
 
 The estimate covers every `topk` call whose scores have a gradient. A few calls are sampled per sequence, and two quantities are
 estimated for each sampled call:
@@ -13,9 +14,8 @@ estimated for each sampled call:
 - The drift that one swap costs. The reference runs again with the k-th and the next choice swapped for the tokens with the
   smallest margins.
 
-A token with margin m then swaps with probability Φ(-m/σ). Which tokens swap is random, and this adds to the standard error.
-If most likely no token swaps (the expected number of swaps is below ln 2), no drift is added; otherwise, the expected drift is
-added.
+A token with margin m then swaps with probability Φ(-m/σ). Which tokens swap is random, and this adds to the standard error. If most
+likely no token swaps (the expected number of swaps is below ln 2), no drift is added; otherwise, the expected drift is added.
 
 This derivation is our own; we know of no publication that has it. Tests compare it with random changes of the margins, and with
 measurements of every single weight of mixtures of experts (tests/engine/runtime/scan/test_routing.py).
@@ -39,7 +39,7 @@ from dtype_engine.runtime.modes.reference import ReferenceMode
 
 Key = tuple[str, str]
 SAMPLED_CALLS = 16
-"""Number of `topk` calls (by routers) that are sampled, counted over all sequences."""
+"""How many `topk` calls of routers are sampled, counted over all sequences."""
 _SWAPPED = 8
 """To measure what one swap costs, the k-th and the next expert are swapped for 1 / `_SWAPPED` of all tokens. These are the tokens
 with the smallest margin between the scores of the two experts.
@@ -58,17 +58,17 @@ class TopKCall:
 
 @dataclass
 class TopKSample:
-    """The results for one sampled `topk` call in one sequence."""
+    """What was found for one sampled `topk` call (with which a router chooses experts) in one sequence."""
 
     index: int
     share: float
-    """How many of the sequence's `topk` calls this sample stands for: the number of all calls, divided by the number of sampled
+    """For how many of the sequence's `topk` calls this sample stands: the number of all calls, divided by the number of sampled
     calls.
     """
     margins: list[float]
-    """For each token, the router's k-th largest score minus the next one: [tokens]."""
+    """For each token, the router's k-th largest score minus the next one."""
     cost: float = 0.0
-    """The drift caused by swapping the choices of one token, summed over all positions of the sequence."""
+    """The drift caused by swapping the k-th and the next expert of one token, summed over all positions of the sequence."""
     squares: dict[Key, float] = field(default_factory=dict)
     """For each (weight, dtype): a random estimate of Σ (change of a margin)² over all tokens, if the weight is cast to this
     dtype.
@@ -80,8 +80,8 @@ class TopKSample:
 
 
 def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:
-    """Return the `topk` calls to sample in the sequence number `sequence`. Sequences sample different calls, so that together they
-    cover all calls if there are enough of them.
+    """Return the `topk` calls to sample in the sequence with the index `sequence`. Different sequences sample different calls, so
+    that they cover all calls if there are enough sequences.
     """
     count = len(calls)
     if not count:
@@ -94,7 +94,7 @@ def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> li
 
 def record_topk(index: int, args: Arguments, kwargs: Mapping[str, Any]) -> TopKCall | None:
     """Return the `topk` call with this index in the pass, with its margins. Returns None if the call selects all scores, or if no
-    weight influences the scores.
+    weight influences the scores. args, kwargs: the arguments of the call.
     """
     arguments = _topk_arguments(args, kwargs)
     if arguments is None or not arguments[0].requires_grad:
@@ -115,7 +115,8 @@ def _topk_arguments(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[torch.T
 
 
 class SwapTopKMode(ReferenceMode):
-    """Runs the reference, but swaps the k-th and the next choice of one `topk` call for some tokens.
+    """Runs the reference, but swaps the k-th and the next choice of one `topk` call for some tokens, to measure the drift that this
+    causes.
 
     index: the index of the `topk` call in the pass. rows: a mask of the tokens to swap, bool [tokens].
     """

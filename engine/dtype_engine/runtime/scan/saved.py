@@ -1,4 +1,4 @@
-"""Reads and writes saved scans: JSON files with the results and a fingerprint of the model, inputs and settings.
+"""Reads and writes saved scans: JSON files with the results of a scan and a hash of its model, inputs and settings.
 
 The file of an estimated scan has an entry with results for each finished sequence (`sequences`). The file of an exact scan has the
 result of each measurement (`scores`).
@@ -40,7 +40,9 @@ _LARGEST = 4 << 30
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Identifies the model, inputs, dtypes and settings of a scan."""
+    """Identifies the model, inputs, dtypes and settings of a scan, so that only its own results are read. `model` and `inputs` are
+    hashes.
+    """
 
     model: str
     inputs: str
@@ -49,8 +51,8 @@ class Fingerprint:
 
     @classmethod
     def of(cls, model: LiveModel, inputs: Inputs, dtypes: Sequence[str], settings: RunSettings) -> Fingerprint:
-        """Return the fingerprint of a scan. It hashes the names, the shapes and a sample of the values of all weights, and all
-        inputs.
+        """Compute the fingerprint of a scan. It hashes all inputs, and of each weight the name, the shape and some of the
+        values.
         """
         weights, calls = hashlib.sha256(), hashlib.sha256()
         if model.reference == STORED:
@@ -76,7 +78,7 @@ def _first_bytes(tensor: CheckpointTensor) -> torch.Tensor:
 
 
 def _digest(value: Any, into: Any) -> None:
-    """Add a value, including the tensors in it, to the hash `into`."""
+    """Update the hash object `into` with a value and with all tensors in it."""
     if isinstance(value, torch.Tensor):
         into.update(f"{value.dtype} {tuple(value.shape)}".encode())
         into.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -93,7 +95,7 @@ def _digest(value: Any, into: Any) -> None:
 
 @dataclass(frozen=True)
 class SavedScan:
-    """The content of a saved scan file: the results, and the model, inputs, dtypes and settings for which they are valid."""
+    """The content of a saved scan: its results, and the model, inputs, dtypes and settings for which they are valid."""
 
     fingerprint: Fingerprint
     draws: int
@@ -103,11 +105,11 @@ class SavedScan:
     parts: int
     """The size of the whole scan: the number of sequences of an estimated scan, or of measurements of an exact scan."""
     done: dict[int, SequenceScores]
-    """The results of an estimated scan, keyed by sequence index."""
+    """The results of an estimated scan, by the index of the sequence."""
     measured: dict[Key, tuple[float, float | None]] | None = None
-    """The score and standard error of each measurement in an exact scan, or None for an estimated scan."""
+    """The results of an exact scan: (score, standard error) by (weight, dtype). None for an estimated scan."""
     shard: Shard = WHOLE
-    """The shard that was being scanned when the file was last saved."""
+    """Which share of the whole scan the process that last saved the file was scanning."""
 
     @property
     def count(self) -> int:
@@ -116,7 +118,7 @@ class SavedScan:
 
 
 class _TopKSample(msgspec.Struct):
-    """The form in which a `TopKSample` is saved in the file of a scan."""
+    """A `TopKSample` (what was found for one sampled call of a router) in the form in which a saved scan has it."""
 
     place: int
     """The index of the `topk` call in the pass (`TopKSample.index`)."""
@@ -124,17 +126,17 @@ class _TopKSample(msgspec.Struct):
     margins: list[float]
     cost: float
     sums: list[tuple[str, str, float | None, float | None]]
-    """The estimates for each weight and dtype, as rows of (weight, dtype, `TopKSample.squares`, `TopKSample.independent`)."""
+    """Rows of (weight, dtype, `TopKSample.squares`, `TopKSample.independent`)."""
 
 
 class _Sequence(msgspec.Struct):
-    """The form in which a `SequenceScores` is saved in the file of a scan."""
+    """A `SequenceScores` (the results for one sequence) in the form in which a saved scan has it."""
 
     mass: float
     """The divisor of the sums: the number of positions, or the energy of the output (`SequenceScores.normalizer`)."""
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None]]
-    """Rows of (weight, dtype, sums, independent, measured), with the three fields of `SequenceScores` that have these names."""
+    """Rows of (weight, dtype, sums, independent, measured). The last three are the fields of `SequenceScores` with these names."""
     selections: list[_TopKSample]
     index: int
 
@@ -181,8 +183,8 @@ def write_joined(path: Path, saved: SavedScan, seen: FileIdentity | None) -> Fil
     """Save a scan, and keep the results that other processes have saved in the same file. Returns the new file's identity, such as
     its inode and modification time.
 
-    seen: the file's identity after this scan last wrote it. If two processes write at the same moment, the results of one are
-    missing in the file until it saves again. Raises UserError if the file can't be written, or now holds another scan.
+    seen: the file's identity after this process last wrote it. If two processes write at the same moment, the results of one are
+    missing in the file until it saves again. Raises UserError if the file can't be written, or now holds a different scan.
     """
     if path.exists() and (seen is None or seen.change() is not None):
         other = read(path, saved.fingerprint, saved.draws, saved.measured is not None)
@@ -193,8 +195,9 @@ def write_joined(path: Path, saved: SavedScan, seen: FileIdentity | None) -> Fil
 
 
 def read(path: Path, expected: Fingerprint, draws: int | None, exact: bool = False) -> SavedScan:
-    """Read a saved scan. Raises UserError if its model, inputs, dtypes, settings or `draws` differ from the expected ones. Also
-    raises UserError for an estimated scan if `exact` is True, and for an exact one if it is False.
+    """Read a saved scan. Raises UserError if its model, inputs, dtypes or settings differ from those of `expected`, or if it has
+    another number of backward passes than `draws`. exact: whether the scan must be exact (True) or estimated (False); otherwise,
+    UserError is raised.
     """
     saved = read_any(path)
     differing = different(saved.fingerprint, expected)
@@ -210,12 +213,12 @@ def read(path: Path, expected: Fingerprint, draws: int | None, exact: bool = Fal
 
 
 def different(one: Fingerprint, other: Fingerprint) -> list[str]:
-    """Return which of the model, inputs, dtypes and settings differ between two scans."""
+    """Return the names of the fields, such as "inputs", in which two fingerprints differ."""
     return [key for key, value in vars(other).items() if getattr(one, key) != value]
 
 
 def read_any(path: Path) -> SavedScan:
-    """Read a saved scan of any model. Raises UserError if the file is not a valid saved scan."""
+    """Read a saved scan, whatever its model. Raises UserError if the file is not a valid saved scan."""
     try:
         with reading(f"the saved scan {path}"):
             data = json.loads(read_regular(path, _LARGEST))
@@ -266,14 +269,14 @@ def _drifts(file: _File) -> Iterator[float | None]:
 
 
 def _rows(*columns: Mapping[Key, float]) -> list[Any]:
-    """Combine mappings that are keyed by (weight, dtype) into rows of (weight, dtype, value in each mapping or None)."""
+    """Combine mappings by (weight, dtype) into rows of (weight, dtype, the value in each mapping or None)."""
     keys = sorted(set().union(*columns))
     return [(*key, *(column.get(key) for column in columns)) for key in keys]
 
 
 def _column(rows: Sequence[tuple[Any, ...]], number: int) -> dict[Key, float]:
-    """Return the values in column `number` (from 0), keyed by weight and dtype. Values that are None are omitted. rows: (weight,
-    dtype, values ...).
+    """Return the values in column `number` of `rows`, by (weight, dtype). A row is (weight, dtype, column 0, column 1, ...). Values
+    that are None are left out.
     """
     return {(row[0], row[1]): row[2 + number] for row in rows if row[2 + number] is not None}
 

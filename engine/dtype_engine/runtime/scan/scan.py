@@ -1,4 +1,4 @@
-"""The scan: estimates how much each weight matters in each dtype from a few backward passes.
+"""The scan: estimates, from a few backward passes, how far the output drifts if each weight alone is cast to each dtype.
 
 To second order, KL divergence is half the squared change of the logits, weighed by their Fisher information F = diag(p) - ppᵀ,
 where p is the reference's softmax. For each sequence, probes v = (diag(√p) - p√pᵀ) ξ are drawn at the logits, where ξ are random
@@ -53,15 +53,15 @@ from dtype_engine.runtime.scan.sequence import SequenceScan
 DEFAULT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 FEWEST_DRAWS, SAMPLES = 4, 24
 TIMED = 4
-"""One of this many sequences is also run in a plain forward pass, to time it. For the others, this time is estimated from the
-output size.
+"""One of this many sequences is also run in a plain forward pass, to time it. For the other sequences, the time is estimated from
+the output size.
 """
 
 _SIDE_BY_SIDE = 8
 """How many sequences of a model that is larger than memory are scanned side by side."""
 _BLOCKS_HELD = 4
-"""In a scan of a model that is larger than memory, gradients and cast weights take at most as much memory as this many blocks in
-float32.
+"""In a scan of a model that is larger than memory, gradients and cast weights take at most as much memory as this many of the
+model's blocks (such as decoder layers) in float32.
 """
 
 OnStep = Callable[[str, int, int | None], None]
@@ -72,14 +72,14 @@ def default_draws(sequences: int) -> int:
     """Return the number of backward passes per sequence: 24 divided by the number of sequences, but at least 4.
 
     Each pass gives one sample of every score. With 24 samples in all, the standard error of a score is about 15 % if six dtypes are
-    scanned. It is larger for fewer dtypes, because a weight's samples in all dtypes improve each of its scores (see `scores`).
+    scanned. It is larger for fewer dtypes, because a weight's samples in all dtypes improve each of its scores (see `scores.py`).
     """
     return max(FEWEST_DRAWS, math.ceil(SAMPLES / max(1, sequences)))
 
 
 def scanned_dtypes(model: LiveModel, targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the dtypes in which each weight is scored: those of `targets` and its stored dtype, which may also drift from the
-    reference. Tensors of KV caches are scored in those formats of `targets` that begin with `kv:`.
+    """Return the dtypes in which each weight is scored: those of `targets`, and its stored dtype, which may also drift from the
+    reference. The result also has the tensors of KV caches, with those formats of `targets` that begin with `kv:`.
     """
     of_weights = tuple(target for target in targets if not target.startswith(SCANNED))
     of_caches = tuple(target for target in targets if target.startswith(SCANNED))
@@ -94,8 +94,8 @@ def scanned_dtypes(model: LiveModel, targets: Sequence[str]) -> dict[str, tuple[
 
 
 def is_free(model: LiveModel, name: str, dtype: str, settings: RunSettings) -> bool:
-    """Return whether a cast causes no drift: it rounds neither the weight `name` nor the activations multiplied by it, or
-    `name` is a tensor of a KV cache that stays in float32.
+    """Return whether a cast causes no drift. It causes none if it rounds neither the weight `name` nor the activations multiplied
+    by it, or if `name` is a tensor of a KV cache that stays in float32.
     """
     if name not in model.weights:
         return dtype == SCANNED + "float32"
@@ -105,22 +105,22 @@ def is_free(model: LiveModel, name: str, dtype: str, settings: RunSettings) -> b
 
 @dataclass(frozen=True, slots=True)
 class ScannedSequence:
-    """The results of scanning one sequence, and the time that it took."""
+    """The results of scanning one sequence, and the times that it took."""
 
     index: int
     scores: SequenceScores
     unit: str
     forward_seconds: float
-    """Duration of a plain forward pass over the sequence in seconds, measured or estimated."""
+    """How many seconds a plain forward pass over the sequence takes, measured or estimated."""
     scan_seconds: float
-    """Duration of the scan of this sequence in seconds."""
+    """How many seconds the scan of this sequence took."""
 
 
 @dataclass
 class Scan:
-    """Estimates, for each weight and dtype, a score: the drift of the model's output if only this weight is cast. The scan may be
-    running, stopped or finished. `run` scans the remaining sequences. For each of them it calls `measure` and then `add`; callers
-    can do this themselves to scan sequences in other processes.
+    """Estimates a score for each weight and dtype: the drift of the model's output if only this weight is cast. The scan may be
+    running, stopped or finished. `run` scans the remaining sequences: it calls `measure` and then `add` for each. Callers can do
+    this themselves to scan sequences in other processes.
     """
 
     model: LiveModel
@@ -128,23 +128,23 @@ class Scan:
     dtypes: tuple[str, ...] = DEFAULT_DTYPES
     settings: RunSettings = field(default_factory=RunSettings)
     draws: int | None = None
-    """Number of backward passes per sequence. If None, `default_draws` decides."""
+    """The number of backward passes per sequence. If None, `default_draws` decides."""
     budget: int = 0
-    """Maximum number of bytes for gradients and cast weights; if 0, a quarter of the memory that is free at the start."""
+    """The maximum number of bytes for gradients and cast weights; if 0, a quarter of the memory that is free at the start."""
     save: Path | None = None
     """The file in which the results are saved. It is read at the start and written after every sequence. If None, results are not
     saved.
     """
     done: dict[int, SequenceScores] = field(default_factory=dict)
-    """The results of the finished sequences, keyed by sequence index."""
+    """The results of the finished sequences, by the index of the sequence."""
     unit: str = ""
     forward_seconds: float = 0.0
     scan_seconds: float = 0.0
     shard: Shard = WHOLE
-    """The share of the sequences that this process scans."""
+    """Which of the sequences this process scans, if a scan is divided among several jobs."""
     on_unsaved: Callable[[str], None] | None = None
-    """A function that is called with the reason if the file can't be written, after which the scan continues unsaved. If None,
-    UserError is raised instead.
+    """A function that is called with the reason if the file `save` can't be written. The scan then continues without saving. If
+    None, UserError is raised instead.
     """
     _seen: FileIdentity | None = None
 
@@ -179,10 +179,10 @@ class Scan:
             self.keep_in(self.save)
 
     def keep_in(self, path: Path, on_unsaved: Callable[[str], None] | None = None) -> None:
-        """Continue from the results in a file, if the file exists, and save to it from now on.
+        """Continue from the results in a file, if it exists, and save the results in it from now on.
 
         on_unsaved: called with the reason if the file can't be written; the scan then continues. Raises UserError, with nothing
-        changed, if the file holds another scan.
+        changed, if the file holds a different scan.
         """
         if path.exists():
             saved = scan_file.read(path, self.fingerprint, self.draws)
@@ -205,7 +205,7 @@ class Scan:
 
     @property
     def private_bytes(self) -> int:
-        """Number of bytes that a process needs in addition to the mapped files: the largest weight in each dtype. The memory of
+        """The number of bytes that a process needs in addition to the mapped files: the largest weight in each dtype. The memory of
         autograd graphs is limited separately (`budget`).
         """
         return max((4 * weight.info.numel for weight in self.model.weights.values()), default=0) * (
@@ -222,8 +222,8 @@ class Scan:
         on_estimate: OnEstimate = lambda report: None,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
-        """Scan the remaining sequences of this shard, and return the report. `on_progress("scan", done, total)` is called with the
-        numbers of finished operations and of all operations, and `on_estimate(report)` with the report after every sequence.
+        """Scan the remaining sequences of this process, and return the report. `on_progress("scan", done, total)` is called with
+        the numbers of finished operations and of all operations, and `on_estimate(report)` with the report after every sequence.
 
         Raises NoForward, KernelError and Cancelled. Finished sequences are kept, and the next `run` continues after them.
         """
@@ -257,7 +257,7 @@ class Scan:
         """Scan one sequence and return its results. index: its index among the inputs; sequences may be scanned in any order.
         `on_measured(done, total)` is called with the numbers of finished operations and of all operations of the sequence.
 
-        Raises the same errors as `run`.
+        Raises NoForward, KernelError and Cancelled.
         """
         with self._runner(cancelled) as runner:
             return self._measure(runner, index, on_measured, cancelled)
@@ -271,8 +271,8 @@ class Scan:
             yield runner
 
     def _groups(self) -> Iterator[list[int]]:
-        """Yield the indexes of the pending sequences one by one or, if the model is larger than memory, in groups that are scanned
-        side by side.
+        """Yield lists of the indexes of sequences that are scanned side by side: a single remaining sequence or, if the model is
+        larger than memory, several.
         """
         pending, size = self.pending(), 1 if self.model.visits is None else _SIDE_BY_SIDE
         for start in range(0, len(pending), size):
@@ -309,7 +309,7 @@ class Scan:
         return ScannedSequence(index, scores, one.unit, self._pace * one.elements, time.perf_counter() - started)
 
     def add(self, part: ScannedSequence) -> None:
-        """Add the results of a sequence, and save all results if the scan has a file."""
+        """Add the results of one sequence (`part`). If the scan has a file, save all results."""
         self.done[part.index] = part.scores
         self.unit = part.unit
         self.forward_seconds += part.forward_seconds
@@ -325,7 +325,7 @@ class Scan:
             self.on_unsaved(str(error))
 
     def report(self) -> ScanReport:
-        """Return the estimate from the sequences scanned until now. Raises UserError if no sequence is finished."""
+        """Return the estimate from the sequences scanned so far. Raises UserError if no sequence is finished."""
         if not self.done:
             raise UserError("the scan has no estimate yet: no sequence is finished")
         in_order = [self.done[index] for index in sorted(self.done)]  # the order changes sums of floats

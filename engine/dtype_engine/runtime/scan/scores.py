@@ -1,7 +1,7 @@
 """Combines the results of all sequences into a score and its standard error for each weight and dtype.
 
-A score is a ratio estimator over sequences, in nats per position (or relative squared error): Σ sums / Σ normalizers, with these
-two fields of `SequenceScores`.
+A score is a ratio estimator over sequences, in nats per position (or relative squared error): Σ sums / Σ normalizers. These are
+fields of `SequenceScores`.
 
 The relative variance of a score is the larger of two. The first is 2 / samples, the variance of a mean square of Gaussian numbers.
 The second is the variance of a ratio over sequences (Cochran, "Sampling Techniques", 1977, chapter 6). Few sequences give a poor
@@ -33,26 +33,28 @@ from dtype_engine.runtime.scan.routing import Key, TopKSample, rerouting_drift
 
 Scores = dict[Key, tuple[float, float | None]]
 _PRIOR_FREEDOM = 8
-"""How strongly the mean variance of all scores counts in the variance of one score, in degrees of freedom. For comparison, the
+"""How many degrees of freedom the mean variance of all scores has in the estimated variance of one score. For comparison, the
 score's own variance has one degree of freedom less than there are sequences.
 """
 _APPROXIMATION = 0.1
-"""The relative standard error of a score that remains with any number of samples, because the estimate is an approximation. On
-small models, it is 0.11 in 16 bits, where later operations round once more, and 0.03 in 8 bits.
+"""The relative standard error of a score that no number of samples removes, because the estimate is an approximation. On small
+models, it is 0.11 in 16 bits, where later operations round once more, and 0.03 in 8 bits.
 """
 
 
 @dataclass
 class SequenceScores:
-    """The results of scanning one sequence. The keys of the mappings are (weight, dtype)."""
+    """The results of scanning one sequence. The keys of all mappings are (weight, dtype)."""
 
     normalizer: float
-    """The divisor of the sums: the number of positions, or the energy of the output."""
+    """The divisor of `sums`: the number of positions, or the sum of the output's squares if it is no distribution."""
     sums: dict[Key, float]
-    """(Σ g·Δ)², averaged over the probes: gradients g times local errors Δ at the outputs of the weight's operations."""
+    """The estimated drift of each cast, times `normalizer`: (Σ g·Δ)², averaged over the probes, with the gradients g and the local
+    errors Δ at the outputs of the weight's operations.
+    """
     independent: dict[Key, float] = field(default_factory=dict)
-    """Σ g²Δ², with the gradients g and local errors Δ from which `sums` is computed. It equals `sums` if the errors Δ are
-    independent, and varies far less between probes.
+    """Σ g²Δ², with the gradients g and local errors Δ from which `sums` is computed. It equals `sums` on average if the errors Δ
+    are independent, and varies far less between probes.
     """
     complete: bool = False
     """Whether the backward passes used every vector whose squares add up to the drift's second-order term, and not a random sample
@@ -61,11 +63,11 @@ class SequenceScores:
     topk_samples: list[TopKSample] = field(default_factory=list)
     measured: dict[Key, float] = field(default_factory=dict)
     """Drifts that were measured by separate passes, for the few weights whose dtype the model's code reads. They are in the unit of
-    `sums` and are used instead.
+    `sums` and replace its estimates.
     """
 
     def replace(self, key: Key, drift: float) -> None:
-        """Replace the estimate of a weight in a dtype by a measured drift, summed over the sequence's positions."""
+        """Replace the estimate for one (weight, dtype) by a measured drift, summed over the sequence's positions."""
         estimates = [self.independent, self.measured]
         for sample in self.topk_samples:
             estimates += [sample.squares, sample.independent]
@@ -95,8 +97,8 @@ def combine_scores(
     mean_between = statistics.fmean(between.values()) if between else 0.0
 
     def error_of(score: float, own: float, sequences: int, least: float = 0.0, more: float = 0.0) -> float:
-        """Return the standard error of `score`. own: the score's own variance between sequences. sequences: their number. least:
-        the lower limit of the variance. more: a variance to add. All variances are relative.
+        """Return the standard error of `score`. own: the score's own variance between sequences. sequences: how many they are.
+        least: the lower limit of the variance. more: a variance to add. All variances are relative.
         """
         prior = mean_between * count / sequences
         variance = (_PRIOR_FREEDOM * prior + (sequences - 1) * own) / (_PRIOR_FREEDOM + sequences - 1)
@@ -143,12 +145,12 @@ def _variance_of_ratio(parts: Sequence[float], shares: Sequence[float]) -> float
 def _shrink_to_mean(
     done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], variance: float
 ) -> dict[Key, tuple[float, float]]:
-    """Return factors that make the scores of a weight vary less from sample to sample: one for each score, and one for its
-    variance.
+    """Return two factors for each score that make the scores of a weight vary less from sample to sample: (factor for the score,
+    factor for its variance).
 
     The ratio of `sums` to `independent` (see `SequenceScores`) is nearly the same in all dtypes of a weight. A score's factor
     shrinks its ratio towards the mean ratio of the weight. done: the results of each sequence. wanted: the dtypes of each weight.
-    variance: the relative variance of the samples. Scores that do not change are omitted.
+    variance: the relative variance of the samples. Scores that do not change are left out.
     """
     groups: list[dict[Key, float]] = []
     for name, targets in wanted.items():
@@ -177,6 +179,8 @@ def _shrink_to_mean(
 
 
 def _relative_variance(values: Sequence[float]) -> float:
-    """Return the variance divided by the squared mean. (`statistics.variance` uses fractions and takes many times as long.)"""
+    """Return the variance of `values` divided by their squared mean. (`statistics.variance` uses fractions and takes many times as
+    long.)
+    """
     mean = math.fsum(values) / len(values)
     return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / mean**2

@@ -48,33 +48,35 @@ from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOpRecorder
 
 @dataclass
 class SequenceScan:
-    """Scans a single sequence: runs its forward pass and its backward passes, and computes the sums from which the scores of all
-    weights are computed.
+    """Scans a single sequence: runs its forward pass and its backward passes, and computes the sums that give the scores of all
+    weights.
     """
 
     model: LiveModel
     runner: ForwardRunner
     wanted: Mapping[str, tuple[str, ...]]
-    """The dtypes in which each weight is scored."""
+    """The dtypes in which each weight is scored, by weight name."""
     costly: Mapping[str, tuple[str, ...]]
-    """The dtypes of `wanted` in which a weight may drift: the cast rounds the weight or the activations multiplied by it."""
+    """Those dtypes of `wanted` in which a weight may drift, because the cast rounds the weight or the activations multiplied by
+    it.
+    """
     num_probes: int
-    """Number of backward passes that start at the main output."""
+    """The number of backward passes that start at the main output."""
     budget: int
-    """Maximum number of bytes for gradients."""
+    """The maximum number of bytes for gradients."""
     local: LocalErrors
     on_measured: Callable[[int, int], None]
-    """A function that is called as `on_measured(done, total)` with the number of measured operations and of all operations."""
+    """A function that is called as `on_measured(done, total)` with the numbers of measured operations and of all operations."""
     cancelled: IsCancelled
     amax: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The calibrated largest |value| of each head, by the name of a KV cache's tensor."""
+    """The calibrated largest |value| of each head, float32 [heads], by the name of a KV cache's tensor."""
     classes: ClassesDim = "auto"
     """The setting `classes_dim`: the output dimension along which logits lie, "auto" or "none"."""
     unit: str = ""
     forward_seconds: float = 0.0
-    """Duration of the forward pass with an autograd graph in seconds."""
+    """How many seconds the forward pass with an autograd graph took."""
     elements: int = 1
-    """Number of elements in the main output."""
+    """The number of elements in the main output."""
     _sums: dict[str, torch.Tensor] = field(default_factory=dict)
     _independent: dict[str, torch.Tensor] = field(default_factory=dict)
     _samples: list[TopKSample] = field(default_factory=list)
@@ -84,15 +86,17 @@ class SequenceScan:
     _last: bool = False
     _measured: int = 0
     _carrying: bool = False
-    """Whether a backward pass of the scan is running. Hooks are also called by backward passes of the model itself."""
+    """Whether a backward pass of the scan is running. Backward passes of the model itself call the same hooks, which then must do
+    nothing.
+    """
     _differentiated: set[str] = field(default_factory=set)
-    """The weights of the operations that the model differentiates itself. They act on its gradients in other ways than by the
-    outputs of these operations.
+    """The weights of operations that the model differentiates itself. They affect the output also through the model's own
+    gradients, not only through the outputs of these operations.
     """
 
     def run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
-        """Scan the sequence with the number `index` out of `sequences` sequences, and return its sums. Raises NoForward,
-        KernelError, Cancelled.
+        """Scan the sequence `batch`, and return its sums. index: its index. sequences: the number of all sequences. Raises
+        NoForward, KernelError, Cancelled.
         """
         output, mode, writes = self._forward(batch)
         self._operations = [*mode.operations, *writes]
@@ -119,7 +123,9 @@ class SequenceScan:
         reference = _Reference(main.detach(), distribution)
 
         def drift(mode: ReferenceMode) -> float:
-            """Run a forward pass in a mode. Returns the drift of its output from the reference's, summed over the positions."""
+            """Run a forward pass in a mode. Returns how far its output drifts from that of the reference run, summed over the
+            positions.
+            """
             if self.cancelled():
                 raise Cancelled
             output = main_output(self.runner.under(mode, partial(batch.run, module)))[1]
@@ -169,8 +175,8 @@ class SequenceScan:
         return SequenceScores(probes.normalizer, sums, independent, probes.complete, self._samples, measured)
 
     def _forward(self, batch: Batch) -> tuple[Any, WeightOpRecorder, list[CacheWrite]]:
-        """Run the reference with an autograd graph. Returns its output, the recorder of its operations, and what it has written
-        into KV caches that are scanned. If recorded tensors are overwritten later, run it again with copies of them.
+        """Run the reference with an autograd graph. Returns (its output, the recorder of its operations, what it has written into
+        KV caches that are scanned). If recorded tensors are overwritten later, it runs again and records copies of them.
         """
         names = {module: names for module, names in self.model.cache_names.items() if any(map(self.wanted.get, names))}
         copies = frozenset[int]()
@@ -191,9 +197,9 @@ class SequenceScan:
             copies |= overwritten
 
     def _backward(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> None:
-        """Run all backward passes: first those that start at routing margins, then those that start at the main output.
+        """Run all backward passes: first those that start at the margins of routers, then those that start at the main output.
 
-        calls: the sampled `topk` calls, whose margins are used. seed: the seed of the random signs from which backward passes start
+        calls: the sampled `topk` calls, whose margins are used. seed: the seed of the random signs with which backward passes start
         at the margins.
         """
         self._count = probes.count
@@ -262,7 +268,9 @@ class SequenceScan:
         self.on_measured(self._measured, len(self._operations))
 
     def _add(self, weight: str, errors: torch.Tensor, gradients: _Gradients) -> None:
-        """Add the products of local errors and gradients at one output to the sums. `errors` [D, E] are overwritten."""
+        """Add the products of local errors and gradients at one output of an operation to the sums. `errors` [dtypes, elements] are
+        overwritten.
+        """
         if weight not in self._sums:
             shape = len(errors), self._count + len(self._samples)
             self._sums[weight] = torch.zeros(shape, dtype=torch.float64)
@@ -275,12 +283,12 @@ class SequenceScan:
 
 @dataclass(slots=True)
 class _Gradients:
-    """The gradients of one output of an operation."""
+    """The gradients with respect to one output of an operation. N is their number, and E the number of the output's elements."""
 
     stacked: torch.Tensor
-    """N gradients of an output of E elements, [N, E]."""
+    """All gradients, [N, E]."""
     columns: torch.Tensor
-    """For each gradient, the number of the backward pass that it comes from: [N]."""
+    """The number of the backward pass from which each gradient comes, [N]."""
     squares: torch.Tensor
     """Squares of the gradients, [1 + calls, E]. The first row is their sum over all probes. Each further row is for the backward
     pass of one sampled `topk` call.
@@ -292,7 +300,7 @@ class _Gradients:
 
     @classmethod
     def of(cls, gradients: list[tuple[int, torch.Tensor]], count: int) -> _Gradients:
-        """Stack gradients of one output. gradients: pairs (number of the backward pass, gradient [E]). count: the number of
+        """Stack gradients of one output. gradients: pairs (number of the backward pass, gradient [elements]). count: the number of
         backward passes for probes, which come first; higher numbers belong to sampled `topk` calls.
         """
         calls = [(column, gradient) for column, gradient in gradients if column >= count]
@@ -310,7 +318,9 @@ class _Gradients:
 
 
 class _Reference:
-    """The reference's output in float64, prepared for several comparisons. `numerics.compare.metrics` defines the metrics."""
+    """The output of the reference run in float64, prepared for several comparisons. `numerics.compare.metrics` defines the
+    metrics.
+    """
 
     def __init__(self, output: torch.Tensor, distribution: bool) -> None:
         self.distribution = distribution
@@ -320,8 +330,8 @@ class _Reference:
             self.p = self.log_p.exp()
 
     def drift(self, other: torch.Tensor) -> float:
-        """Return the KL divergence, or the squared difference, of the output `other` from the reference, summed over all positions,
-        or infinity if the sum is not finite.
+        """Return the KL divergence (or the squared difference, if the output is no distribution) of the output `other` from the
+        reference's, summed over all positions. Returns infinity if the sum is not finite.
         """
         if not self.distribution:
             total = float((for_sums(other).double() - self.values).square().sum())

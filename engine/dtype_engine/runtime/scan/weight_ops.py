@@ -1,14 +1,15 @@
-"""Records the operations of a reference pass that use weights: every torch call with a weight, or a view of a weight, as an
+"""Records the operations of a reference run that use weights: every torch call with a weight, or a view of a weight, as an
 argument.
 
 A pass under `WeightOpRecorder` computes the reference with an autograd graph. The recorder stores each of these operations with its
 arguments, and puts a hook on the output that receives the gradient in the backward pass. The recorder needs no knowledge of modules
 or architectures.
 
-Some uses of a weight can't be followed to the output: Python reads its values, gradients are off, the model writes to its memory,
+Some uses of a weight can't be followed to the output: Python reads its values, gradients are off, or the model writes to its memory
 or computes gradients itself. The names of these weights are in `unfollowed`.
 
-Activations are followed where the model detaches them from the graph, since what is computed from them still depends on weights.
+If the model detaches activations from the graph, they are followed nevertheless, since what is computed from them still depends on
+weights.
 """
 
 from __future__ import annotations
@@ -39,21 +40,23 @@ from dtype_engine.runtime.scan.routing import TopKCall, record_topk
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
 _COPIES_VALUES = frozenset({"numpy", "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"})
-"""Calls that torch refuses for a tensor with a graph, which activations have only in a scan."""
+"""Methods that torch refuses for a tensor with an autograd graph. Activations have one only in a scan, so the recorder calls these
+methods without it.
+"""
 _NO_VALUES = (str, torch.dtype, torch.Size, torch.device, type(None))
-"""Types of results that say nothing about a weight's values, such as its shape or dtype. A weight is not `unfollowed` because of an
-operation with such a result.
+"""Types of results that say nothing about a weight's values, such as its shape or dtype. A call with such a result does not make a
+weight `unfollowed`.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class WeightOrigin:
-    """How a tensor was computed from a single weight: it is the weight itself, a view of it, or another function of it."""
+    """How a tensor was computed from a single weight: it is the weight itself, a view of it, or a different function of it."""
 
     weight: str
-    """The weight's canonical name."""
+    """The name of the weight, the first one if it has several."""
     remake: Remake
-    """A function that computes the same kind of tensor from other values of the weight, such as its values after a cast."""
+    """A function that computes the same tensor from other values of the weight, such as its values after a cast."""
     itself: bool
     """Whether the tensor is the weight itself, so that `remake` returns its argument."""
     written: bool = False
@@ -70,18 +73,20 @@ class WeightOp:
     args: Arguments
     kwargs: dict[str, Any]
     sources: dict[int, WeightOrigin]
-    """The arguments that were computed from weights, and how, keyed by the `id` of the argument."""
+    """How arguments were computed from weights, by the `id` of the argument. Arguments that no weight gives are left out."""
     outputs: list[torch.Tensor]
     dtypes_read: frozenset[str] = frozenset()
-    """Weights whose dtype the model's code read just before this operation, probably to cast the activations to it, as in
+    """The weights whose dtype the model's code read just before this operation, probably to cast the activations to it, as in
     `x.to(weight.dtype) * weight`.
     """
     versions: list[int] = field(default_factory=list)
-    """torch's version counters of the arguments and outputs when the operation ended, to detect later writes to them."""
+    """torch's version counters of the arguments and outputs when the operation ended. They reveal later writes."""
     block: str = ""
-    """The block of a model larger than memory in which the operation ran. Otherwise ""."""
+    """If the model is larger than memory, the name of the block (such as a decoder layer) in which the operation ran. Otherwise
+    "".
+    """
     gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
-    """For each output of E elements, the gradients received so far: pairs (number of the backward pass, gradient [E])."""
+    """For each output, the gradients received so far: pairs (number of the backward pass, gradient [elements])."""
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -90,7 +95,7 @@ class WeightOp:
 
     @property
     def overwritten(self) -> bool:
-        """Whether the arguments or outputs were written to after the operation, so that a rerun would use other values."""
+        """Whether the model wrote to the arguments or outputs after the operation, so that a rerun would use other values."""
         return [version_of(tensor) for tensor in self._held()] != self.versions
 
     def _held(self) -> list[torch.Tensor]:
@@ -103,48 +108,50 @@ class WeightOp:
 
 @dataclass(frozen=True, slots=True)
 class _Remembered:
-    """What an autograd graph holds in place of a view of a weight's values: how to make it again."""
+    """A note that an autograd graph keeps instead of a view of a weight's values, if the model is larger than memory. It says how
+    to read the values and make the view again.
+    """
 
     weight: Weight
     block: str
-    """The block in which the weight was used."""
+    """The name of the model's block (such as a decoder layer) in which the weight was used."""
     shape: torch.Size
     strides: tuple[int, ...]
     offset: int
-    """The index of the view's first element, counted from the first element of the values."""
+    """The index of the view's first element, counted from the first element of the weight's values."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueRead:
-    """A call with one tensor, computed from a weight, that gave the model's code a truth value or an integer, for example because
-    the code checks that all values are finite.
+    """A call that gave the model's code a truth value or an integer computed from one weight, for example because the code checks
+    that all values are finite.
     """
 
     func: Any
     args: Arguments
     kwargs: dict[str, Any]
     source: tuple[int, WeightOrigin]
-    """The `id` of the tensor in `args` or `kwargs`, and the operations that compute this tensor from the weight."""
+    """(the `id` of the only tensor in `args` or `kwargs`, how this tensor was computed from the weight)."""
     answer: bool | int
 
     def differs(self, value: torch.Tensor) -> bool:
-        """Return whether the model's code would have got another answer if the weight had these values."""
+        """Return whether the model's code would have got a different answer if the weight had the values `value`."""
         key, origin = self.source
         args, kwargs = replace_tensors(self.args, self.kwargs, {key: origin.remake(value)})
         return bool(self.func(*args, **kwargs) != self.answer)
 
 
 class WeightOpRecorder(ReferenceMode):
-    """Runs the reference with an autograd graph and records every operation that uses a weight.
+    """Runs the reference with an autograd graph, and records every operation that uses a weight.
 
     `topk_calls` holds the `topk` calls whose scores depend on a weight. `dtype_read` holds the weights of operations whose output
     dtype the model's code has read. `unfollowed` holds the weights that were used in a way that could not be recorded. `answers`
     holds what the code has read of the values of other weights.
 
-    wanted: the weights whose operations are recorded. copies: the operations whose tensors are copied, because the model overwrites
-    them later, as indexes in the order of the pass. on_gradient: called in the backward pass as `on_gradient(operation, index of
-    the output, gradient)`. visits: if the model is larger than memory, its visits. The autograd graph then holds no weights: the
-    backward pass reads them again, after it has called `enter_block(name)`.
+    wanted: the weights whose operations are recorded. copies: the indexes, in the order of the pass, of operations whose tensors
+    are copied, because the model overwrites them later. on_gradient: called in the backward pass as `on_gradient(operation, index
+    of the output, gradient)`. visits: if the model is larger than memory, the object that loads its blocks in turn. The autograd
+    graph then holds no weights: the backward pass reads them again, after it has called `enter_block(name)`.
     """
 
     def __init__(
@@ -161,7 +168,7 @@ class WeightOpRecorder(ReferenceMode):
         self.visits = visits
         self.enter_block = enter_block
         self._replacing: dict[int, tuple[int, torch.Tensor]] = {}
-        """The weights that the running operation uses, and their values, keyed by the address of the values' memory."""
+        """The weights that the running operation uses: (the weight's `id`, its values), by the address of the values' memory."""
         self.operations: list[WeightOp] = []
         self.wanted = wanted
         self.on_gradient = on_gradient
@@ -171,18 +178,20 @@ class WeightOpRecorder(ReferenceMode):
         self.unfollowed: set[str] = set()
         """The weights that the model used in a way that the recorder could not follow to the output."""
         self.answers: list[ValueRead] = []
-        """What the model's code has read of the values of weights, where other values may give the same answer."""
+        """What the model's code has read of the values of weights as a truth value or an integer, which may be the same after a
+        cast.
+        """
         self._own_dtypes_read: set[str] = set()
         """The weights whose `dtype` the model's code has read since the last recorded operation."""
         self._made: dict[int, tuple[torch.Tensor, WeightOrigin]] = {}
         self._by_location = {
             _location(weight.tensor): key for key, weight in weights.items() if key not in self.replaced
         }
-        """Maps the location of a tensor in memory (see `_location`) to the `id` of the tensor in `weights` or `_made` that is
-        there. The recorder thus recognizes a tensor made by `nn.Parameter(tensor)`, a call that no mode can intercept.
+        """The `id` of the tensor in `weights` or `_made` that is at a location in memory (see `_location`). With it, the recorder
+        recognizes a tensor made by `nn.Parameter(tensor)`, a call that no mode can intercept.
         """
         self._opaque: set[int] = set()
-        """The `id`s of weights whose values, after a write, are not a known function of their stored values."""
+        """The `id`s of the weights to which the pass has written in a way that the recorder can't repeat on other values."""
         self._given: dict[int, tuple[torch.Tensor, WeightOp]] = {}
         self._topk_count = 0
         self._start = torch.zeros((), device=device, requires_grad=True)
@@ -196,8 +205,8 @@ class WeightOpRecorder(ReferenceMode):
         return super().__torch_function__(func, types, args, kwargs)
 
     def saving(self) -> AbstractContextManager[object]:
-        """Return a context manager for the forward pass of a model that is larger than memory: the autograd graph remembers which
-        weights it needs instead of their values.
+        """Return a context manager for the forward pass of a model that is larger than memory. Under it, the autograd graph
+        remembers which weights it needs instead of their values.
         """
         return nullcontext() if self.visits is None else saved_tensors_hooks(self._remembered, self._read_again)
 
@@ -218,11 +227,11 @@ class WeightOpRecorder(ReferenceMode):
 
     @property
     def overwritten(self) -> frozenset[int]:
-        """Indexes of the operations whose tensors were overwritten later."""
+        """The indexes of the recorded operations whose tensors the model overwrote later."""
         return frozenset(index for index, operation in enumerate(self.operations) if operation.overwritten)
 
     def release(self) -> None:
-        """Release the tensors that are needed only during the pass. Call it after the pass."""
+        """Release the tensors that are needed only during the forward pass. Must be called after it."""
         self._replacing.clear()
         self._given.clear()
         self._made.clear()
@@ -250,7 +259,9 @@ class WeightOpRecorder(ReferenceMode):
     def _run_recorded(
         self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
-        """Run a call that does not write to a weight, and record it if it uses weights. tensors: those among the arguments."""
+        """Run a call that does not write to a weight, and record it if it uses weights. tensors: all tensors among the
+        arguments.
+        """
         sources = {id(tensor): source for tensor in tensors if (source := self._source(tensor)) is not None}
         replaced = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self.replaced}
         values = self.current_values(replaced, None, name)
@@ -273,8 +284,8 @@ class WeightOpRecorder(ReferenceMode):
             self._replacing.clear()  # a pass that waits for others must not keep a weight in memory
 
     def _write(self, key: int, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Run a call that writes to a weight, record it so that it can be repeated on other values of the weight, and return its
-        result.
+        """Run a call that writes to a weight, and return its result. The call is recorded, so that it can be repeated on other
+        values of the weight. key: the `id` of the weight's tensor.
         """
         tensor = self.weights[key].tensor
         before = self._source(tensor)
@@ -309,8 +320,8 @@ class WeightOpRecorder(ReferenceMode):
         self._hide({key})
 
     def _hide(self, keys: Iterable[int]) -> None:
-        """Do not follow these weights from now on, because the pass has changed their memory in an unknown way. keys: the `id`s of
-        their tensors.
+        """Stop following the weights whose tensors have these `id`s, because the pass has changed their memory in an unknown
+        way.
         """
         for key in self.weights.keys() & keys:
             name = self.weights[key].info.name
@@ -420,10 +431,10 @@ class WeightOpRecorder(ReferenceMode):
     def _of_one_weight(
         self, args: Arguments, kwargs: dict[str, Any], results: list[torch.Tensor], sources: dict[int, WeightOrigin]
     ) -> bool:
-        """Return whether a call computed its results from one weight alone, without any other tensor. An example is a view of a
-        weight, or `-exp(A)` for a weight A.
+        """Return whether a call computed its results from one weight and no other tensor. An example is a view of a weight, or
+        `-exp(A)` for a weight A.
 
-        sources: how each argument that comes from a weight was computed, keyed by the `id` of the argument.
+        sources: how each argument that comes from a weight was computed, by the `id` of the argument.
         """
         only_weights = all(id(tensor) in sources for tensor in tensors_in(args, kwargs))
         one = len({source.weight for source in sources.values()}) == 1
@@ -460,7 +471,7 @@ def _location(tensor: torch.Tensor) -> _Place | None:
 
 
 def _writes_first(name: str, args: Arguments) -> bool:
-    """Return whether an operation writes to a tensor that is its first argument."""
+    """Return whether an operation writes to its first argument, a tensor."""
     return is_in_place(name) and bool(args) and isinstance(args[0], torch.Tensor)
 
 
@@ -473,7 +484,9 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
-    """Return an output with the tensors in `new` (keyed by `id`) replaced. torch's named tuples become plain tuples."""
+    """Return a module's output in which the tensors whose `id` is a key of `new` are replaced. torch's named tuples become plain
+    tuples.
+    """
     if not new:
         return value
     if isinstance(value, torch.Tensor):
