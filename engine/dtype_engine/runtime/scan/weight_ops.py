@@ -484,8 +484,8 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
-    """Return a module's output in which the tensors whose `id` is a key of `new` are replaced. torch's named tuples become plain
-    tuples.
+    """Return the output of a torch call in which the tensors whose `id` is a key of `new` are replaced. torch's named tuples become
+    plain tuples.
     """
     if not new:
         return value
