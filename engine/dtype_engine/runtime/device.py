@@ -1,4 +1,6 @@
-"""Devices: the CPU, and the accelerator of this torch build and machine (CUDA, MPS, XPU, ...), through torch's general API."""
+"""Selects and queries the device that models run on: the CPU, or the accelerator (CUDA, MPS, XPU, ...) that `torch.accelerator`
+finds.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from dtype_engine.core.memory_share import memory_budget
 
 
 def pick_device(wanted: str) -> torch.device:
-    """Return the device for "cpu", the name of an accelerator, such as "cuda:1" or "mps", or "auto": this machine's accelerator
-    if it computes in float64, as CUDA does, and else the CPU.
+    """Return the torch device that a user names as "cpu", as an accelerator such as "cuda:1" or "mps", or as "auto". "auto" selects
+    this machine's accelerator if it supports float64, as CUDA does, and otherwise the CPU.
 
     Raises UserError if this machine lacks the device.
     """
@@ -44,7 +46,7 @@ def device_count(device: torch.device) -> int:
 
 
 def accelerator_names() -> list[str]:
-    """Return the names of all accelerators on this machine, in the order of their numbers."""
+    """Return the product names of all accelerators on this machine, ordered by device index."""
     here = torch.accelerator.current_accelerator(check_available=True)
     if here is None:
         return []
@@ -53,7 +55,7 @@ def accelerator_names() -> list[str]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has finished its work. The CPU works in order anyway."""
+    """Wait until a device has finished the work that was queued on it. For the CPU, nothing is done."""
     if device.type == "mps":
         torch.mps.synchronize()
     else:
@@ -61,12 +63,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak of a device's memory, if the device counts it."""
+    """Start a new measurement of the peak memory that tensors take on a device. Devices without this counter are left alone."""
     _ask(device, "reset_peak_memory_stats")
 
 
 def allocated_bytes(device: torch.device) -> tuple[int | None, int | None, int | None]:
-    """Return the bytes of a device's memory that tensors take, that torch reserves, and the peak of the first. None: not known."""
+    """Return three numbers of bytes on a device: what tensors take, what torch has reserved, and the peak of what tensors took. A
+    number that the device does not report is None. For the CPU, all three are None.
+    """
     allocated = _ask(device, "memory_allocated")
     if allocated is None and device.type == "mps":
         return torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory(), None
@@ -74,13 +78,13 @@ def allocated_bytes(device: torch.device) -> tuple[int | None, int | None, int |
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free bytes of a device's memory, or None for the CPU and for a device that does not tell."""
+    """Return the free bytes of a device's memory, or None for the CPU and for a device that does not report it."""
     found = _ask(device, "mem_get_info")
     return None if found is None else found[0]
 
 
 def cache_budget(device: torch.device) -> int:
-    """Return how many bytes of results may be kept on a device although they could be computed again: `memory_budget`, but on an
+    """Return how many bytes of a device's memory a cache of recomputable values may take. This is `memory_budget()`, but on an
     accelerator at most a quarter of its free memory.
     """
     free = free_bytes(device)
@@ -89,7 +93,9 @@ def cache_budget(device: torch.device) -> int:
 
 @contextmanager
 def enough_memory(what: str, device: torch.device, raised: type[UserError] = UserError) -> Iterator[None]:
-    """Raise an error of the type `raised` that names what does not fit, if the block needs more memory than a device has."""
+    """Convert torch's out-of-memory errors in the `with` block to an error of type `raised`. Its message names `what`, such as a
+    model, and the device.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -98,7 +104,9 @@ def enough_memory(what: str, device: torch.device, raised: type[UserError] = Use
 
 
 def _ask(device: torch.device, name: str) -> Any:
-    """Call a function of a device's module in torch. Returns None if the device is the CPU or has no such function."""
+    """Call the function `name` of torch's module for a device, such as `torch.cuda`, and return its result. Returns None if the
+    device is the CPU or the module has no such function.
+    """
     function = None if device.type == "cpu" else getattr(torch.get_device_module(device), name, None)
     return None if function is None else function(device)
 
@@ -113,18 +121,20 @@ def has_float64(device: torch.device) -> bool:
 
 
 def for_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor where figures can be computed of it in float64: on its own device, or on the CPU."""
+    """Return a tensor on a device that supports float64: the same tensor if its own device does, otherwise a copy on the CPU."""
     return tensor if tensor.device.type == "cpu" or has_float64(tensor.device) else tensor.cpu()
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of the random number generators of the CPU and of a device."""
+    """Return the states of torch's random number generators: the state of the CPU's and, if `device` is an accelerator, its state
+    too.
+    """
     states = [torch.default_generator.get_state()]
     return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
 
 
 def set_random_states(device: torch.device, states: list[torch.Tensor]) -> None:
-    """Set the states of the random number generators that `random_states` returned."""
+    """Restore the states of torch's random number generators. states: what `random_states(device)` returned."""
     torch.default_generator.set_state(states[0])
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states[1], device)
@@ -132,7 +142,9 @@ def set_random_states(device: torch.device, states: list[torch.Tensor]) -> None:
 
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Make the block draw the same random numbers in every pass. The generators are restored afterwards."""
+    """Seed torch's random number generators with 0 for the `with` block, so that it draws the same numbers each time that it runs.
+    The previous states are restored afterwards.
+    """
     states = random_states(device)
     try:
         # Not torch.manual_seed: before CUDA is initialised, it would queue one more call in every pass.
@@ -147,9 +159,10 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def exact_float32(device: torch.device) -> Iterator[None]:
-    """Make torch compute matrix products and convolutions of float32 tensors in full float32 while the block runs. By default,
-    torch uses TF32, with 10 bits of mantissa, for convolutions on CUDA, and a process may have allowed bfloat16 for products on a
-    CPU.
+    """Make torch compute matrix products and convolutions of float32 tensors in full float32 during the `with` block.
+
+    By default, torch computes convolutions on CUDA in TF32, which has a mantissa of only 10 bits. A program may also have allowed
+    bfloat16 for matrix products on the CPU.
     """
     matmul = torch.get_float32_matmul_precision()
     cudnn: Any = torch.backends.cudnn

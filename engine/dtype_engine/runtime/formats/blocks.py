@@ -1,4 +1,4 @@
-"""Quantizing some rows of a weight in a block format."""
+"""Quantizes some rows of a weight in a block format, which has a scale for each block of values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dtype_engine.runtime.formats.scales import Scales
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some consecutive rows of a weight, quantized. A weight with several matrices is treated as one matrix, [rows, width], in
-    which its matrices are stacked.
+    """Some consecutive rows of a weight, quantized. If a weight consists of several matrices, their rows are numbered
+    consecutively.
     """
 
     first: int
@@ -33,11 +33,15 @@ class Chunk:
     scales: Scales
 
     def codes(self, element: DType) -> torch.Tensor:
-        """Return the codes in the form that a running model keeps: float8_e4m3fn or int8 [rows, width]."""
+        """Return the codes in the dtype that a running model keeps, float8_e4m3fn or int8: [rows, width]. element: the block
+        format.
+        """
         return self.units.to(getattr(torch, element.torch_name))
 
     def file_codes(self, element: DType) -> torch.Tensor:
-        """Return the codes as a file stores them before packing. If the format has zero points, the codes include them."""
+        """Return the codes that a file stores, before packing: [rows, width]. In a format with zero points, these include the zero
+        point of their block, unlike `units`. element: the block format.
+        """
         if self.scales.zero is None or element.blocks is None:
             return self.codes(element)
         rows, width = self.units.shape
@@ -46,9 +50,10 @@ class Chunk:
 
 
 class BlockWork:
-    """Quantizes one chunk (some rows) of a weight after another in the same buffers, so that no chunk needs new memory.
+    """Quantizes a weight one chunk (some rows) after the other. It allocates its buffers once, for the largest chunk.
 
-    rows, width: the size of the largest chunk. of_tensor: the scale of the whole tensor, or None if the format has no such scale.
+    element: the block format. rows, width: the size of the largest chunk. of_tensor: the scale of the whole tensor, or None if the
+    format has no such scale.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class BlockWork:
         self._scaled, self._units, self._spare = (torch.empty(shape, device=device) for _ in range(3))
 
     def quantize(self, source: torch.Tensor, first: int = 0, first_scale: int = 0) -> Chunk:
-        """Quantize some rows of the weight, of any float dtype, and return them as a chunk.
+        """Quantize some rows of the weight (`source`, of any float dtype) and return them as a chunk.
 
         first: the index of the first of these rows in the weight. first_scale: the index of their first row of scales in the
         weight's grid of scales. Only finite values determine the scales. An infinity becomes the largest code. NaN stays NaN if the
@@ -88,7 +93,9 @@ class BlockWork:
         return Chunk(first, first_scale, values[:rows, : self.width], units[:rows, : self.width], scales)
 
     def dequantize(self, chunk: Chunk) -> torch.Tensor:
-        """Return the values of the last quantized chunk: float32 [rows, width], in memory that the next chunk overwrites."""
+        """Return the dequantized values of `chunk`, which must be the last one quantized: float32 [rows, width]. The next chunk
+        overwrites their memory.
+        """
         down, rows = len(chunk.scales.effective), len(chunk.units)
         padded = down * self.blocks.rows
         out = self._scaled[:padded]
@@ -123,8 +130,8 @@ class BlockWork:
     def _largest(self, magnitudes: torch.Tensor) -> torch.Tensor:
         """Return the largest of the given magnitudes in each block: float32 [blocks down, blocks across].
 
-        The bits of the magnitudes are compared as integers. This gives the same order, because magnitudes are not negative, and
-        torch reduces small groups of integers several times as fast as floats.
+        The bits of the floats are compared as integers, which orders nonnegative floats correctly. torch reduces small groups of
+        integers several times as fast as floats.
         """
         return self._in_blocks(magnitudes).view(torch.int32).amax(dim=(1, 3)).view(torch.float32)
 
@@ -145,25 +152,25 @@ class BlockWork:
 
 
 def _drop_nan(values: torch.Tensor) -> None:
-    """Replace each NaN by 0 in place, because no code represents NaN. Nothing is done if the sum of all values is not NaN, since
-    none of them is NaN then.
-    """
+    """Replace each NaN by 0 in place. To save time, this pass is skipped if the sum of all values is not NaN."""
     if bool(torch.isnan(values.sum())):
         values.nan_to_num_(0.0)
 
 
 def spread(scales: torch.Tensor, blocks: Blocks, rows: int, width: int) -> torch.Tensor:
-    """Repeat the scale of each block for all of its elements. scales: [blocks down, blocks across]. Returns [rows, width]. The last
-    row of blocks may have fewer rows.
+    """Repeat the scale of each block for all elements of the block.
+
+    scales: [blocks down, blocks across]. rows, width: the size of the result, whose last blocks may be cut off. Returns [rows,
+    width].
     """
     return scales.repeat_interleave(blocks.rows, dim=0)[:rows].repeat_interleave(blocks.columns, dim=1)[:, :width]
 
 
 def chunks(shape: Sequence[int], blocks: Blocks, elements: int) -> Iterator[tuple[slice, slice]]:
-    """Divide a weight of `shape` into chunks: groups of whole rows with about `elements` elements, which never split a block.
+    """Divide a weight into chunks: groups of whole rows with about `elements` elements each. No chunk ends inside a block.
 
-    Yields (rows of values, rows of scales) for each chunk, as slices. If the weight consists of several matrices, their rows are
-    numbered consecutively.
+    Yields (rows of the weight, rows of its grid of scales) for each chunk, as slices. If the weight consists of several matrices,
+    their rows are numbered consecutively.
     """
     count, rows, width = matrices(shape, blocks.columns)
     step = max(1, elements // max(1, width * blocks.rows)) * blocks.rows

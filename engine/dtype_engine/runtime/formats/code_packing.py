@@ -1,6 +1,6 @@
-"""Codes of block formats: rounding values to floats of few bits, and packing codes into bytes and words.
+"""Rounds values to floats of 4, 6 or 8 bits, and packs their codes into bytes and words.
 
-In a running model, codes of floats are kept as float8_e4m3fn, which can represent all values of 4 and 6 bits.
+In a running model, the codes of floats are kept as float8_e4m3fn, which can represent all values of 4 and 6 bits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ and subtract it again. The sum is so large that float32 has no bits below p for 
 def round_to_float(values: torch.Tensor, element: DType, spare: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Round float32 values to the nearest value of an element type, half to even. Zero keeps its sign.
 
-    No input may exceed the type's largest value. spare: memory of the same shape, which is overwritten. Returns `out` with the
-    result.
+    values: none may exceed the type's largest value. spare: memory of the same shape, which is overwritten. out: the tensor that
+    receives the result and is returned.
     """
     torch.bitwise_and(values.view(torch.int32), _EXPONENT, out=spare.view(torch.int32))
     spare.clamp_(min=element.tiny).mul_(2.0**-element.mantissa * _HALF_TO_EVEN)
@@ -29,9 +29,9 @@ def round_to_float(values: torch.Tensor, element: DType, spare: torch.Tensor, ou
 
 
 def pack(codes: torch.Tensor, element: DType, packing: Packing) -> torch.Tensor:
-    """Pack codes [rows, width], float8_e4m3fn or int8, in the form that a file stores: uint8 or int32 [rows, packed].
+    """Pack codes [rows, width], float8_e4m3fn or int8, as a file stores them: uint8 or int32 [rows, packed].
 
-    The first code goes to the lowest bits. Zeros fill the last byte or word. The packing "none" returns the codes unchanged.
+    Each byte or word is filled from its lowest bits on. Zeros fill the last one. The packing "none" returns the codes unchanged.
     """
     if packing == "none":
         return codes
@@ -39,17 +39,17 @@ def pack(codes: torch.Tensor, element: DType, packing: Packing) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, width: int, element: DType, packing: Packing) -> torch.Tensor:
-    """Return the codes [rows, width] that `pack` has packed."""
+    """Return the codes that `pack` has packed: [rows, width], float8_e4m3fn or int8."""
     if packing == "none":
         return packed
     return unpack_words(packed, width, element.bits) if packing == "words" else unpack_nibbles(packed, width)
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Pack e2m1 values, kept as float8_e4m3fn [rows, width], two to a byte. Returns uint8 [rows, bytes].
+    """Pack e2m1 values, given as float8_e4m3fn [rows, width], two to a byte. Returns uint8 [rows, bytes].
 
-    The values 0.5, 1, 1.5, ... 6 are the bytes 0x30, 0x38, 0x3c, ... 0x4c in float8_e4m3fn. From 1 on, neighboring bytes differ by
-    4, while the e2m1 codes of these values, 2 to 7, differ by 1.
+    The float8_e4m3fn bytes of the e2m1 values 0.5, 1, 1.5, ... 6 are 0x30, 0x38, 0x3c, ... 0x4c. From 1 on, neighboring bytes
+    differ by 4, while the e2m1 codes of these values, 2 to 7, differ by 1.
     """
     rows, width = codes.shape
     bits = codes.view(torch.uint8)
@@ -69,7 +69,9 @@ def unpack_nibbles(packed: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack int8 codes [rows, width] of `bits` bits each into int32 [rows, words]. An added offset maps the smallest code to 0."""
+    """Pack int8 codes [rows, width] of `bits` bits each into int32 [rows, words]. 2^(bits-1) is added to each code, so that none is
+    negative.
+    """
     per_word = 32 // bits
     rows, width = codes.shape
     unsigned = codes.new_zeros((rows, -(-width // per_word) * per_word), dtype=torch.int32)

@@ -1,8 +1,9 @@
-"""fp8 in blocks of 128 x 128, as in DeepSeek-V3: e4m3 elements and one scale for each block.
+"""Scales of fp8 weights with a scale for each block of 128 x 128 e4m3 elements, as in DeepSeek-V3.
 
-The scale is amax / 448 in float32, where amax is the largest |value| of the block, or float32's epsilon for a block of zeros, as in
-compressed-tensors. With `ue8m0`, the scale is amax / 448 rounded up to a power of two and stored as a byte, or 1 for a block of
-zeros, as in transformers. Scales are limited so that 448 times the scale is finite in float32.
+In the format with float32 scales, the scale is amax / 448, where amax is the largest |value| of the block. A block of zeros has
+float32's epsilon as its scale, as in compressed-tensors. In the format `ue8m0`, amax / 448 is rounded up to a power of two and
+stored as a byte. A block of zeros has the scale 1 there, as in transformers. Scales are limited so that 448 times the scale is
+finite in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _ONE = 127
 
 
 def scales(amax: torch.Tensor, element: DType) -> Scales:
-    """Return the scales of blocks whose largest |value| is `amax` (float32, finite): float32, or uint8 in the format `ue8m0`."""
+    """Return the scales of blocks whose largest |value| is `amax` (float32, finite). element: the block format. The stored scales
+    are float32, or uint8 in the format `ue8m0`.
+    """
     if element.blocks is not None and element.blocks.rule == "rceil":
         powers = mx.scales(amax, element, "rceil")
         zero = amax == 0

@@ -1,9 +1,10 @@
-"""Group-quantized integers, int4 and int8, with groups along a row: the arithmetic of compressed-tensors, with bfloat16 scales.
+"""Scales of int4 and int8 weights with a scale for each group of successive values in a row. The arithmetic is that of
+compressed-tensors.
 
 Symmetric: scale = amax / 7.5 (amax / 127.5 for 8 bits), codes from -8 to 7 (-128 to 127). With zero points: scale = (max - min) /
-15, where max and min include 0, and the code z = round(-8 - min / scale) represents 0. Arithmetic is in float32. Scales are in
-bfloat16 because most models are loaded in bfloat16, which leaves such scales exact. A scale that would be zero is set to bfloat16's
-epsilon. A code whose product with the scale would be infinite in float32 is not used: see `code_limit`.
+15, where max and min include 0, and the code z = round(-8 - min / scale) represents 0. Arithmetic is in float32. Scales are stored
+in bfloat16, so that loading a model in bfloat16 leaves them exact. A scale that would be zero is set to bfloat16's epsilon. A code
+whose product with the scale would be infinite in float32 is not used: see `code_limit`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ _EPSILON = torch.finfo(torch.bfloat16).eps
 
 
 def code_range(element: DType) -> tuple[int, int]:
-    """Return the smallest and the largest code of the format."""
+    """Return the smallest and the largest code of an integer format, such as -8 and 7 for int4."""
     return -(1 << (element.bits - 1)), (1 << (element.bits - 1)) - 1
 
 
 def code_limit(scales: Scales, element: DType) -> torch.Tensor | None:
-    """Return for each group the largest |code - zero point| whose product with the scale is finite in float32. Returns None if no
-    code needs a limit.
+    """Return the largest |code - zero point| of each group whose product with the group's scale is finite in float32. Returns None
+    if every code of the format `element` has a finite product in every group.
     """
     least, most = code_range(element)
     reach = most - least if scales.zero is not None else -least
@@ -32,12 +33,14 @@ def code_limit(scales: Scales, element: DType) -> torch.Tensor | None:
 
 
 def symmetric(amax: torch.Tensor, element: DType) -> Scales:
-    """Return the scales of groups whose largest |value| is `amax` (float32, finite). They are stored as bfloat16."""
+    """Return the scales of groups whose largest |value| is `amax` (float32, finite). element: the integer format."""
     return _rounded(amax / (((1 << element.bits) - 1) / 2))
 
 
 def asymmetric(low: torch.Tensor, high: torch.Tensor, element: DType) -> Scales:
-    """Return the scales and zero points of groups whose values lie between `low` <= 0 and `high` >= 0 (float32, finite)."""
+    """Return the scales and zero points of groups whose values lie between `low` <= 0 and `high` >= 0 (float32, finite). element:
+    the integer format.
+    """
     least, most = code_range(element)
     span = high - low
     wide = torch.where(torch.isfinite(span), span / (most - least), high / (most - least) - low / (most - least))

@@ -1,16 +1,16 @@
-"""MXFP8, MXFP6 and MXFP4: blocks of 32 with a power of two as their scale (E8M0: one byte, the exponent plus 127).
+"""Scales of MXFP8, MXFP6 and MXFP4: a power of two for each block of 32 elements, stored as one byte (E8M0: the exponent plus 127).
 
-The rule is from OCP Microscaling Formats 1.0, section 5: the exponent of a block's scale is the exponent of the block's largest
-|value| minus that of the element's largest value (8 for e4m3, 2 for e2m1 and e2m3, 4 for e3m2). This exponent is increased by one
-if the mantissa m of the block's largest |value|, 1 <= m < 2, is beyond a limit that depends on the scale rule:
+The formula is from OCP Microscaling Formats 1.0, section 5: the exponent of a block's scale is the exponent of the block's largest
+|value| minus that of the element type's largest value (8 for e4m3, 2 for e2m1 and e2m3, 4 for e3m2). This exponent is increased by
+one if the mantissa m of the block's largest |value|, 1 <= m < 2, is beyond a limit that depends on the scale rule:
 
 - `floor`: never; values beyond the largest element are clamped (the OCP text, 6.3; llama.cpp, microxcaling);
 - `rceil`: m is larger than the mantissa of the largest element, so nothing is clamped (ModelOpt, cuBLAS);
 - `even`: m rounds up to 2 in the element's own mantissa, half to even (Quark, torchao's EVEN; MXFP6 of compressed-tensors);
 - `compressed-tensors`: m >= 1.75, for e2m1 and e4m3 alike (what llm-compressor writes and vLLM loads).
 
-A block of zeros has the byte 0. Exponents are limited so that the largest element times the scale is finite in float32: a larger
-|value| saturates at `largest`, while in other programs it becomes infinite.
+A block of zeros has the byte 0. Exponents are limited so that the largest element times the scale is finite in float32. Values
+beyond that product saturate, while in other programs they become infinite.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _LARGEST = 254
 
 
 def scales(amax: torch.Tensor, element: DType, rule: ScaleRule) -> Scales:
-    """Return the scales of blocks whose largest |value| is `amax` (float32, finite). The scales have the stored form, uint8."""
+    """Return the scales of blocks whose largest |value| is `amax` (float32, finite). The stored scales are uint8. element: the
+    block format.
+    """
     highest = _exponent(element)
     bits = amax.contiguous().view(torch.int32) + _carry(element, rule)
     exponents = (bits >> _MANTISSA).sub_(highest).clamp_(0, _LARGEST - highest)
@@ -40,18 +42,17 @@ def scales(amax: torch.Tensor, element: DType, rule: ScaleRule) -> Scales:
 
 
 def largest(element: DType) -> float:
-    """Return the largest |value| that a weight can have under power-of-two scales. Larger values saturate at this one."""
+    """Return the largest |value| that a weight in an MX format can have: the largest element times the largest scale."""
     return math.ldexp(element.max, _LARGEST - 127 - _exponent(element))
 
 
 def _exponent(element: DType) -> int:
-    """Return the exponent of the element type's largest value."""
     return math.frexp(element.max)[1] - 1
 
 
 def _carry(element: DType, rule: ScaleRule) -> int:
-    """Return the integer to add to the bits of a block's largest |value|. The sum carries into the exponent if and only if the
-    scale rule increases the exponent by one.
+    """Return an integer to add to the float32 bits of a block's largest |value|. The addition increases the exponent bits by one
+    exactly where the scale rule increases the scale's exponent by one.
     """
     if rule == "floor":
         return 0

@@ -1,4 +1,4 @@
-"""NVFP4: e2m1 elements in blocks of 16, an e4m3 scale for each block, and one float32 scale for the tensor.
+"""Scales of NVFP4: e2m1 elements, an e4m3 scale for each block of 16, and one float32 scale for the tensor.
 
 The arithmetic is that of compressed-tensors. The scale of the tensor is g = 1 / amax(tensor) * (448 * 6). The scale of a block is s
 = e4m3(amax(block) / 6 * g), or 0.125 if that is zero. The code of a value w is e2m1(w / (s / g)), and its value is the code times s
@@ -22,13 +22,15 @@ largest value. The factor 1 + 2^-22 keeps rounding in the divisions from making 
 
 
 def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Return the tensor scale (float32, 0-d) of tensors whose largest |value| is `amax`, or 1 if it would be infinite."""
+    """Return the scale (float32, 0-d) of a tensor whose largest |value| is `amax`. Returns 1 if the formula gives infinity."""
     scale = amax.to(torch.float32).clamp(min=torch.finfo(torch.float32).tiny).reciprocal() * (_SCALE * _ELEMENT)
     return torch.where(torch.isfinite(scale), scale.clamp(min=_LEAST), 1.0)
 
 
 def scales(amax: torch.Tensor, of_tensor: torch.Tensor) -> Scales:
-    """Return the scales of blocks whose largest |value| is `amax` (float32), relative to the tensor's scale, as float8_e4m3fn."""
+    """Return the scales of blocks whose largest |value| is `amax` (float32). The stored scales are float8_e4m3fn. of_tensor: the
+    scale of the whole tensor.
+    """
     wide = (amax / _ELEMENT * of_tensor).clamp_(max=_SCALE).to(torch.float8_e4m3fn).to(torch.float32)
     wide = torch.where(wide == 0, _FOR_ZERO, wide)
     return Scales(wide / of_tensor, wide.to(torch.float8_e4m3fn))

@@ -33,8 +33,8 @@ def quantize_chunks(
 ) -> torch.Tensor | None:
     """Quantize a weight one chunk (some rows) at a time. Returns the scale of the whole tensor, or None if the format has none.
 
-    on_chunk: called with each chunk, in several threads and in no particular order. amax: the largest |value| of all tensors that
-    share a tensor scale with this one; if None, it does not share its scale.
+    dtype: the block format. on_chunk: called with each chunk, in several threads and in no particular order. amax: the |value| from
+    which the tensor scale is computed, for tensors that share one scale; by default, the largest finite |value| of this tensor.
     """
     element = dtypes.BY_NAME[dtype] if isinstance(dtype, str) else dtype
     assert element.blocks is not None
@@ -58,11 +58,11 @@ def quantize_chunks(
 
 
 def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes of a weight, in its shape, as float8_e4m3fn or int8, and the scale of each block: float32 [blocks down,
-    blocks across].
+    """Quantize a weight in a block format (`dtype`). Returns its codes, float8_e4m3fn or int8 in the weight's shape, and the scale
+    of each block, float32 [blocks down, blocks across].
 
-    In a format with zero points, the zero point is subtracted from the codes. amax: the largest |value| of all tensors that share a
-    tensor scale with this one; if None, it does not share its scale.
+    In a format with zero points, the zero point is subtracted from the codes. amax: the |value| from which the tensor scale is
+    computed, for tensors that share one scale; by default, the largest finite |value| of this tensor.
     """
     element = dtypes.BY_NAME[dtype]
     assert element.blocks is not None
@@ -81,9 +81,10 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None)
 
 
 def rounded(tensor: torch.Tensor, element: DType, amax: float | None = None) -> torch.Tensor:
-    """Return a weight's values after quantizing and dequantizing, in the weight's dtype. element: the block format: an entry of
-    `core.dtypes` or a modified copy of one. amax: the largest |value| for which the tensor scale is chosen; if None, that of this
-    tensor.
+    """Return a weight's values after quantizing and dequantizing, in the weight's dtype.
+
+    element: the block format, an entry of `core.dtypes` or a modified copy of one. amax: the |value| from which the tensor scale is
+    computed; by default, the largest finite |value| of this tensor.
     """
     assert element.blocks is not None
     count, height, width = matrices(tensor.shape, element.blocks.columns)
@@ -97,10 +98,10 @@ def rounded(tensor: torch.Tensor, element: DType, amax: float | None = None) -> 
 
 
 def from_file(parts: Mapping[str, torch.Tensor], shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert the tensors with which a file stores a weight to codes and scales, in the form that `quantize_blocks` returns.
+    """Convert the tensors that a file stores for a weight to the weight's codes and scales, as `quantize_blocks` returns them.
 
-    parts: these tensors, keyed by the suffixes that `core.block_formats.parts` lists. shape, dtype: the weight's shape and block
-    format.
+    parts: the stored tensors, keyed by the suffixes of their names, which `core.block_formats.parts` lists. shape, dtype: the
+    weight's shape and block format.
     """
     element = dtypes.BY_NAME[dtype]
     blocks = element.blocks
@@ -126,10 +127,10 @@ def from_file(parts: Mapping[str, torch.Tensor], shape: Sequence[int], dtype: st
 def scale_tensors(
     scales: Sequence[Scales], of_tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: str
 ) -> list[torch.Tensor]:
-    """Return the tensors that a file stores for a weight in addition to its codes, in the order of `core.block_formats.parts`.
+    """Return the tensors other than the codes that a file stores for a weight, in the order of `core.block_formats.parts`.
 
-    scales: the scales of all chunks, in row order. of_tensor: the scale of the whole tensor, or None if the format has none. shape,
-    dtype: the weight's shape and block format.
+    scales: the scales of all chunks (groups of rows), in row order. of_tensor: the scale of the whole tensor, or None if the format
+    has none. shape, dtype: the weight's shape and block format.
     """
     element = dtypes.BY_NAME[dtype]
     blocks = element.blocks

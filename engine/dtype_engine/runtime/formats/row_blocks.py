@@ -1,4 +1,4 @@
-"""Working on a tensor in several threads, a piece at a time. A piece consists of whole rows."""
+"""Processes a tensor some rows at a time, in several threads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Protocol, TypeVar, overload
 import torch
 
 CHUNK = 1 << 19
-"""Number of elements in a piece: some rows of a tensor that a thread processes at once. The elements are few enough to stay in the
-processor's cache, and many enough to keep Python's overhead small.
+"""Approximate number of elements that a CPU thread processes at once. They fit in the processor's cache, and are enough to keep
+Python's overhead small.
 """
 _DEVICE_CHUNK = 1 << 22
-"""Number of elements in a piece (some rows of a tensor that are processed at once) on an accelerator. Launching the work on a
-smaller piece would take longer than the work itself.
+"""Approximate number of elements that are processed at once on an accelerator. With fewer, launching the kernels would take longer
+than running them.
 """
 _BLOCKS_WORTH_A_THREAD = 4
 _CPU = torch.device("cpu")
@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 
 class Rows(Protocol):
-    """A matrix or a flat tensor whose rows or elements are read by slicing, possibly from a file and in several threads."""
+    """A matrix or a flat tensor that is read by slicing its first dimension. It may be in a file, and several threads
+    may read it.
+    """
 
     @property
     def shape(self) -> torch.Size: ...
@@ -54,8 +56,8 @@ class Values(Protocol):
 
 @contextmanager
 def single_intraop_thread() -> Iterator[None]:
-    """While the block runs, let torch run each operation on one thread. The block works on small pieces of tensors; threads that
-    wait for each other after every operation take ten times as long if other programs use the processors at the same time.
+    """Let torch run each operation on one thread during the `with` block, which works on small groups of rows. Threads that wait
+    for each other after every operation take ten times as long while other programs use the processors.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -66,12 +68,12 @@ def single_intraop_thread() -> Iterator[None]:
 
 
 def chunk_elements(device: torch.device) -> int:
-    """Return the approximate number of elements in a piece: some rows of a tensor that are processed at once on `device`."""
+    """Return the approximate number of elements of a tensor that are processed at once on `device`."""
     return CHUNK if device.type == "cpu" else _DEVICE_CHUNK
 
 
 def row_slices(rows: Rows | torch.Tensor) -> list[slice]:
-    """Return slices that divide a matrix by rows, or a flat tensor by elements, into pieces of about `chunk_elements(device)`
+    """Return slices that divide a matrix into groups of rows, or a flat tensor into ranges. Each has about `chunk_elements(device)`
     elements.
     """
     count = rows.shape[0]
@@ -90,7 +92,9 @@ def row_amax(values: torch.Tensor) -> torch.Tensor:
 
 
 def finite_amax(tensor: torch.Tensor | Values) -> float:
-    """Return the largest finite |value| of a tensor in float32, or 0 if it is empty. The tensor is read some rows at a time."""
+    """Return the largest finite |value| of a tensor, computed in float32, or 0 if it is empty. The tensor is read some rows at a
+    time.
+    """
     width = tensor.shape[-1] if len(tensor.shape) > 1 else tensor.numel()
     rows = tensor.reshape(tensor.numel() // width if width else 0, width)
     pieces = row_slices(rows)
@@ -102,13 +106,14 @@ def finite_amax(tensor: torch.Tensor | Values) -> float:
 
 
 def parallel_map(work: Callable[[range], T], count: int, device: torch.device = _CPU) -> list[T]:
-    """Divide the indexes below `count` among n threads, call `work` once in each thread with its indexes, and return the results.
-    An index stands, for example, for one piece of a tensor (some rows). Each call gets every n-th index, as a range.
+    """Divide the indexes 0 to `count - 1` among n threads, call `work` once in each thread with its indexes, and return the
+    results, in the order of the threads. An index stands, for example, for some rows of a tensor. Each call gets every n-th index,
+    as a range.
 
-    n is at most torch's thread count. Each thread has one intra-op thread, so that a piece stays in one core's cache. The division
-    into pieces, and with it every sum, is deterministic. The calling thread is one of the n threads. The others are kept for the
-    next call, since newly started threads share a core for some milliseconds, longer than many calls take. On an accelerator, which
-    works on a piece in parallel, the calling thread does all of the work.
+    n is at most torch's thread count. Inside `work`, torch uses one thread for each operation, so that the rows stay in one core's
+    cache. The division, and with it every sum, is deterministic. The calling thread is one of the n threads. The others are kept
+    for the next call, since newly started threads share a core for some milliseconds, longer than many calls take. On an
+    accelerator, which computes in parallel itself, the calling thread does all of the work.
 
     Raises what `work` raises, after all threads have finished.
     """
@@ -128,8 +133,8 @@ def parallel_map(work: Callable[[range], T], count: int, device: torch.device = 
 
 @cache
 def _worker_threads(count: int) -> ThreadPoolExecutor:
-    """Return a pool of `count` threads; equal calls return the same pool. A new thread takes over the number of intra-op threads
-    that torch has at that time, and keeps this number later.
+    """Return a pool of `count` threads; equal calls return the same pool. torch fixes the number of intra-op threads of each thread
+    when the thread starts.
     """
     return ThreadPoolExecutor(count, thread_name_prefix="blocks")
 
@@ -146,7 +151,7 @@ def as_rows(tensor: torch.Tensor | Values) -> Rows: ...
 
 
 def as_rows(tensor: torch.Tensor | Values) -> Rows:
-    """Return a view of a tensor of two or more dimensions as [channels, everything else], and any other tensor as [1, elements]."""
+    """Return a view of a tensor as a matrix: [channels, everything else], or [1, elements] if it has fewer than two dimensions."""
     if len(tensor.shape) >= 2:
         return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
     return tensor.reshape(1, tensor.numel())

@@ -1,6 +1,4 @@
-"""The class `Scales` for the scales of blocks, and the upper limit for a scale. Each family of formats computes scales in its own
-file.
-"""
+"""Defines `Scales`, the scales of a weight's blocks, and the upper limit for a scale."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The scales of a grid of blocks. Each tensor has one element for each block: [blocks down, blocks across]."""
+    """The scales of a weight's blocks. Each tensor has one element for each block: [blocks down, blocks across]."""
 
     effective: torch.Tensor
     """The factor by which codes are multiplied to get values, float32."""

@@ -1,5 +1,5 @@
-"""Decoders of weights that other programs quantized. They compute float32 values from codes, scales and so on. There is a file
-for each family of schemes.
+"""Decoders of weights that other programs quantized. They compute float32 values from the tensors that the files store, such as
+codes and scales. There is a file for each quantization scheme or family of schemes.
 
 The readers in `checkpoint/schemes` find out which tensors form a weight.
 """
@@ -41,9 +41,9 @@ _DECODERS: dict[str, Decoder] = {
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int = 0, last: int | None = None) -> torch.Tensor:
-    """Return a weight's values in float32. They are the rows from `first` up to `last` along the first dimension, by default all.
+    """Return a weight's values, computed in float32 and not rounded to a narrower dtype. They are the rows from `first` up to
+    `last`, by default all. A row is everything at one index of the first dimension.
 
-    parts: the tensors of the weight by role, as the files store them. Values are computed in float32 and not rounded to a
-    narrower dtype.
+    parts: the tensors that the files store for the weight, keyed by role, such as "codes" and "scale".
     """
     return _DECODERS[weight.scheme](weight, parts, first, weight.shape[0] if last is None else last)

@@ -1,5 +1,5 @@
-"""Decodes AWQ's "gemv" layout, which packs 4-bit codes and zero points along the inputs. `block_scaled` decodes the "gemm"
-layout.
+"""Decodes AWQ's "gemv" layout, which packs the 4-bit codes and zero points of a row along the row. `block_scaled` decodes the
+"gemm" layout.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_group
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in]: (code - zero point) times scale, in float32."""
+    """Return the rows from `first` up to `last` of a weight [out, in]: (code - zero point) times scale, in float32. parts: its
+    stored tensors, keyed by role.
+    """
     groups = weight.shape[1] // weight.settings["block"][1]  # the file may have more, which are padding
 
     def fill(out: torch.Tensor, start: int, stop: int) -> None:

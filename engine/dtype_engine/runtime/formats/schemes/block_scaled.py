@@ -37,9 +37,9 @@ Settings = Mapping[str, Any]
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight [out, in] in float32. For stacked experts, return the experts from
-    `first` up to `last`.
+    `first` up to `last`. parts: the weight's stored tensors, keyed by role.
 
-    A value is its code, minus the zero point, times the product of its scales. The scales of block and tensor are combined first.
+    A value is its code, minus the zero point if there is one, times the scales of block and tensor. The scales are combined first.
     A transposed weight is returned as a view of memory that has the file's order.
     """
     settings = weight.settings
@@ -78,24 +78,24 @@ def _decode_matrix(settings: Settings, parts: Parts, first: int, last: int, colu
 
 
 def _write_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write integers that are packed in int32 words, the first in the lowest bits. An integer has `bits` bits. The file stores it
-    plus 2^(bits-1), so this number is subtracted.
+    """Write the integers that are packed in int32 words to `out`, float32 [rows, columns]. An integer has `bits` bits. The file
+    stores it plus 2^(bits-1), so this number is subtracted. The first integer is in the lowest bits.
     """
     unpack(codes, settings["bits"], out, settings["dense"])
     out.sub_(1 << (settings["bits"] - 1))
 
 
 def _write_six_bits(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write floats of six bits. Three bytes hold four of them, the first in the lowest bits. The setting `element` is the name of
-    their dtype, such as "mxfp6_e2m3".
+    """Write floats of six bits to `out`, float32 [rows, columns]. Three bytes hold four floats, the first in the lowest bits. The
+    setting `element` is the name of their dtype, such as "mxfp6_e2m3".
     """
     unpack(codes, 6, out)
     out.copy_(float_values(settings["element"]).index_select(0, out.view(-1).to(torch.int32)).view(out.shape))
 
 
 def _write_row_pairs(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write int4 values in two's complement. A byte holds a value of row 2r in its low bits, and a value of row 2r + 1 in its
-    high bits.
+    """Write int4 values in two's complement to `out`, float32 [rows, columns]. A byte holds a value of row 2r in its low bits, and
+    a value of row 2r + 1 in its high bits.
     """
     rows, signed = out.view(len(codes), 2, -1), codes.view(torch.int8)
     rows[:, 0] = (signed << 4) >> 4
@@ -103,8 +103,9 @@ def _write_row_pairs(codes: torch.Tensor, out: torch.Tensor, settings: Settings)
 
 
 def _write_row_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write integers of 4 bits. An int32 word holds one integer of each of eight rows. The setting `order` lists these rows from
-    the lowest bits on. The setting `signed` tells whether the integers are in two's complement.
+    """Write integers of 4 bits to `out`, float32 [rows, columns]. An int32 word holds one integer of each of eight rows. The
+    setting `order` lists these rows from the lowest bits on. The setting `signed` tells whether the integers are in two's
+    complement.
     """
     rows, codes = out.view(len(codes), 8, -1), codes.contiguous()
     for place, row in enumerate(settings["order"]):
@@ -120,8 +121,8 @@ _UNPACK: Mapping[str, Callable[[torch.Tensor, torch.Tensor, Settings], None]] = 
     "row pairs": _write_row_pairs,
     "row words": _write_row_words,
 }
-"""Maps each value of the setting `code` to a function that unpacks such codes. The function takes some rows of codes and writes
-their values to `out`, float32 [rows, columns].
+"""Maps each value of the setting `code` to the function that unpacks codes of this packing. The function takes the packed codes of
+some rows and writes their values to `out`, float32 [rows, columns].
 """
 
 
@@ -131,10 +132,11 @@ def _by_block(
     columns: int | torch.Tensor,
     change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Combine values [rows, width] in place with the number of their row and block. scale: these numbers, [rows, blocks]. change:
-    the operation, such as `torch.Tensor.mul_`.
+    """Apply an operation, such as `torch.Tensor.mul_`, to the values of each block and the scale (or zero point) of the block. This
+    changes `values`, [rows, width], in place.
 
-    columns: the number of columns in a block, or the index of each column's block.
+    scale: one number for each row and block, [rows, blocks]. columns: the number of columns in a block, or the index of each
+    column's block. change: the operation.
     """
     if scale.shape[1] == 1:
         change(values, scale)
@@ -149,8 +151,8 @@ def _by_block(
 
 
 def _scales(settings: Settings, parts: Parts, rows: range, columns: int) -> torch.Tensor:
-    """Return the scales of some rows, float32 [rows, blocks]. If all rows have the same scales, return [1, blocks]. columns: the
-    number of columns of the weight.
+    """Return the scales of the weight's rows in the range `rows`: float32 [rows, blocks], or [1, blocks] if all rows have the same
+    scales. columns: the number of columns of the weight.
     """
     height, width = settings["block"]
     stored, blocks = parts["scale"], -(-columns // width)
@@ -165,10 +167,11 @@ def _scales(settings: Settings, parts: Parts, rows: range, columns: int) -> torc
 
 
 def _rows_of_blocks(grid: torch.Tensor, rows: range, height: int) -> torch.Tensor:
-    """Return, for each row of the weight in `rows`, the numbers of the blocks across this row: [rows, blocks].
+    """Select from a grid with a number for each block, such as its scale, the numbers that hold for the given rows: [rows, blocks
+    across].
 
-    grid: a number for each block of the weight, such as its scale: [blocks down, blocks across]. height: how many of the weight's
-    rows a block has. If the grid has a single row of blocks, it is returned as it is, [1, blocks].
+    grid: [blocks down, blocks across]. rows: row indexes of the weight. height: how many of these rows a block has. If the grid has
+    a single row, it is returned unchanged.
     """
     if len(grid) == 1 or height == 1:
         return grid if len(grid) == 1 else grid[rows.start : rows.stop]
@@ -176,8 +179,8 @@ def _rows_of_blocks(grid: torch.Tensor, rows: range, height: int) -> torch.Tenso
 
 
 def _rows_of_tiles(scale: torch.Tensor, rows: range, blocks: int) -> torch.Tensor:
-    """Return the scales of some rows, [rows, blocks]. blocks: the number of blocks in a row. scale: the scales in the order in
-    which tensor cores read them (cuBLAS documentation, "1D Block Scaling Factors Layout").
+    """Return the scales of the weight's rows in the range `rows`: [rows, blocks]. blocks: the number of blocks in a row. scale: the
+    scales in the order in which tensor cores read them (cuBLAS documentation, "1D Block Scaling Factors Layout").
 
     This order consists of tiles of 128 rows by 4 blocks. Tiles at the edges are padded. In a tile, the scale of row r and block c
     is at (r % 32) * 16 + (r // 32) * 4 + c.
@@ -189,8 +192,8 @@ def _rows_of_tiles(scale: torch.Tensor, rows: range, blocks: int) -> torch.Tenso
 
 
 def _zeros(settings: Settings, zero: torch.Tensor, rows: range) -> torch.Tensor:
-    """Return the zero points of some rows, float32 [rows, blocks]. If all rows have the same zero points, return [1, blocks].
-    zero: the stored zero points. They are plain numbers, or they are packed in int32 words along the first dimension.
+    """Return the zero points of the weight's rows in the range `rows`: float32 [rows, blocks], or [1, blocks] if all rows have the
+    same ones. zero: the stored zero points, either plain numbers or packed in int32 words along the first dimension.
     """
     if settings.get("code") == "row words":
         out = torch.empty((len(rows), zero.shape[1]), dtype=torch.float32)
@@ -209,9 +212,10 @@ def _zeros(settings: Settings, zero: torch.Tensor, rows: range) -> torch.Tensor:
 
 
 def _unrotate(values: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return float32 values after each group of `columns` columns was multiplied by ConvRot's Hadamard matrix. This matrix is its
-    own inverse. It is a Kronecker power of H = J / 2 - P, where J is a 4 x 4 matrix of ones, and P reverses the order of four
-    values.
+    """Undo ConvRot's rotation: multiply each group of `columns` columns by its Hadamard matrix, which is its own inverse. Returns
+    float32 values of the same shape.
+
+    The matrix is a Kronecker power of H = J / 2 - P, where J is a 4 x 4 matrix of ones, and P reverses the order of four values.
     """
     shape, apart = values.shape, 1
     while apart < columns:

@@ -1,4 +1,4 @@
-"""Decodes the tensors of GGUF files with transformers or the gguf package. Then it undoes what llama.cpp's converter did to the
+"""Decodes the tensors of GGUF files with transformers or the gguf package. It also undoes what llama.cpp's converter did to the
 weights: it restores the order of rows and subtracts 1 from the norms of Gemma.
 """
 
@@ -22,7 +22,8 @@ _VALUES_AT_ONCE = 1 << 20
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight in float32, in transformers' order of rows.
 
-    For a block type, the tensor in `parts` holds the bytes of the rows. For F32, F16 and BF16, it holds the values.
+    parts: the weight's stored tensor, under the role "codes". For F32, F16 and BF16, it holds the values. For other GGUF types,
+    which quantize in blocks, it holds the bytes of the rows.
     """
     packed, heads = weight.parts[CODES].packed, weight.settings.get("heads")
     if packed and len(weight.shape) == 1:  # a vector is one row of blocks
@@ -37,9 +38,10 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
 
 
 def _rows_of_halves(rows: int, heads: int, first: int, last: int) -> torch.Tensor:
-    """Return the positions in the file of the rows from `first` up to `last`, for a projection to `heads` heads. In the file,
-    rows of the first and of the second half of a head alternate. In transformers, the first half comes before the second. rows:
-    the number of rows in all. Raises UserError if it is not a multiple of 2 * heads.
+    """Return the positions in the file of the rows from `first` up to `last` of an attention projection.
+
+    In transformers, the first half of a head's rows comes before the second half. In a GGUF file, the rows of the two halves
+    alternate. rows: the number of the weight's rows. Raises UserError if it is not a multiple of 2 * heads.
     """
     if rows % (2 * heads):
         raise UserError(f"{rows} rows are not {heads} heads of two halves each, as the header of the GGUF file says")
@@ -50,11 +52,7 @@ def _rows_of_halves(rows: int, heads: int, first: int, last: int) -> torch.Tenso
 
 
 def _dequantize(weight: EncodedWeight, rows: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values of rows of blocks. rows: their bytes, [rows, bytes].
-
-    The newest versions of transformers have a function for most block types. It is used if it exists, because it is several times
-    as fast as the function of the gguf package. Both give the same values, bit by bit.
-    """
+    """Return the float32 values of some rows of a quantized weight, in one dimension. rows: the stored bytes, [rows, bytes]."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     part = weight.parts[CODES]
@@ -71,8 +69,11 @@ def _dequantize(weight: EncodedWeight, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _values(blocks: torch.Tensor, kind: Any) -> torch.Tensor:
-    """Return the float32 values of blocks in one dimension. blocks: their bytes, [blocks, bytes]. kind: their type, a
-    `GGMLQuantizationType`.
+    """Return the float32 values of GGUF blocks, in one dimension. blocks: the stored bytes, [blocks, bytes]. kind: the type of the
+    blocks, a `GGMLQuantizationType`.
+
+    If the installed transformers can dequantize this type, it is used, because it is several times as fast as the gguf package.
+    Both give the same values, bit by bit.
     """
     try:
         from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize

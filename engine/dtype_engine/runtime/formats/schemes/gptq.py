@@ -1,4 +1,4 @@
-"""Decodes GPTQ's layout, which packs codes along the inputs and zero points along the outputs."""
+"""Decodes GPTQ's layout. It packs codes along the inputs of a weight, and zero points along its outputs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_group
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in]: (code - zero point) times scale, in float32.
+    """Return the rows from `first` up to `last` of a weight [out, in]: (code - zero point) times scale, in float32. parts: its
+    stored tensors, keyed by role.
 
-    Raises UserError if `g_idx` names a group that has no scale.
+    Raises UserError if `g_idx`, the stored group of each column, contains a group that has no scale.
     """
     bits = weight.settings["bits"]
     order = _order(weight, parts)
@@ -33,13 +34,12 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
 
 
 def _zero_points(weight: EncodedWeight, packed: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Return the zero points of the rows from `first` up to `last` as float32 [rows, groups]. packed: the file's zero points,
-    int32 [groups, out * bits / 32].
+    """Return the zero points of the rows from `first` up to `last`: float32 [rows, groups]. packed: the file's zero points, int32
+    [groups, out * bits / 32].
 
-    The first version of the format stores each zero point minus one. To convert files to it, GPTQModel
-    (`convert_gptq_v2_to_v1_format_module`) decreases all zero points of a word by one subtraction from the word. A zero point of
-    0 then borrows from the next one in its word. One addition to the word undoes this. With 3 bits, each zero point wraps around
-    by itself.
+    The first version of the format stores each zero point minus one. GPTQModel (`convert_gptq_v2_to_v1_format_module`) writes it by
+    one subtraction from each packed word, in which a zero point of 0 borrows from its neighbor. One addition to the word undoes
+    this. With 3 bits, each zero point wraps around by itself.
     """
     bits, added = weight.settings["bits"], weight.settings["added"]
     low, high = first // 32 * 32, min(-(-last // 32) * 32, weight.shape[0])  # 32 codes take whole words
@@ -55,8 +55,9 @@ def _zero_points(weight: EncodedWeight, packed: torch.Tensor, first: int, last: 
 
 
 def _order(weight: EncodedWeight, parts: Parts) -> torch.Tensor | None:
-    """Return the group of each column, int64 [in]. Returns None if each group consists of successive columns, and all groups have
-    the same size. Raises UserError if `g_idx` names a group that has no scale.
+    """Return the index of each column's group, int64 [in]. Returns None if each group consists of successive columns, and all
+    groups have the same size. Raises UserError if `g_idx`, the stored index of each column's group, contains a group that has no
+    scale.
     """
     columns, groups, size = weight.shape[1], len(parts["scale"]), weight.settings["group"]
     regular = torch.arange(columns) // size

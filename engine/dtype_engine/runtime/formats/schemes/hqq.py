@@ -1,5 +1,5 @@
-"""Decodes HQQ. A weight is cut into parts, and each packed element holds one code of every part. The code of the first part is in
-the highest bits.
+"""Decodes HQQ. The codes of a weight, row by row, are divided into equal runs. Each packed element holds one code of every run. The
+code of the first run is in the highest bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_group
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in]: (code - zero point) times scale, in float32."""
+    """Return the rows from `first` up to `last` of a weight [out, in]: (code - zero point) times scale, in float32. parts: its
+    stored tensors, keyed by role.
+    """
     bits, together, axis = (weight.settings[key] for key in ("bits", "together", "axis"))
     packed = parts[CODES].view(-1)
     columns = weight.shape[1]

@@ -17,13 +17,15 @@ from dtype_engine.runtime.formats.schemes.unpack import (
 )
 
 _LARGEST_NVFP4 = 448.0 * 6.0
-"""The value of the largest code (6) times the largest scale (448). If both are stored, the value is the tensor's `global_scale`."""
+"""The largest e2m1 value (6) times the largest e4m3 scale (448). MLX stores a tensor's `global_scale` multiplied by this number."""
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight [out, in] in float32. For a weight [experts, out, in], return the
-    experts from `first` up to `last`. In "affine" mode, a value is its code times scale plus bias. In the other modes, it is the
-    value of its code times scale.
+    experts from `first` up to `last`. parts: the weight's stored tensors, keyed by role.
+
+    In "affine" mode, a value is code * scale + bias, where the code is an integer. In the other modes, it is code * scale, where
+    the code is a float.
     """
     mode, bits, columns = weight.settings["mode"], weight.settings["bits"], weight.shape[-1]
     each = 1 if len(weight.shape) == 2 else weight.shape[1]

@@ -1,4 +1,4 @@
-"""The tensors of an encoded weight as a decoder gets them."""
+"""The type of the stored tensors of a quantized weight that a decoder takes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from collections.abc import Mapping
 import torch
 
 Parts = Mapping[str, torch.Tensor]
-"""The tensors of one weight by their role, such as "codes" and "scale". They may be mapped from the files, so they are never
-written to.
+"""The tensors that the files store for one weight, keyed by their role, such as "codes" and "scale". They may be memory-mapped from
+the files, so they are never written to.
 """

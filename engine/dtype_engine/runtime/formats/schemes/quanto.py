@@ -12,8 +12,8 @@ from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_group
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the channels from `first` up to `last` of a weight [out, in, ...] in float32. A value is its code times its
-    channel's scale.
+    """Return the channels from `first` up to `last` of a weight [out, in, ...] in float32. A value is its code times its channel's
+    scale. parts: the weight's stored tensors, keyed by role.
     """
     scale = parts["scale"].view(-1, 1).to(torch.float32)
 

@@ -1,7 +1,7 @@
 """Unpacks codes to float32 values.
 
-A weight is decoded every time it is used, so this must be fast. To allocate memory takes longer than the arithmetic. Therefore
-the result is allocated once, and codes are unpacked into it in pieces of some rows, which fit in the processor's cache.
+A weight is decoded every time it is used, so this must be fast. Allocating memory takes longer than the arithmetic. Therefore the
+result is allocated once, and codes are unpacked into it some rows at a time, which fit in the processor's cache.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dtype_engine.core import dtypes
 from dtype_engine.runtime.formats.row_blocks import CHUNK, parallel_map
 
 _ALIGNED = 32
-"""A piece starts at a multiple of this number of rows after the first row. If a word holds codes of several rows, the piece
-therefore starts at a whole word.
+"""Rows are decoded in groups whose size is a multiple of this number. If a packed word holds codes of several rows, each group then
+begins with a whole word.
 """
 Fill = Callable[[torch.Tensor, int, int], None]
 """`fill(out, start, stop)` writes the rows from `start` up to `stop` of a weight to `out`, which is float32 [stop - start,
@@ -26,7 +26,9 @@ columns] and contiguous. Before the call, `out` has no defined values. Several t
 
 
 def decode_rows(first: int, last: int, columns: int, fill: Fill) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight, float32 [last - first, columns]. `fill` writes them in pieces."""
+    """Return the rows from `first` up to `last` of a weight, float32 [last - first, columns]. `fill` is called for some rows at a
+    time.
+    """
     with torch.inference_mode(False):  # else the other threads, which have no inference mode, can't write
         out = torch.empty(last - first, columns, dtype=torch.float32)
     step = max(CHUNK // max(columns, 1) // _ALIGNED, 1) * _ALIGNED
@@ -45,9 +47,9 @@ def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor, dense: bool = Tru
     """Write the codes in every row of `packed` to `out` as float32. Each code has `bits` bits, 1 to 8. The first code is in the
     lowest bits.
 
-    packed: [rows, bytes or words] of any integer dtype. out: float32 [rows, codes], contiguous. Codes beyond its last column are
-    left out. dense: whether a code may begin in one byte or word and end in the next. If it is False, `packed` is int32, and the
-    highest bits of a word are unused if they are too few for a code.
+    packed: [rows, bytes or words] of any integer dtype. out: float32 [rows, codes], contiguous. Packed codes beyond the last column
+    of `out` are skipped. dense: True if a code may begin in one byte or word and end in the next. If False, `packed` is int32, and
+    the highest bits of a word are unused if they are too few for a code.
     """
     if packed.stride(-1) != 1:
         packed = packed.clone(memory_format=torch.contiguous_format)
@@ -81,8 +83,8 @@ def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor, dense: bool = Tru
 
 
 def look_up(codes: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the table's entry for each byte of `codes` to `out`, float32 and contiguous. codes: contiguous, of any dtype. table:
-    float32 [256], or [256, 2] if a byte holds two codes.
+    """Write the table's entry for each byte of `codes` to `out`. codes: contiguous, of any dtype. table: float32 [256], or [256, 2]
+    if a byte holds two codes. out: float32, contiguous.
     """
     entries = table if table.dim() == 1 else table.view(torch.int64).view(-1)  # two float32 are copied as one int64
     index = codes.view(torch.uint8).reshape(-1).to(torch.int32)
@@ -90,8 +92,8 @@ def look_up(codes: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None
 
 
 def pairs(values: torch.Tensor, high_first: bool = False) -> torch.Tensor:
-    """Return the table with which `look_up` decodes bytes of two codes, float32 [256, 2]. values: the values of the 16 codes,
-    float32. high_first: whether the first code is in the high nibble of a byte.
+    """Return a table for `look_up` that decodes bytes with two 4-bit codes each, float32 [256, 2]. values: the values of the 16
+    codes, float32. high_first: whether the first code is in the high four bits of a byte.
     """
     table = torch.stack((values.repeat(16), values.repeat_interleave(16)), 1)
     return table.flip(1).contiguous() if high_first else table
@@ -99,8 +101,8 @@ def pairs(values: torch.Tensor, high_first: bool = False) -> torch.Tensor:
 
 @cache
 def float_values(element: str) -> torch.Tensor:
-    """Return the values of all codes of a float of 4 or 6 bits, float32 [codes]. A code consists of sign, exponent and mantissa.
-    No code is NaN. element: the name of the dtype, such as "mxfp6_e2m3".
+    """Return the values of all codes of a float dtype of 4 or 6 bits without NaN, float32 [codes]. element: the name of the dtype,
+    such as "mxfp6_e2m3". A code consists of sign, exponent and mantissa.
     """
     row = dtypes.BY_NAME[element]
     bits, bias = 1 + row.exponent + row.mantissa, (1 << (row.exponent - 1)) - 1
@@ -113,15 +115,15 @@ def float_values(element: str) -> torch.Tensor:
 
 @cache
 def e2m1_pairs(high_first: bool = False) -> torch.Tensor:
-    """Return the table with which `look_up` decodes bytes of two e2m1 codes. high_first: whether the first code is in the high
-    nibble.
+    """Return a table for `look_up` that decodes bytes with two e2m1 codes each, float32 [256, 2]. high_first: whether the first
+    code is in the high four bits of a byte.
     """
     return pairs(float_values("nvfp4"), high_first)
 
 
 def write_plain(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """Write codes of int8 or float8 to `out`, float32 of the same shape. A code's value is that of its dtype. The common float8
-    dtypes are converted by bit operations, because torch's own conversion takes five times as long.
+    """Convert int8 or float8 codes to float32 and write them to `out`, which has the same shape. The common float8 dtypes are
+    converted by bit operations, because torch's own conversion takes five times as long.
     """
     if codes.dtype == torch.float8_e4m3fn:
         # The bits are moved to the sign, exponent and mantissa of a float16. Its value is 1/256 of the float8's, also for
@@ -139,7 +141,9 @@ def write_plain(codes: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales in float32. If they are uint8 or float8_e8m0fnu, a byte b means 2^(b - 127), and 255 means NaN."""
+    """Convert scales of any dtype to float32. In uint8 and float8_e8m0fnu, a byte b means the scale 2^(b - 127), and
+    255 means NaN.
+    """
     if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
         exponents = scale.view(torch.uint8).to(torch.int32)
         # 2^-127 is a subnormal float32, so its mantissa has to be set instead of its exponent.
