@@ -1,4 +1,6 @@
-"""The model class and configuration of a checkpoint, from its `config.json`, which is checked before the model is built."""
+"""Finds the model class and the configuration that a checkpoint's `config.json` names, constructs the model without data, and
+refuses a model that does not match the checkpoint's tensors.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,21 @@ from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
 
 _MODULES_ALWAYS, _MODULES_PER_TENSOR = 2_000, 10
-"""The maximum number of modules of a model is the first number, plus the second number for each tensor in the files. Real models
-have fewer than three modules per tensor, except small models that share layers or have many modules without tensors.
+"""A model may have at most `_MODULES_ALWAYS` submodules, plus `_MODULES_PER_TENSOR` for each tensor in the files. Real models have
+fewer than three submodules per tensor, except small models that share layers or have many modules without tensors.
 """
 _SPARE_ALWAYS, _SPARE_PER_BYTE = 1 << 30, 32
-"""The tensors of the module that the files lack may have at most this many bytes: the first number, plus the second number for each
-byte of the files. The limit is high because a module in float32 is 16 times as large as files with weights packed in two bits.
+"""The tensors of the model that the checkpoint's files lack may take at most `_SPARE_ALWAYS` bytes, plus `_SPARE_PER_BYTE` for each
+byte of the files. The limit is high because a float32 model is 16 times as large as files with weights packed in two bits.
 """
 _LONGEST_REASON = 300
 
 
 class Misfit(NoForward):
-    """The error for a checkpoint whose tensors are not those of the model class that its configuration names."""
+    """Raised if the names of a checkpoint's tensors are not those of the model class that its configuration names.
+
+    class_name: the name of this class. coverage: which of the model's tensors the checkpoint has.
+    """
 
     def __init__(self, message: str, class_name: str = "", coverage: Coverage | None = None) -> None:
         super().__init__(message)
@@ -56,16 +61,20 @@ class Architecture:
     """A transformers model class and the configuration with which it is constructed."""
 
     model_class: Any
-    """The model class, or one of transformers' auto classes if the code of the model comes with the checkpoint."""
+    """The model class. If the model's code comes with the checkpoint, one of transformers' auto classes, such as
+    AutoModelForCausalLM.
+    """
     config: Any
     notices: tuple[str, ...] = ()
-    """Notices about entries in `config.json` that are ignored, and about a class used in place of the one that the file names."""
+    """Sentences for the user about entries in `config.json` that are ignored, and about a class used instead of the one that it
+    names.
+    """
     trust_remote_code: bool = False
-    """Whether the code that comes with the checkpoint may run."""
+    """Whether Python code that comes with the checkpoint may run."""
 
 
 def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Options) -> Architecture:
-    """Return the architecture that the `config.json` of a checkpoint names, or the one that `options` name.
+    """Return the architecture that a checkpoint's `config.json` names or, if the user chose a model class in `options`, that class.
 
     Raises NoForward if the installed transformers does not have the architecture or rejects the configuration, and UserError if the
     name in `options` is not a model class.
@@ -81,10 +90,10 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Opti
 
 
 def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mapping[str, Placement]]:
-    """Construct the module of an architecture without data, on the meta device, and return it with the placement of each tensor of
-    the files: the tensor of the module into which it is loaded.
+    """Construct the model of an architecture on the meta device, without data. Returns the module and a mapping from the name of
+    each tensor of the checkpoint to where it is loaded in the module.
 
-    Raises NoForward if the module can't be constructed or does not match the tensors of the files.
+    Raises NoForward if the module can't be constructed or does not match the checkpoint's tensors.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     auto = getattr(chosen.model_class, "from_config", None)
@@ -99,9 +108,7 @@ def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mappi
 
 
 def without_quantization(config: Any) -> Any:
-    """Return a copy of a configuration without its quantization settings. Code that constructs a model may change this copy, while
-    the given configuration stays as it is.
-    """
+    """Return a deep copy of a transformers configuration without its quantization settings."""
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -110,7 +117,7 @@ def without_quantization(config: Any) -> Any:
 
 @contextmanager
 def reasons(folder: Path) -> Iterator[None]:
-    """While the block runs, convert any exception that transformers or torch raises to NoForward with a one-sentence message that
+    """Convert any exception that transformers or torch raises in the `with` block to NoForward, with a one-sentence message that
     begins with `folder`.
     """
     with failures_as(NoForward, f"{folder}: transformers can't make this model of its config.json", reason):
@@ -118,7 +125,7 @@ def reasons(folder: Path) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Return the message of an exception from transformers in one line, without Python syntax."""
+    """Return the message of an exception from transformers in one line, without Python syntax such as `<class '...'>`."""
     text = " ".join(str(error).split()).replace("`", "'")
     field = re.match(r"Validation error for field '(\w+)': \w+: (.*)", text)
     if field is not None:
@@ -163,9 +170,11 @@ def _model_class(
 
 
 def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...]) -> str:
-    """Return the transformers auto class with which to load model code that comes with the checkpoint. It is a key of `auto_map`
-    whose value is one of the classes `named` in `architectures`. If there is none, AutoModelForCausalLM, AutoModel or any other key
-    is returned, in this order of preference.
+    """Return the name of the transformers auto class with which to load model code that comes with the checkpoint.
+
+    auto_map: the entry of `config.json` that maps names of auto classes to names of the checkpoint's own classes. named: the class
+    names in its `architectures`. A key of `auto_map` whose class is in `named` is preferred, then AutoModelForCausalLM, then
+    AutoModel, then any other key.
     """
     keys = auto_map if isinstance(auto_map, dict) else {}
     models = [key for key in keys if key.startswith("AutoModel") and hasattr(transformers, key)]
@@ -175,7 +184,9 @@ def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...])
 
 
 def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the class names in the entry `architectures` of a configuration, and a notice if this entry is not a list of names."""
+    """Return the class names in the entry `architectures` of a configuration, and notices for the user if it is not a list of
+    names.
+    """
     listed = config.get("architectures")
     if listed is None or (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
         return tuple(listed or ()), ()
@@ -186,8 +197,8 @@ def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...]) -> str:
-    """Return the notice for a model that is opened without its head because its `config.json` names no class of transformers.
-    named: the class names in its `architectures`.
+    """Return the notice for the user that a model is opened without its head, because its `config.json` names no class of
+    transformers. named: the class names in its `architectures`.
     """
     from transformers.models.auto import modeling_auto
 
@@ -236,8 +247,9 @@ def _asked_for(transformers: ModuleType, name: str) -> Any:
 def _configuration(
     transformers: ModuleType, model_class: Any, checkpoint: Checkpoint, folder: Path, options: Options
 ) -> Any:
-    """Return the configuration as an object of the configuration class that the model class requires. If the model class is a part
-    of a composite model, return the configuration of that part. Raises NoForward if transformers rejects the configuration.
+    """Read the checkpoint's `config.json` as the configuration class that the model class requires. If the model class is only a
+    part of a composite model, such as its text model, the result is the configuration of this part. Raises NoForward if
+    transformers rejects it.
     """
     own = getattr(model_class, "config_class", None)
     with reasons(folder):
@@ -252,8 +264,8 @@ def _configuration(
 
 @contextmanager
 def few_modules(tensors: int) -> Iterator[None]:
-    """While the block constructs a module, raise NoForward as soon as the module has more submodules than a model with this number
-    of tensors can have.
+    """Limit the construction of a model in the `with` block: raise NoForward as soon as it has more submodules than a model with
+    `tensors` tensors can have.
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -277,10 +289,11 @@ def few_modules(tensors: int) -> Iterator[None]:
 
 
 def refuse_misfit(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path) -> None:
-    """Raise NoForward if a module does not match a checkpoint. There are three such cases: most tensors of the files belong to no
-    tensor of the module; shapes differ; or the files lack tensors of the module that would need far more memory than the files.
+    """Raise NoForward if a module does not match a checkpoint, in three cases: most tensors of the files belong to no tensor of the
+    module; shapes differ; or the module has tensors that the files lack and that need far more memory than the files.
 
-    placements: for each tensor of the files, the tensor of the module into which it is loaded.
+    placements: maps the name of each tensor of the files to where it is loaded in the module. folder: the checkpoint's folder, for
+    messages.
     """
     name = type(module).__name__
     infos, tensors = collect_tensors(module)

@@ -1,5 +1,5 @@
-"""Checks a checkpoint against its architecture: finds the tensors that the architecture has and the files lack, and the tensors
-that only the files have.
+"""Adds to the report on a checkpoint which tensors its architecture has and the files lack, and which tensors only the
+files have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dtype_engine.runtime.model.describe import describe
 
 
 def with_architecture(report: CheckReport, source: Source, options: Options, checkpoint: Checkpoint) -> CheckReport:
-    """Compare the tensor names in a checkpoint with those of its architecture. Returns the report with a finding added for each
+    """Compare the tensor names in a checkpoint with those of its architecture. Returns `report` with one more finding for each
     tensor that only the checkpoint or only the architecture has.
 
     Raises UserError if transformers does not have the architecture that `options` name.

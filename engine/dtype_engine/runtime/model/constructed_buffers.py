@@ -1,8 +1,8 @@
-"""Filling the non-persistent buffers of a model whose Python code comes with its checkpoint. No file holds such buffers.
+"""Fills the non-persistent buffers of a model whose Python code comes with its checkpoint. No file holds such buffers.
 
-`from_pretrained` constructs a model without data and allocates such buffers afterwards. Only the classes of transformers itself are
-sure to fill these buffers with values. In other classes, the buffers may hold arbitrary memory (transformers issue 48892) until the
-constructor is called again.
+`from_pretrained` constructs a model without data and then allocates these buffers. Only transformers' own classes are sure to
+compute their values. In other classes, they may hold arbitrary memory (transformers issue 48892). A second construction of the
+model, with data, provides the values.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from dtype_engine.runtime.model.architecture import reason
 from dtype_engine.runtime.model.torch_private import own_tensors
 
 _COMPLETE = ("transformers.", "torch.")
-"""Prefixes of the names of Python modules. The model classes in these modules fill their own buffers when a model is loaded."""
+"""Prefixes of the names of Python modules whose model classes fill their own buffers on loading."""
 
 
 def construct_buffers(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
-    """Fill the non-persistent buffers of a loaded model: construct the model again on the CPU, and replace each buffer that differs
-    from the constructed one. Returns notices of the replaced buffers, and of those that the constructor could not create.
+    """Construct a loaded model again on the CPU, and replace each non-persistent buffer of `module` that differs from the
+    constructed one.
 
-    dtype: the default dtype during construction, the same as when the model was loaded.
+    dtype: the default dtype with which `module` was loaded. Returns notices for the user about the replaced buffers, and about
+    those that the constructor did not create.
     """
     buffers = _non_persistent(module)
     if not buffers or all(type(part).__module__.startswith(_COMPLETE) for part in module.modules()):
@@ -85,8 +86,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextmanager
 def parameters_without_data() -> Iterator[None]:
-    """While the block runs a constructor, move each parameter to the meta device once it is registered. The constructor then needs
-    memory for only one parameter at a time.
+    """Move each parameter that is registered in the `with` block to the meta device. The constructor of a model then needs memory
+    for only one parameter at a time.
     """
 
     def without_data(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:

@@ -1,5 +1,5 @@
-"""Tensors inside the containers that a forward pass accepts and returns: lists, tuples, mappings, dataclasses and packed sequences,
-nested in any way.
+"""Finds and replaces tensors in the containers that a forward pass accepts and returns: lists, tuples, mappings, dataclasses and
+packed sequences, nested in any way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a container, each with its key, field or index. For a value that is not a container, yield nothing."""
+    """Yield (key, field name or index; element) for each element of a mapping, dataclass, list or tuple. Yield nothing for other
+    values.
+    """
     if isinstance(value, Mapping):
         yield from ((str(key), item) for key, item in value.items())
     elif isinstance(value, (list, tuple)):
@@ -27,7 +29,7 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def named_tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor in a value with its name: `name` and the dotted path to the tensor."""
+    """Yield every tensor in a nested value with its dotted path, which begins with `name`, such as "past_key_values.0.keys"."""
     if isinstance(value, torch.Tensor):
         yield name, value
     for part, item in parts_of(value):
@@ -35,8 +37,8 @@ def named_tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]
 
 
 def with_tensors(value: Any, change: Change) -> Any:
-    """Return a value with `change` applied to every tensor in it. Containers of tensors are copied. All other objects stay the same
-    objects, including the lengths of a packed sequence, which torch keeps on the CPU.
+    """Return a copy of a nested value in which `change` is applied to every tensor. Objects without tensors are not copied. The
+    lengths of a packed sequence are not changed, because torch keeps them on the CPU.
     """
     if isinstance(value, torch.Tensor):
         return change(value)

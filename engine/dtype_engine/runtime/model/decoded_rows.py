@@ -1,6 +1,4 @@
-"""Reads a weight that another program quantized, piece by piece. Only the pieces that are read are decoded, so memory need not hold
-all values of the weight at once.
-"""
+"""Decodes a weight that another program quantized only where it is read, so that memory need not hold all of its values at once."""
 
 from __future__ import annotations
 
@@ -14,14 +12,14 @@ from dtype_engine.runtime.model.mmap_reader import read_encoded
 from dtype_engine.runtime.model.pread_reader import FileRows
 
 _WORTH_KEEPING = 1 << 19
-"""The last decoded piece is kept if one index of the weight's first dimension has at least this many values. Such an index is, for
-example, an expert. Its values are all decoded even if only some of them are read, so the next read may need the same piece.
+"""The values that were decoded last are kept if each index of the weight's first dimension has at least this many values. Such an
+index is, for example, an expert, which is decoded as a whole. The next read often needs values of the same expert.
 """
 
 
 class DecodedValues:
-    """The float32 values of a weight that another program quantized. They can be read by flat index or as rows. Each read decodes
-    only the piece that it needs.
+    """The float32 values of a weight that another program quantized, readable by flat index or as rows. Each read decodes only the
+    values at the indexes of the first dimension that it covers.
     """
 
     device = torch.device("cpu")
@@ -38,7 +36,7 @@ class DecodedValues:
         return math.prod(self.shape)
 
     def elements(self, start: int, count: int) -> torch.Tensor:
-        """Return `count` values from the flat index `start` on. Raises UserError if a file can't be read."""
+        """Return `count` values, starting at the flat index `start`: float32 [count]. Raises UserError if a file can't be read."""
         if not count:
             return torch.empty(0)
         first, last = start // self._unit, -(-(start + count) // self._unit)
@@ -54,5 +52,5 @@ class DecodedValues:
             return self._last[2]
 
     def reshape(self, *shape: int) -> FileRows:
-        """Return the values as [rows, columns], or flat if `shape` has only one number."""
+        """Return a view that can be sliced by rows, [rows, columns], or by elements if `shape` is only one number."""
         return FileRows(self, torch.Size(shape if len(shape) == 2 else (self.numel(),)))

@@ -1,7 +1,7 @@
-"""The model description that all commands share: one tree with module classes and tied weights, in the stored dtypes.
+"""Describes a model for all commands: a tree of its modules and tensors, with module classes, tied weights and stored dtypes.
 
-For most checkpoints, the tree is derived from the file headers and the architecture built without data. A Python source, or a
-pickle that holds a whole module, has to be loaded first. If the architecture is unknown, the tree is derived from the files alone.
+For most checkpoints, the tree is derived from the file headers and the architecture built without data. Only a model from Python
+code, or a pickle that holds a whole module, has to be loaded. If the architecture is unknown, the files alone determine the tree.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from dtype_engine.runtime.model.stored_tree import NOT_USED, stored_tree
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """The tree of a model, and further known facts about the model."""
+    """The tree of a model's modules and tensors, and facts from its configuration."""
 
     tree: Tree
     kinds: dict[str, frozenset[str]]
-    """Maps each module class in the tree to the names of its base classes."""
+    """Maps the name of each module class in the tree to the names of its base classes."""
     model_type: str | None
     """The `model_type` in `config.json`."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Maps the name of each tensor of the files to the model's tensor into which it is loaded. Tensors without an entry have the
-    same name in both.
+    """Maps the name of each tensor of the files to where it is loaded in the model. A tensor without an entry has the same name in
+    both.
     """
     class_name: str = ""
-    """The class that the configuration names, or "" if no class is known."""
+    """The name of the model class that the configuration names, or "" if no class is known."""
     coverage: Coverage | None = None
-    """How many of the model's tensors the files have. None if this is unknown, or if the module had to be loaded."""
+    """Which of the model's tensors the files have. None if this is unknown, or if the module had to be loaded."""
 
 
 def describe(source: Source, options: Options, checkpoint: Checkpoint | None = None) -> ModelDescription:
-    """Return a description of a model. If its architecture is unknown, the description has no module classes.
+    """Return a description of the model in `source`. If its architecture is unknown, the description has no module classes.
 
-    checkpoint: the headers of `source`, if they were read before. Raises UserError if the source can't be read or opened.
+    checkpoint: the headers of `source`, if they were read already. Raises UserError if the source can't be read or opened.
     """
     options = dataclasses.replace(options, device="cpu")
     if checkpoint is None:
@@ -75,8 +75,8 @@ def describe(source: Source, options: Options, checkpoint: Checkpoint | None = N
 
 
 def _coverage(module: nn.Module, tree: Tree) -> Coverage:
-    """Return how many of a module's tensors the files have. Missing and unused tensors that the module's class declares to be
-    harmless are not counted.
+    """Return which of a module's tensors the files have. Missing and unused tensors that the module's class declares to be harmless
+    are not counted. module: the model, which may be on the meta device. tree: the tree of the model and the files.
     """
     spared, left_over = (
         [re.compile(pattern) for pattern in getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()]

@@ -1,4 +1,4 @@
-"""Constructing the models of diffusers, such as a UNet, a transformer or a VAE, from a `config.json` that names their class."""
+"""Constructs models of diffusers, such as a UNet, a transformer or a VAE, from a `config.json` that names their class."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from dtype_engine.runtime.model.torch_private import tensor_slots
 
 
 def is_diffusers(config: Mapping[str, Any] | None) -> bool:
-    """Return whether a `config.json` is one of diffusers, which names the class of a single model."""
+    """Return whether a `config.json` is that of a model of diffusers. config: its content, or None if there is none."""
     return config is not None and isinstance(config.get("_class_name"), str) and "model_type" not in config
 
 
 def make_diffusers(checkpoint: Checkpoint, title: str) -> tuple[nn.Module, Mapping[str, Placement]]:
-    """Construct the model of a checkpoint of diffusers without data for its parameters. Buffers that its constructor computes have
-    their values.
+    """Construct a diffusers model with parameters on the meta device. Buffers have the values that the constructor computes.
 
-    Returns the module and, for each tensor of the files, the tensor of the module into which it is loaded. Raises NoForward if
-    diffusers is not installed, lacks the class or can't construct it, and Misfit if the files' tensors are not the module's.
+    title: the model's name, for errors. Returns the module, and a mapping from the name of each tensor of the checkpoint to where
+    it is loaded in the module. Raises NoForward if diffusers is not installed, lacks the class or can't construct it, and Misfit if
+    the checkpoint's tensors are not the module's.
     """
     config = checkpoint.config or {}
     name = str(config.get("_class_name"))
@@ -58,7 +58,7 @@ def make_diffusers(checkpoint: Checkpoint, title: str) -> tuple[nn.Module, Mappi
 
 
 def import_diffusers(title: str) -> Any:
-    """Return the package diffusers. Raises NoForward, with `title` as the name of the model, if it can't be imported."""
+    """Import and return the package diffusers. Raises NoForward if it can't be imported. title: the model's name, for the error."""
     try:
         with quiet():
             import diffusers
@@ -72,7 +72,9 @@ def import_diffusers(title: str) -> Any:
 
 
 def with_placeholders(module: nn.Module) -> None:
-    """Give each parameter without data a placeholder of the same shape, which takes the memory of a single number."""
+    """Replace each parameter on the meta device by zeros on the CPU, which have the same shape but share the memory of a single
+    number.
+    """
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if parameter.is_meta:
@@ -81,7 +83,7 @@ def with_placeholders(module: nn.Module) -> None:
 
 
 def run_decoder(module: nn.Module) -> None:
-    """If a module is an autoencoder, make its forward pass run only the decoder, which makes a picture of latents."""
+    """If a module is an autoencoder, make its forward pass run only the decoder, which turns latents into a picture."""
     original = type(module)
     if not hasattr(module, "decode") or not hasattr(module, "encode"):
         return

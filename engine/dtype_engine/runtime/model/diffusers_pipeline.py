@@ -1,4 +1,4 @@
-"""A whole pipeline of diffusers as one module, whose children are the pipeline's models under the names of their folders."""
+"""Wraps a whole diffusers pipeline as one module. Its children are the pipeline's models, under the names of their folders."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from dtype_engine.runtime.model.silence_libraries import no_stderr, quiet
 
 
 class PipelineModule(nn.Module):
-    """Runs a pipeline: `forward(seed, **call)` returns its pictures or its video, a tensor with values from 0 to 1.
+    """Runs a pipeline: `forward(seed, **call)` returns its pictures or its video as a tensor with values from 0 to 1. `call` holds
+    the pipeline's arguments, such as `prompt`.
 
-    The pipeline may convert its models while it runs, as SDXL's does with a VAE in float16 (`force_upcast`). Afterwards, all
-    tensors are again what they were.
+    Some pipelines convert their models while they run, as SDXL's does with a VAE in float16 (`force_upcast`). After the call, all
+    tensors are restored.
     """
 
     picture_range = (0.0, 1.0)
-    """The values of black and of full brightness."""
+    """The pixel values of black and of full brightness."""
 
     def __init__(self, pipeline: Any) -> None:
         super().__init__()
@@ -50,8 +51,10 @@ class PipelineModule(nn.Module):
 
 
 def make_pipeline(folder: Path, parts: Mapping[str, nn.Module], title: str) -> PipelineModule:
-    """Return the pipeline in a folder with its models, `parts`, which are loaded already. Tokenizers and schedulers are read from
-    the folder. Raises NoForward if diffusers is not installed or can't make the pipeline.
+    """Construct the pipeline in a folder from its loaded models. Tokenizers and schedulers are read from the folder.
+
+    parts: the models, keyed by the names of their folders. title: the pipeline's name, for errors. Raises NoForward if diffusers is
+    not installed or can't construct the pipeline.
     """
     diffusers = import_diffusers(title)
     index = read_json(folder / PIPELINE_INDEX)
@@ -78,7 +81,9 @@ def make_pipeline(folder: Path, parts: Mapping[str, nn.Module], title: str) -> P
 
 
 def _read_component(diffusers: Any, folder: Path, library: str, name: str) -> Any:
-    """Read a part of a pipeline that has no weights: a scheduler, a tokenizer or a processor. library, name: those of its class."""
+    """Read a component of a pipeline that has no weights: a scheduler, a tokenizer or a processor. library: the package of its
+    class, "diffusers" or "transformers". name: the name of its class.
+    """
     import transformers
 
     libraries = {"diffusers": diffusers, "transformers": transformers}
@@ -91,7 +96,7 @@ def _read_component(diffusers: Any, folder: Path, library: str, name: str) -> An
 
 
 def conversions(module: PipelineModule) -> tuple[str, ...]:
-    """Return a notice if the pipeline converts its VAE while it runs."""
+    """Return a notice for the user if the pipeline converts its VAE to float32 while it runs, and otherwise an empty tuple."""
     config = getattr(getattr(module, "vae", None), "config", None) or {}
     if not config.get("force_upcast") or not hasattr(module.__dict__["pipeline"], "upcast_vae"):
         return ()

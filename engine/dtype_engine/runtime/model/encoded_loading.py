@@ -1,5 +1,5 @@
-"""Loads weights that other programs quantized. The module holds a placeholder for each such weight, and each use decodes its
-values. If the model is larger than memory, all its large weights are loaded so.
+"""Loads weights that other programs quantized. The module holds a placeholder for each such weight, and its values are decoded each
+time that they are used. In a model that is larger than memory, all large weights are read from the files in the same way.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 
 def decoded_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype that the decoded weights would have in a model that is not quantized. This is the dtype that config.json
-    names for the model. If it names none there, it is the one for the model's text part or, if there is none either, the widest
-    compute dtype of the checkpoint's tensors.
+    """Return the dtype that the quantized weights would have in an unquantized model. config.json names this dtype for the whole
+    model or, failing that, for its text part. If it names none, the result is the widest compute dtype of the checkpoint's tensors.
     """
     config = checkpoint.config or {}
     text = config.get("text_config")
@@ -52,13 +51,13 @@ def encoded_values(
     placements: Mapping[str, Placement],
     visits: BlockVisits | None = None,
 ) -> dict[str, StoredValues]:
-    """Return the values of the module's weights that other programs quantized, by their names in the module. A weight that loading
-    packs from several tensors is included if another program quantized any of these. visits: if the model is larger than memory,
-    what keeps the values that are read; all large weights are then included.
+    """Return the values of the module's weights that other programs quantized, keyed by the weights' names in the module. This
+    includes a weight that loading packs from several tensors of the files, if another program quantized any of them.
 
-    title: the name of the model, for errors. module: the model, which may be on the meta device. placements: for each tensor of the
-    files, the tensor of the module into which it is loaded. Raises NoForward if a weight has another shape in the module than in
-    the files, or if it is packed from parts that are not simply stacked along its rows.
+    title: the model's name, for errors. module: the model, which may be on the meta device. placements: maps the name of each
+    tensor of the files to where it is loaded in the module. visits: for a model that is larger than memory, the cache of the
+    weights that a forward pass is using; all large weights are then in the result. Raises NoForward if a weight has another shape
+    in the module than in the files, or if its tensors in the files are not simply stacked along its rows.
     """
     turned = turned_names(module, checkpoint.encoded if visits is None else checkpoint.weights)
     if visits is None:
@@ -96,8 +95,9 @@ def encoded_values(
 
 
 def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -> bool:
-    """Return whether a weight is read from its file each time that a pass runs its block, in a model that is larger than memory.
-    Other weights stay in memory. turned: the names of the weights that loading transposes, which stay in memory.
+    """Return whether a weight of a model that is larger than memory is read from its file each time that a forward pass reaches it.
+    Other weights stay in memory. turned: the names of the weights that loading transposes; these stay in memory unless they are
+    quantized.
     """
     if name in checkpoint.encoded:
         return True
@@ -118,8 +118,8 @@ def _values(
 
 
 def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a notice for the user if config.json says that runtimes round the inputs of quantized layers. Measurements round these
-    inputs only on request, and some formats never. Otherwise, return ().
+    """Return notices for the user if config.json says that runtimes round the inputs of quantized layers, and otherwise an empty
+    tuple. Measurements round these inputs only on request, and some formats never.
     """
     if any(input_format(weight, checkpoint.config) for weight in checkpoint.encoded.values()):
         return (
@@ -140,8 +140,11 @@ def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
 def state_to_load(
     checkpoint: Checkpoint, placements: Mapping[str, Placement], values: Mapping[str, StoredValues]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors that transformers has to load: a placeholder for each weight in `values`, under its name in the module,
-    and all other tensors of the files, under their names there.
+    """Return the tensors that transformers has to load, keyed by name: a placeholder for each weight in `values`, under its name in
+    the module, and all other tensors of the checkpoint, under their names in the files.
+
+    placements: maps the name of each tensor of the checkpoint to where it is loaded. values: the values of the weights that are
+    decoded on use, keyed by their names in the module.
     """
     others = {
         name: read_stored(checkpoint, tensor)

@@ -1,4 +1,4 @@
-"""The hardware that torch uses, for bug reports."""
+"""Describes the hardware that torch uses, for bug reports."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dtype_engine.runtime.device import accelerator_names
 
 
 def hardware() -> dict[str, str]:
-    """Return the instruction set of torch's CPU kernels, the number of threads and the names of the accelerators, as torch
-    reports them.
+    """Return three entries: "kernels", the instruction set of torch's CPU kernels, such as "AVX512"; "threads", torch's number of
+    threads; and "accelerator", the names of the accelerators or "none".
     """
     return {
         "kernels": torch.backends.cpu.get_cpu_capability(),

@@ -1,6 +1,6 @@
-"""All private names of transformers (and one of diffusers) that this program uses, tested with transformers 5.18 to 5.23.
+"""Uses private names of transformers, and one of diffusers. No other file does. Tested with transformers 5.18 to 5.23.
 
-If a version lacks one of these names, the function that uses this name falls back as its docstring states, and a test in
+If a version lacks a name, the function that uses it falls back as its docstring states, and a test in
 `tests/engine/runtime/model/test_hf_private.py` fails with a message that states the missing name.
 """
 
@@ -16,9 +16,8 @@ from torch import nn
 
 
 def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
-    """Return the name patterns of tensors that a module's class declares to keep in float32, as pairs (regular expression,
-    attribute of the class). A tensor is kept in float32 if the expression matches anywhere in its name, which is relative to
-    `module`.
+    """Return patterns of the modules that a module's class declares to keep in float32, as pairs (regular expression, name of the
+    class attribute that declares it). An expression is searched for in names relative to `module`.
 
     In transformers, a word in `_keep_in_fp32_modules` (float16 only) or `_keep_in_fp32_modules_strict` matches every module whose
     dotted name contains this word. In diffusers, the attribute is `_skip_layerwise_casting_patterns`. A class without any of these
@@ -34,8 +33,7 @@ def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def renamed_on_load(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return a mapping from the names that tensors have in older files of diffusers to the names that diffusers gives them on
-    loading.
+    """Return a mapping from tensor names in files of older diffusers versions to the names that the installed diffusers gives them.
 
     names: the names in the files. Names that do not change are left out. If the module has no `_fix_state_dict_keys_on_load`, the
     result is empty.
@@ -49,10 +47,10 @@ def renamed_on_load(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def install_output_hooks(module: nn.Module) -> None:
-    """Install the hooks by which a model of transformers collects its hidden states, which it otherwise installs in its first call.
+    """Install the hooks with which a transformers model collects its hidden states. Otherwise its first call would install them.
 
-    A pass restores the attribute that says that they are installed, and so the next pass would install them again and collect every
-    state twice. Without `maybe_install_capturing_hooks`, or for another module, nothing is done.
+    A forward pass here restores the model's attributes afterwards, including the one that says that the hooks are installed. The
+    next pass would then install them again and collect every state twice. Without `maybe_install_capturing_hooks`, nothing is done.
     """
     from transformers import PreTrainedModel
 
@@ -86,7 +84,8 @@ def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, 
 
 @contextmanager
 def without_questions() -> Iterator[None]:
-    """While the block runs, make transformers raise ValueError instead of asking on standard input whether a model's code may run.
+    """During the `with` block, make transformers raise ValueError instead of asking on standard input whether a model's code may
+    run.
 
     If `TIME_OUT_REMOTE_CODE`, the seconds for which transformers waits for an answer, is missing, nothing changes.
     """
@@ -109,11 +108,11 @@ def without_questions() -> Iterator[None]:
 def converted_names(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[str, bool, tuple[int | None, int] | None]]:
-    """Return where transformers puts the tensors of the files that it renames or packs: for each, a weight of the loaded model, and
-    a position inside it. If a transformers function is missing, the result is empty.
+    """Return where transformers loads the tensors of a checkpoint that it renames or packs. If a transformers function is missing,
+    the result is empty.
 
-    names: the tensors of the files. live: the weights of the loaded model, keyed by name. The result maps a tensor's name in the
-    files to three items, for example `experts.3.up_proj.weight` to (`experts.gate_up_proj`, True, (3, 1)):
+    names: the tensors' names in the files. live: the tensors of the module, keyed by name. The result maps a name in the files to a
+    tuple of three, for example `experts.3.up_proj.weight` to (`experts.gate_up_proj`, True, (3, 1)):
 
     1. the name of the weight in `live`;
     2. whether this weight is packed from several tensors of the files;
@@ -132,7 +131,8 @@ def converted_names(
 
 
 def loading_names(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return, for tensors of the files (`names`), the names under which transformers reports them, for example as unused.
+    """Return the names that transformers gives to tensors of the files in its messages, for example about unused tensors. names:
+    their names in the files.
 
     If the transformers functions for renaming are missing, the names are returned unchanged.
     """
@@ -143,7 +143,7 @@ def loading_names(module: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return the names, in the files, of the tensors that transformers transposes on loading.
+    """Return those names in `names` whose tensors transformers transposes on loading. names: names of tensors in the files.
 
     If the transformers functions for conversions are missing, the result is empty.
     """
@@ -163,11 +163,11 @@ def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
 def _renamed(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[str, str | None]], list[Any]]:
-    """Return the names that transformers gives to tensors of the files on loading, and all converters (objects with which it packs
-    or transposes tensors) of the model.
+    """Return where transformers loads tensors of the files, and all its converters (objects that pack or transpose tensors) for the
+    model.
 
     The first result maps a tensor's name in the files to (its name after loading, the name pattern of the converter that processes
-    it or None). live: the weights of the loaded model, keyed by name.
+    it or None). names: the names in the files. live: the tensors of the module, keyed by name.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -182,9 +182,9 @@ def _renamed(
 _STACKED = (("MergeModulelist", 0),)
 _STACKED_BELOW = (("MergeModulelist", 0), ("Concatenate", 1))
 _BELOW = (("Concatenate", 0),)
-"""Three ways in which transformers packs several tensors into one weight, each given by the operations (name, dimension) of its
-converter. `_STACKED`: each tensor becomes one matrix of the weight. `_STACKED_BELOW`: each matrix of the weight consists of several
-tensors, one below the other. `_BELOW`: the weight is one matrix, which consists of all tensors, one below the other.
+"""`_STACKED`, `_STACKED_BELOW` and `_BELOW` are three ways in which transformers packs several tensors into one weight, each a list
+of operations with their dimension. `_STACKED`: each tensor becomes one matrix of the weight. `_STACKED_BELOW`: each matrix of the
+weight consists of several tensors, one below the other. `_BELOW`: the weight is one matrix of all tensors, one below the other.
 """
 
 
@@ -194,8 +194,8 @@ def _positions(
     """Return the position of each tensor of the files in the weight into which transformers packs it, for example (3, 1): index of
     the matrix, or None if the weight is a single matrix; number of the tensor among those stacked in the rows of this matrix.
 
-    found: for each tensor, the name of its weight in the loaded model, and the name pattern by which a converter of transformers
-    selects it (None if no converter does). converters: all converters that transformers uses for the model.
+    found: maps a tensor's name in the files to the name of its weight in the module, and to the name pattern of the converter that
+    packs it, or None. converters: all converters that transformers uses for the model.
     """
     kinds: dict[str, set[tuple[tuple[tuple[str, int | None], ...], tuple[str, ...]]]] = {}
     for converter in converters:
@@ -221,24 +221,26 @@ def _positions(
 
 
 def implementation(config: Any, of: str) -> str | None:
-    """Return the kernel that a configuration names for attention (`of="attn"`) or for experts (`of="experts"`), or None."""
+    """Return the name of the kernel, such as "sdpa", that a configuration selects for attention (`of="attn"`) or for experts
+    (`of="experts"`), or None.
+    """
     named: str | None = getattr(config, f"_{of}_implementation_internal", None)
     return named
 
 
 def set_implementation(config: Any, of: str, name: str | None) -> None:
-    """Set the kernel `name` (None: the default) for attention (`of="attn"`) or experts (`of="experts"`) in a configuration, but not
-    in nested ones.
+    """Select the kernel `name`, such as "sdpa", for attention (`of="attn"`) or experts (`of="experts"`) in a configuration, but not
+    in nested ones. None selects the default.
     """
     setattr(config, f"_{of}_implementation_internal", name)
 
 
 @contextmanager
 def other_attention(module: nn.Module) -> Iterator[str | None]:
-    """While the block runs, make a transformers model use an attention implementation other than its own. Yields the name of that
-    implementation, or None if the model has only one.
+    """During the `with` block, make a transformers model use "eager" attention instead of "sdpa", or the reverse. Yields the name
+    of the implementation in use, or None if the model can't be switched; nothing changes then.
 
-    If `_can_set_attn_implementation` is missing, nothing changes and None is yielded.
+    If `_can_set_attn_implementation` is missing, the model counts as one that can't be switched.
     """
     before = [(config, implementation(config, "attn")) for config in _configs(module)]
     now = getattr(getattr(module, "config", None), "_attn_implementation", None)
@@ -260,7 +262,7 @@ def other_attention(module: nn.Module) -> Iterator[str | None]:
 
 
 def _configs(module: nn.Module) -> list[Any]:
-    """Return every configuration in a transformers model, including the configurations of its parts."""
+    """Return every configuration in a transformers model, including those of its submodels."""
     configs: dict[int, Any] = {}
     waiting = [config for part in module.modules() if (config := getattr(part, "config", None)) is not None]
     while waiting:

@@ -1,4 +1,4 @@
-"""Keeping transformers from downloading anything that the user did not request.
+"""Keeps transformers from downloading anything that the user did not request.
 
 A `config.json` may name repositories of the Hugging Face hub: a backbone, a native kernel for attention or experts, or Python code.
 transformers downloads from these repositories when it builds or runs a model, and `local_files_only` does not prevent all of that.
@@ -19,17 +19,18 @@ _OWN_EXPERTS = ("eager", "grouped_mm", "batched_mm")
 package of native code, which transformers downloads from the hub if it is not installed.
 """
 _ELSEWHERE = ("transformers_weights", "fusion_config", "distributed_config", "kernel_config", "use_kernels")
-"""Attributes of a configuration that make `from_pretrained` read files other than the checkpoint's, or replace the model's code."""
+"""Attributes of a configuration that make `from_pretrained` read files outside the checkpoint, or replace the model's code."""
 
 _DEEPEST = 20
 
 
 @contextmanager
 def offline(download: bool) -> Iterator[None]:
-    """While the block runs, make transformers raise instead of asking on standard input whether a model's code may run. Also make
-    huggingface_hub raise instead of accessing the network, unless `download` is set.
+    """During the `with` block, make transformers raise instead of asking on standard input whether a model's code may run. Unless
+    `download` is True, also make huggingface_hub raise instead of accessing the network.
 
-    huggingface_hub reads its environment variable (HF_HUB_OFFLINE) once, on import, into the constant that is changed here.
+    huggingface_hub reads its environment variable (HF_HUB_OFFLINE) only when it is imported, so the constant in its module is
+    changed.
     """
     from huggingface_hub import constants
 
@@ -43,8 +44,8 @@ def offline(download: bool) -> Iterator[None]:
 
 
 def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str) -> tuple[str, ...]:
-    """Remove from a transformers configuration, and from its nested ones, all entries that would download code or read files other
-    than the checkpoint's. Returns notices of the ignored entries.
+    """Remove from a transformers configuration, and from its nested ones, all entries that would download code or read files
+    outside the checkpoint. Returns notices for the user about the removed entries.
 
     written: the content of `config.json`, from which the configuration was made. title: the name of the model, for the notices.
     """
@@ -67,10 +68,10 @@ def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str)
 
 
 def _kernels(written: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield the attention and expert kernels outside transformers that a `config.json` names, also in nested configurations: each
-    as ("attention" or "experts", name of the kernel).
+    """Yield the attention and expert kernels that a `config.json` names and that are not part of transformers, as ("attention" or
+    "experts", name of the kernel). Nested configurations are included.
 
-    written: the content of the file. depth: how deeply `written` is nested in the file.
+    written: the content of the file, or of a nested configuration. depth: how deeply `written` is nested in the file.
     """
     for key, value in written.items():
         kind = {"attn_implementation": "attention", "experts_implementation": "experts"}.get(key.removeprefix("_"))
@@ -83,7 +84,7 @@ def _kernels(written: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, 
 
 
 def _parts(config: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """Yield a configuration and all its nested configurations, each once."""
+    """Yield a configuration and all its nested configurations, each once. seen: the `id`s of those that were yielded already."""
     seen = set() if seen is None else seen
     if id(config) in seen or not hasattr(config, "to_diff_dict"):
         return

@@ -1,8 +1,8 @@
-"""A live `nn.Module` whose tensors are cast in place and restored.
+"""Holds a running `nn.Module`, whose tensors are cast in place and restored.
 
-Every tensor keeps its identity: the `Parameter` object stays in the module, and only its data changes. The stored data, which is
-usually memory-mapped from the checkpoint's file, is kept as long as the model exists. Every cast therefore starts from the stored
-values, and undoing a cast restores the stored data without a copy.
+The `Parameter` objects stay in the module, and only their data changes. The stored data, which is usually memory-mapped from the
+checkpoint's file, is kept as long as the model exists. Every cast therefore starts from the stored values, and undoing a cast
+restores the stored data without a copy.
 """
 
 from __future__ import annotations
@@ -49,32 +49,30 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Weight:
-    """One distinct tensor of the module. Tied weights, several names for one tensor, are a single `Weight`."""
+    """One distinct tensor of the module. A tied weight, which has several names in the module, is a single `Weight`."""
 
     info: TensorInfo
     tensor: torch.Tensor
-    """The tensor object in the module. It is a placeholder if `visited` is True."""
+    """The tensor object in the module. It has placeholder data if the property `visited` is True."""
     stored: StoredValues
     """The stored values, from which every cast starts. They are never written to."""
     dtype: str
-    """The name of the current dtype."""
+    """The name of the current dtype, such as "bfloat16" or "nvfp4"."""
     scale: torch.Tensor | None = None
-    """The scales of the current data, or None for a dtype without scales. If `visited` is True, a placeholder for them."""
+    """The scales of the current codes, or None for a dtype without scales. A placeholder if the property `visited` is True."""
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
-    """A cache of how many values each cast of the stored data loses (they become infinite or zero, or saturate), keyed by the dtype
-    of the cast. The value is None for a cast that only rounds values.
+    """Caches, for each dtype to which the stored data was cast, how many values became infinite or zero, or saturated. The value is
+    None if the cast only rounds.
     """
     stashed: torch.Tensor | None = None
-    """While a reference pass runs with the original data in the module: the cast data, which is put back afterwards. Otherwise
-    None.
-    """
+    """The cast data, while a reference run has the original data in the module. It is put back afterwards. Otherwise None."""
     other_reference: StoredValues | None = None
-    """The weight's values in the reference, if these come from another checkpoint. Otherwise None."""
+    """The weight's values in the reference model, if this is another checkpoint. Otherwise None."""
     as_stored: bool = False
-    """Whether the reference computes with this weight in its stored dtype, as plain torch does, instead of in float32."""
+    """Whether the reference run computes with this weight in its stored dtype, as plain torch does, instead of in float32."""
     shares: tuple[str, ...] = ()
-    """The names of the weights, including this one, that have a common tensor scale now. In NVFP4, these are the weights that
-    runtimes fuse.
+    """The names of the weights that currently have a common tensor scale with this one, including this one. In NVFP4, these are
+    weights that runtimes fuse, such as q, k and v.
     """
     _sharing: tuple[Weight, ...] = ()
     """The weights whose names are in `shares`."""
@@ -82,37 +80,37 @@ class Weight:
 
     @property
     def reference(self) -> StoredValues:
-        """The values that the reference uses: `other_reference` if it is not None, otherwise `stored`."""
+        """The values that the reference model has: `other_reference` if it is not None, otherwise `stored`."""
         return self.stored if self.other_reference is None else self.other_reference
 
     @property
     def cast(self) -> bool:
-        """Whether the current dtype differs from the stored dtype."""
+        """True if the current dtype differs from the stored dtype."""
         return self.dtype != self.info.dtype
 
     @property
     def differs(self) -> bool:
-        """Whether the module's data for this weight must be exchanged to run the reference: the weight is cast, or the reference
-        has another checkpoint's values.
+        """True if a reference run needs other data for this weight than the module has: the weight is cast, or the reference model
+        is another checkpoint.
         """
         return self.cast or self.other_reference is not None
 
     @property
     def decoded(self) -> bool:
-        """Whether each operation has to decode the values, because the weight is not cast and the module can't hold it in the
-        stored format.
+        """True if each operation has to decode the values, because the weight is in a stored format that the module can't hold, and
+        is not cast.
         """
         return self.scale is None and not self.cast and self.stored.decoded
 
     @property
     def visited(self) -> bool:
-        """Whether the values are read, and cast, in each visit to a block, because the model is larger than memory."""
+        """True if the values are read from the file, and cast, each time that a forward pass reaches the weight, because the model
+        is larger than memory.
+        """
         return isinstance(self.stored, VisitedValues)
 
     def current(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the weight's current data and scales: the stored values, or the cast ones. The scales are None for a dtype without
-        scales.
-        """
+        """Return the weight's current data, stored or cast, and its scales. The scales are None for a dtype without scales."""
         if not isinstance(self.stored, VisitedValues):
             return self.tensor.data, self.scale
         if not self.cast:
@@ -130,26 +128,30 @@ class Weight:
 
     @property
     def input_format(self) -> str:
-        """The format to which runtimes round the activations that are multiplied by this weight in matrix products. It is the
-        weight's format or, if another program quantized the weight and no rule casts it, the format that the files declare. "" if
-        runtimes do not round them.
+        """The format to which runtimes round the activations that this weight multiplies in matrix products, or "" if they do not
+        round them.
+
+        It is the weight's own format if this has scales. If another program quantized the weight and no rule casts it, it is the
+        format that the files declare for activations.
         """
         return self.dtype if self.scale is not None else self.stored.input_format if self.decoded else ""
 
     @property
     def form(self) -> str:
-        """A key that identifies this weight's current values: the dtype, and the names of the weights that share its scale."""
+        """A string that identifies this weight's current values: the dtype, and the names of the weights that share its scale."""
         return " ".join((self.dtype, *self.shares))
 
     @property
     def amax(self) -> float:
-        """The largest finite |value| of the stored data, computed once."""
+        """The largest finite |value| of the stored data. It is computed once."""
         if self._amax is None:
             self._amax = finite_amax(self.stored.read())
         return self._amax
 
     def cast_to(self, dtype: str, sharing: Sequence[Weight] = ()) -> None:
-        """Cast the stored values to `dtype`. sharing: the weights that share a tensor scale, including this one."""
+        """Cast the stored values to `dtype`. sharing: the weights that get a common tensor scale, including this one; by default,
+        it has its own.
+        """
         shares = tuple(weight.info.name for weight in sharing)
         if shares != self.shares:
             self.losses.pop(dtype, None)
@@ -168,11 +170,11 @@ class Weight:
         self.dtype = dtype
 
     def count_loss(self, dtype: str, cancelled: IsCancelled, cast: bool = False) -> ValueLoss | None:
-        """Return how many values a cast of the stored data to `dtype` loses (they become infinite or zero, or saturate), or None if
-        it only rounds values. The result is cached.
+        """Return how many values become infinite or zero, or saturate, if the stored data is cast to `dtype`. Returns None if the
+        cast only rounds. The result is cached.
 
-        cast: whether the weight is currently in this dtype. If so, the current data is examined instead of casting again; it must
-        not change during the call. Raises Cancelled.
+        cast: True if the weight currently has this dtype. The current data is then examined instead of casting again, and must not
+        change during the call. Raises Cancelled if `cancelled()` becomes True.
         """
         if dtype == self.info.dtype:
             return None
@@ -199,8 +201,8 @@ def _by_canonical_name(infos: Iterable[TensorInfo], by_any_name: Mapping[str, T]
 
 
 def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight]:
-    """Return the weights, including the weight `name`, that would share one scale if all of them were in `dtype`. The list is empty
-    if no other weight would share a scale with the weight `name`. weights: all weights, keyed by name.
+    """Return the weights that would share one scale with the weight `name` if all of them were in `dtype`, including this weight
+    itself. The list is empty if there are no others. weights: all weights of the model, keyed by name.
     """
     group = [weights[member] for member in whole_scale_group(name, dtype, weights)]
     castable = [weight for weight in group if not weight.info.quantized]
@@ -208,11 +210,10 @@ def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight
 
 
 def _move(module: nn.Module, device: torch.device, originals: dict[int, torch.Tensor]) -> None:
-    """Move a module to a device. For some devices, torch replaces the module's tensor objects by new ones. Modules that shared one
-    object then share the new one.
+    """Move a module to a device. For some devices, torch replaces the module's tensor objects by new ones. Modules that shared a
+    tensor object before also share the new one.
 
-    originals: a mapping whose keys are the `id`s of tensor objects; it gets an entry for the `id` of each new object, with the
-    value of the old one.
+    originals: data keyed by the `id` of a tensor object. Each new object's `id` is added, with the data of the old one.
     """
     places: dict[int, list[tuple[dict[str, torch.Tensor | None], str]]] = {}
     for child in module.modules():
@@ -229,49 +230,48 @@ def _move(module: nn.Module, device: torch.device, originals: dict[int, torch.Te
 
 @dataclass
 class LiveModel:
-    """An `nn.Module` in memory with its tree, and its weights, which are cast in place."""
+    """A model in memory: its `nn.Module`, the tree of its modules and tensors, and its weights, which are cast in place."""
 
     module: nn.Module
     title: str
     device: torch.device
     tree: Tree
     weights: dict[str, Weight]
-    """The weights, keyed by canonical name."""
+    """The weights, keyed by their first name in the module."""
     files: tuple[Path, ...] = ()
-    """The files of the weights, from which the weights may be memory-mapped."""
+    """The files that hold the weights. The weights may be memory-mapped from them."""
     folder: Path | None = None
     """The folder that holds the model's configuration and tokenizer."""
     checkpoint: Checkpoint | None = None
-    """The headers of the checkpoint, or None for the user's own module."""
+    """The file headers of the checkpoint, or None for a module that the user's Python code made."""
     example_inputs: Callable[[], Any] | None = None
-    """The function `example_inputs` in the Python file of the user's own module, which returns inputs for it. None if there is
-    none.
-    """
+    """The function `example_inputs` in the user's Python file, which returns inputs for the model. None if there is none."""
     notices: tuple[str, ...] = ()
     trust_remote_code: bool = False
-    """Whether Python code in the folder may run."""
+    """Whether Python code in the model's folder may run."""
     identities: tuple[FileIdentity, ...] = ()
-    """The size, modification time and inode of each of `files`, recorded before anything was read from it, to detect later changes.
+    """The size, modification time and inode of each of `files`, to detect later changes. They were recorded before anything was
+    read.
     """
     reference: str = ""
-    """What drift is measured from. "": the model's own weights in float32 arithmetic. "stored": the model in its stored dtypes. Any
-    other text is the path or name of another checkpoint, whose weights the reference has.
+    """The model against which drift is measured. "": this model's stored weights in float32 arithmetic. "stored": this model in its
+    stored dtypes. Any other text is the path or name of another checkpoint.
     """
     coverage: Coverage | None = None
-    """How many of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
+    """Which of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
     visits: BlockVisits | None = None
-    """If the model is larger than memory: keeps the weights of the block that a pass is running. Otherwise None."""
+    """For a model that is larger than memory: the cache of the weights that a forward pass is using. Otherwise None."""
     by_id: dict[int, Weight] = field(default_factory=dict)
     """The weights, keyed by the `id` of the tensor object in the module."""
     cache_formats: dict[str, str] = field(default_factory=dict)
-    """The formats to which a candidate's KV caches are rounded, by the name of the cache tensor. The others hold what the model
-    writes.
+    """The formats to which the KV caches are rounded in a candidate run, keyed by the name of the cache tensor. Other caches are
+    not rounded.
     """
 
     @functools.cached_property
     def cache_names(self) -> Mapping[str, tuple[str, ...]]:
-        """The names of the KV cache's tensors that rules may give a format, by the name of the attention module that writes
-        them: its keys and values, or MLA's latent and rotary part.
+        """The names of the KV cache's tensors that rules may give a format, keyed by the name of the attention module that writes
+        them. A module writes keys and values, or in MLA a latent and a rotary part.
         """
         found: dict[str, tuple[str, ...]] = {}
         for name in self.tree.caches:
@@ -290,14 +290,14 @@ class LiveModel:
         placements: Mapping[str, Placement] | None = None,
         **rest: Any,
     ) -> LiveModel:
-        """Wrap a module: set it to evaluation mode without gradients, move it to `device`, and keep its current tensors as the
-        originals.
+        """Prepare a module for casting: set it to evaluation mode without gradients, move it to `device`, and keep its tensors as
+        the stored ones.
 
         title: the name of the model. quantized: the dtype and scales of each weight that is stored with scales, keyed by any of the
         weight's names. encoded: the values of each weight for which the module has a placeholder, also keyed by any of its names.
-        placements: for each tensor of the checkpoint's files, the tensor of the module into which it is loaded. rest: values for
-        the other fields. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit
-        on the device.
+        placements: maps the name of each tensor of the checkpoint to where it is loaded in the module. rest: values for other
+        fields of `LiveModel`. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the module does not
+        fit on the device.
         """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
@@ -372,12 +372,13 @@ class LiveModel:
         cancelled: IsCancelled = never,
         caches: Mapping[str, str] | None = None,
     ) -> None:
-        """Cast every tensor to its planned dtype (`planned`, keyed by name). A tensor that already has this dtype is skipped,
-        unless it shares its scale with other weights than before.
+        """Cast every weight to its planned dtype. A weight that already has this dtype is skipped, unless the weights with which it
+        shares its scale have changed.
 
-        Each new tensor replaces its predecessor immediately, so that memory is needed only for the new tensors. `on_progress(done,
-        total)` is called with the numbers of finished tensors and of all tensors. Raises Cancelled between two tensors; a later
-        call with any plan continues from there. caches: the formats of KV caches; None: they stay as they are.
+        planned: the dtype of each weight, keyed by name. on_progress: called as `on_progress(done, total)` after each weight, with
+        numbers of weights. caches: the formats of the KV caches, keyed by cache tensor; None leaves them unchanged. The old data of
+        a weight is freed before the next weight is cast. If `cancelled()` becomes True, raises Cancelled between two weights; a
+        later call continues from there.
         """
         if caches is not None:
             self.cache_formats = dict(caches)
@@ -411,13 +412,11 @@ class LiveModel:
 
     @property
     def resident_bytes(self) -> int:
-        """The number of bytes of all current tensors of the module. Tied weights count once, and non-persistent buffers are
-        included.
-        """
+        """The number of bytes of all current weights and buffers of the module. Tied weights count once."""
         return sum(self.resident_by_device().values())
 
     def resident_by_device(self) -> dict[str, int]:
-        """Return the number of resident bytes on each device."""
+        """Return the number of bytes of the current weights and buffers on each device, keyed by the name of the device."""
         sums: dict[str, int] = {}
         for weight in self.weights.values():
             device = str(weight.tensor.device)
@@ -427,11 +426,11 @@ class LiveModel:
     def lost_values(
         self, planned: Mapping[str, str] | None = None, cancelled: IsCancelled = never
     ) -> tuple[ValueLoss, ...]:
-        """Return how many values casts lose, with one entry for each weight in which casts do more than round: values become
-        infinite, saturate or become zero. The results for each cast are cached.
+        """Return, for each weight in which a cast does more than round, how many values become infinite or zero, or saturate. The
+        counts are cached.
 
-        planned: the dtypes of a plan, whose casts of the stored values are examined; if None, the current casts are examined.
-        Raises Cancelled.
+        planned: the dtype of each weight, keyed by name; by default, the current dtypes. Raises Cancelled if `cancelled()` becomes
+        True.
         """
         losses = [
             weight.count_loss(weight.dtype if planned is None else planned[name], cancelled, cast=planned is None)
@@ -440,11 +439,10 @@ class LiveModel:
         return tuple(loss for loss in losses if loss is not None)
 
     def known_losses(self, planned: Mapping[str, str]) -> tuple[ValueLoss, ...] | None:
-        """Return how many values the casts of a plan lose (they become infinite or zero, or saturate), with one entry for each
-        weight that loses values. Returns None if the values of some weight were not counted before. Any thread may call this
-        method.
+        """Return what `lost_values(planned)` would, from its cache alone: how many values become infinite or zero, or saturate, in
+        each weight where any do. Returns None if a weight is not in the cache. Any thread may call this method.
 
-        planned: the dtypes of the plan, keyed by weight name.
+        planned: the dtype of each weight, keyed by name.
         """
         changed = [
             (weight, planned[name]) for name, weight in self.weights.items() if planned[name] != weight.info.dtype

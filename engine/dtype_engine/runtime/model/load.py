@@ -1,4 +1,4 @@
-"""Loading a live model from a source, with transformers' loading code if there is a `config.json`.
+"""Loads a model from a source and makes it ready to run, with transformers' loading code if there is a `config.json`.
 
 `from_pretrained` memory-maps the weights of Hugging Face folders. It changes some stored dtypes: it converts a checkpoint of
 several dtypes to one, and the modules in `_keep_in_fp32_modules` to float32. In these cases the stored tensors are restored
@@ -65,10 +65,10 @@ OnStep = Callable[[str], None]
 
 
 def load(source: Source, options: Options, on_step: OnStep = lambda step: None) -> LiveModel:
-    """Open `source` as a live model on the device that `options` name.
+    """Load the model that `source` names onto the device that `options` name.
 
-    on_step: called with the name of each step of loading. Raises NoForward if the source has tensors but no known architecture, and
-    UserError for any other problem.
+    on_step: called with a description of each step, such as "importing transformers". Raises NoForward if the source has tensors
+    but no known architecture, and UserError for any other problem.
     """
     device = pick_device(options.device)
     if source.kind == "python":
@@ -92,7 +92,9 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
 
 
 _BLOCK_SHARE = 16
-"""One block of a model that is larger than memory takes at most this fraction of the memory, as float32."""
+"""A model that is larger than memory runs block by block. A block is a module whose float32 weights take at most 1/16 of the
+memory, if the model can be divided so.
+"""
 _NO_ARCHITECTURE = {
     "gguf": "the architecture of this GGUF file is not known here; open the checkpoint that it was made from to run it",
     "adapter": "an adapter alone is no model; merge it into its base model and open that to run it here",
@@ -140,14 +142,18 @@ def _from_checkpoint(
 
 
 def _limit(device: torch.device, limits: Mapping[str, int], default: int) -> int:
-    """Return how many bytes of an accelerator's memory weights may take, or `default` if nothing limits them."""
+    """Return how many bytes of an accelerator's memory weights may take. limits: the user's limits, keyed by device name, such as
+    "cuda:0" or "cuda". default: the result if none of them is for this device.
+    """
     names = () if device.type == "cpu" else (f"{device.type}:{device.index or 0}", device.type)
     return next((limits[name] for name in names if name in limits), default)
 
 
 def blocks(live: LiveModel, most: int) -> dict[str, tuple[ByteRange, ...]]:
-    """Divide a model into blocks of at most `most` bytes (see `blocks_of`). The model, or the other checkpoint with which its
-    reference computes, is larger than memory.
+    """Divide a model that is larger than memory into blocks: modules whose weights take at most `most` bytes in float32, where
+    possible. Returns the byte ranges of each block's weights in the files, keyed by the module's name (see `blocks_of`).
+
+    If another checkpoint serves as the reference model, its files may be the ones that are larger than memory.
     """
     in_files = {key: weight.stored.in_files or weight.reference.in_files for key, weight in live.by_id.items()}
     return blocks_of(live.module, {key: tensors for key, tensors in in_files.items() if tensors}, most)
@@ -164,9 +170,9 @@ class Loaded:
     """The values of each weight that another program quantized, keyed by the weight's name in the module."""
     notices: tuple[str, ...] = ()
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Maps each tensor of the files to the tensor of the module into which it is loaded."""
+    """Maps the name of each tensor of the files to where it is loaded in the module."""
     coverage: Coverage | None = None
-    """How many tensors of the module the files have, or None for a module that `load_into` filled."""
+    """Which tensors of the module the files have, or None for a module that `load_into` filled."""
 
 
 def load_module(
@@ -178,9 +184,9 @@ def load_module(
 ) -> Loaded:
     """Load the module of a checkpoint with `from_pretrained`, on the CPU, with every tensor in the dtype of its file.
 
-    title: the name of the model, for errors. on_step: called with a description of each step. visits: if the model is larger than
-    memory, what keeps the values that passes read. Raises NoForward if the architecture is unknown or transformers can't load the
-    module.
+    title: the model's name, for errors. on_step: called with a description of each step. visits: for a model that is larger than
+    memory, the cache of the weights that a forward pass is using. Raises NoForward if the architecture is unknown or transformers
+    can't load the module.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     if checkpoint.form == "diffusers":
@@ -276,7 +282,9 @@ def load_module(
 
 
 def _load_diffusers(checkpoint: Checkpoint, title: str) -> Loaded:
-    """Load a model of diffusers, memory-mapped, with every tensor in the dtype of its file. Raises NoForward."""
+    """Load a diffusers model, memory-mapped, with every tensor in the dtype of its file. title: its name, for errors. Raises
+    NoForward if diffusers can't construct the model or the tensors do not match it.
+    """
     module, placements = make_diffusers(checkpoint, title)
     with_placeholders(module)
     with failures_as(NoForward, f"{title}: no forward pass", reason):
@@ -286,8 +294,8 @@ def _load_diffusers(checkpoint: Checkpoint, title: str) -> Loaded:
 
 
 def _load_pipeline(checkpoint: Checkpoint, title: str, options: Options, on_step: OnStep) -> Loaded:
-    """Load a pipeline of diffusers: each of its models with every tensor in the dtype of its file, and then the rest. Raises
-    NoForward.
+    """Load a diffusers pipeline: each of its models with every tensor in the dtype of its file, then tokenizers and schedulers.
+    title: its name, for errors. Raises NoForward if one of them can't be loaded.
     """
     import_diffusers(f"{title}: a pipeline has several models")
     parts: dict[str, Loaded] = {}
@@ -320,7 +328,7 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
     By contrast, `from_pretrained` of transformers 5 converts a checkpoint of several dtypes to one. A plain module can't hold
     scales, so weights that are stored with scales become values in the dtype that `config.json` names; `dtype_engine.open` keeps
     their codes and scales. module: for a checkpoint without `config.json`, the model that receives the weights. It is changed in
-    place. Raises UserError.
+    place. Raises UserError if the checkpoint can't be read or does not fit the module.
     """
     checkpoint = open_checkpoint(folder)
     loaded = (
@@ -347,8 +355,8 @@ def load_into(
     """Fill a given module with the tensors of a checkpoint, memory-mapped from the files and in their stored dtypes. The result
     holds the module and, for each weight that is stored with scales, its dtype and scales.
 
-    placements: for tensors of the files, the tensor of the module into which they are loaded; others are loaded into that of the
-    same name. Raises UserError unless the checkpoint and the module have tensors of the same names and shapes.
+    placements: maps names of tensors of the files to where they are loaded in the module; a tensor without an entry is loaded into
+    that of the same name. Raises UserError unless the checkpoint and the module have tensors of the same names and shapes.
     """
     module.requires_grad_(False)
     infos, tensors = collect_tensors(module)
@@ -375,10 +383,10 @@ def load_into(
 
 
 def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
-    """Build a checkpoint's architecture on the meta device, without data. Returns the module, and a mapping from each tensor of the
-    files to the tensor of the module into which it is loaded. Returns None if the architecture is unknown or can't be built.
+    """Build a checkpoint's architecture on the meta device, without data. Returns the module, and a mapping from the name of each
+    tensor of the checkpoint to where it is loaded in the module. Returns None if the architecture is unknown or can't be built.
 
-    Raises UserError if transformers does not have the architecture that `options` name, and Misfit if the tensors of the files are
+    Raises UserError if transformers does not have the architecture that `options` name, and Misfit if the checkpoint's tensors are
     not those of the architecture.
     """
     if checkpoint.config is None:
@@ -403,19 +411,18 @@ def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, 
 
 
 def loading_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype in which a checkpoint is loaded: its widest stored float dtype, so that no value is rounded."""
+    """Return the name of the widest float dtype that a checkpoint stores. Loading in this dtype rounds no value."""
     return dtypes.widest(checkpoint.dtype(name) for name in checkpoint.weights)
 
 
 def as_stored(
     model_class: Any, checkpoint: Checkpoint, placements: dict[str, Placement], encoded: Mapping[str, StoredValues]
 ) -> Any:
-    """Return a subclass of the model class that loads every tensor in its stored dtype, if the installed transformers supports
-    this.
+    """Return a subclass of `model_class` that loads every tensor in its stored dtype, if the installed transformers supports this.
+    If it does not, return `model_class` itself, which loads all tensors in one dtype.
 
-    If it does not, all tensors are loaded in one dtype, and `_restore_stored` has to read those stored in other dtypes again.
-    placements: an empty dictionary, which loading fills with the placement of each tensor of the files. encoded: the values of the
-    weights for which the module gets placeholders, by their names in the module.
+    placements: an empty dictionary, which loading fills with the place of each tensor of the files in the module. encoded: the
+    values of the weights for which the module gets placeholders, keyed by their names in the module.
     """
 
     def stored(module: nn.Module) -> dict[str, torch.dtype]:
@@ -439,7 +446,7 @@ def _restore_quantized(
     """Load the weights that this program stored with scales and that transformers can't load: those with packed codes, and those
     that are packed from several stored tensors. Their codes become the data of the module's tensors.
 
-    placements: for each tensor of the files, the tensor of the module into which it is loaded. Returns two results: the dtype and
+    placements: maps the name of each tensor of the files to where it is loaded in the module. Returns two results: the dtype and
     scales of each weight that is stored with scales, keyed by the weight's name in the module; and the names of the weights that
     this function has loaded.
     """
@@ -469,10 +476,10 @@ def _restore_quantized(
 
 
 def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
-    """Restore the stored data, memory-mapped from the file, of every tensor whose dtype changed on loading.
+    """Give every tensor of a loaded module whose dtype changed on loading its stored data again, memory-mapped from the file.
 
-    A tensor that was packed from several stored tensors is cast back to their dtype, which is exact, since loading only widened it.
-    placements: for each tensor of the files, the tensor of the module into which it is loaded.
+    A tensor that loading packed from several stored tensors is cast back to their dtype instead. This is exact, since loading only
+    widened it. placements: maps the name of each tensor of the files to where it is loaded in the module.
     """
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     wanted = stored_dtypes(checkpoint, placements)
