@@ -94,7 +94,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 as_called: Callable[..., Any] = nn.Module._call_impl
 """torch's usual implementation of a module call: a function that gets the module as its first argument and calls it with its hooks.
 """
-_INSTEAD = "_compiled_call_impl"
+_COMPILED_CALL = "_compiled_call_impl"
 """The attribute in which `Module.compile` stores a function. If a module has it, torch calls this function in place of the usual
 implementation of a module call.
 """
@@ -105,23 +105,23 @@ def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[]
 
     Copies of the module are not affected.
     """
-    before = module.__dict__.get(_INSTEAD)
-    bound = module.__dict__[_INSTEAD] = MethodType(function, module)
+    before = module.__dict__.get(_COMPILED_CALL)
+    bound = module.__dict__[_COMPILED_CALL] = MethodType(function, module)
 
     def undo() -> None:
-        if module.__dict__.get(_INSTEAD) is not bound:
+        if module.__dict__.get(_COMPILED_CALL) is not bound:
             return
         if before is None:
-            del module.__dict__[_INSTEAD]
+            del module.__dict__[_COMPILED_CALL]
         else:
-            module.__dict__[_INSTEAD] = before
+            module.__dict__[_COMPILED_CALL] = before
 
     return undo
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module is the result of `torch.compile`, or was compiled by `Module.compile`."""
-    return "_orig_mod" in module._modules or module.__dict__.get(_INSTEAD) is not None
+    return "_orig_mod" in module._modules or module.__dict__.get(_COMPILED_CALL) is not None
 
 
 @contextmanager
