@@ -1,5 +1,5 @@
-"""Reading a tensor of a checkpoint by memory-mapping its file. Pages are read on first use, and none stays resident after the
-tensor is freed.
+"""Reads a tensor of a checkpoint by memory-mapping its file. Pages are read on first use, and none stays resident after the tensor
+is freed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
 
 
 def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
-    """Return a tensor that is stored as a single range of bytes, memory-mapped from its file, in its own dtype and shape. Tensors
-    that are stored in any other form have to be read with `read_tensor`.
+    """Memory-map a stored tensor, in its own dtype and shape. Its bytes must be contiguous in the file. Tensors that are stored in
+    any other way have to be read with `read_tensor`.
 
     The mapping is private, so writes to the tensor do not change the file. Raises UserError if the file can't be read.
     """
@@ -54,14 +54,16 @@ def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
 
 
 def torch_shape(stored: CheckpointTensor) -> tuple[int, ...]:
-    """Return the shape that torch gives a stored tensor. In torch, one element of `float4_e2m1fn_x2` is a byte with two values."""
+    """Return the shape that torch gives a stored tensor. For `float4_e2m1fn_x2`, the last dimension is half as long as in the file,
+    because torch counts a byte with two values as one element.
+    """
     if stored.dtype == "float4_e2m1fn_x2" and stored.shape:
         return (*stored.shape[:-1], stored.shape[-1] // 2)
     return stored.shape
 
 
 def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tensor:
-    """Return a tensor as its file stores it, for example codes without their scales.
+    """Return a tensor of a checkpoint exactly as its file stores it, for example codes without their scales.
 
     Raises UserError if the file can't be read or the tensor has no plain values (sparse, without data, ...).
     """
@@ -104,15 +106,14 @@ def read_quantized(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]
 def read_encoded(weight: EncodedWeight, first: int = 0, last: int | None = None) -> torch.Tensor:
     """Return the values of a weight that another program quantized, decoded to float32. Raises UserError if a file can't be read.
 
-    first, last: the range of indexes along the weight's first dimension to decode, without `last` itself. If `last` is None, the
-    range goes to the end.
+    first, last: decode only the indexes from `first` up to `last` along the weight's first dimension; by default, all.
     """
     return schemes.decode(weight, {role: read_part(part) for role, part in weight.parts.items()}, first, last)
 
 
 def read_part(part: CheckpointTensor) -> torch.Tensor:
-    """Return one of the tensors that store an encoded weight, mapped from its file. A tensor in GGUF blocks, for which torch has no
-    dtype, is returned as its bytes: uint8 [bytes].
+    """Return one of the tensors that a file stores for a quantized weight, such as its codes, mapped from the file. A tensor in
+    GGUF blocks, for which torch has no dtype, is returned as its bytes: uint8 [bytes].
     """
     if not part.packed:
         return read_mapped(part)

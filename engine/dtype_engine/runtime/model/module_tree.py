@@ -1,5 +1,5 @@
-"""The tree of a module, made from the module alone, without its files: its tensors with all their names, in the module's order, and
-its module classes.
+"""Makes the tree of a model from its module alone, without files: the tensors with all their names, in the module's order, and the
+module classes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dtype_engine.runtime.numerics.quantize import dtype_name
 
 
 def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tensor]]:
-    """Return two results: descriptions of all distinct tensors of a module, in the module's order; and the tensors themselves,
-    keyed by their first name. The description of a tied weight has all of its names.
+    """Return descriptions of all distinct tensors of a module, in the module's order, and the tensors themselves, keyed by their
+    first name. The description of a tied weight has all of its names.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -48,8 +48,8 @@ def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torc
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return a tensor's shape as a file has it. It differs from torch's shape for `float4_e2m1fn_x2`, where a torch element is a
-    byte with two values.
+    """Return a tensor's shape in a file. For `float4_e2m1fn_x2`, the last dimension is twice as long as in torch, which counts a
+    byte with two values as one element.
     """
     if tensor.dtype == getattr(torch, "float4_e2m1fn_x2", None) and tensor.ndim:
         return (*tensor.shape[:-1], 2 * tensor.shape[-1])
@@ -57,9 +57,9 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None) -> Tree:
-    """Return the tree of a module, with its module classes and the modules that it declares to keep in float32.
+    """Return the tree of a module, which includes its module classes and which modules it declares to keep in float32.
 
-    infos: the module's tensors, if they were collected before.
+    infos: descriptions of the module's tensors, if they were collected already.
     """
     listed = collect_tensors(module)[0] if infos is None else infos
     tree = Tree(listed, {name: type(child).__name__ for name, child in module.named_modules()})
@@ -71,7 +71,6 @@ def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None) -> Tre
 
 
 def _mark_kept_in_fp32(module: nn.Module, tree: Tree) -> None:
-    """Mark in `tree` the modules that the model's code declares to keep in float32."""
     declared = [(prefix, *each) for prefix, child in module.named_modules() for each in float32_patterns(child)]
     for prefix, pattern, attribute in declared:
         for name, node in tree.modules.items():

@@ -1,4 +1,4 @@
-"""The mapping from the tensors of a checkpoint to those of a live module.
+"""Maps the tensors of a checkpoint to those of the module into which they are loaded.
 
 Most tensors have the same name in the checkpoint and in the module. But transformers adds or drops the prefix of the base model,
 renames tensors, and packs several tensors of a file, such as the experts of a layer, into one parameter.
@@ -21,24 +21,24 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a tensor of the files is loaded: into which tensor of the live module, and at which position inside it."""
+    """Where a tensor of a checkpoint is loaded: into which tensor of the module, and at which position inside it."""
 
     name: str
-    """The name of the live tensor."""
+    """The name of the tensor in the module."""
     part: bool
-    """Whether loading packs this and other tensors of the files into one live tensor. If False, the live tensor is loaded from this
-    tensor alone.
+    """True if loading packs this and other tensors of the checkpoint into one tensor of the module, False if it loads this one
+    alone.
     """
     place: tuple[int | None, int] | None = None
-    """The position of this tensor inside a live tensor that is packed from several, for example (3, 1): the index of the matrix
-    along the first dimension, and the number of this tensor among those stacked in the rows of this matrix. The index is None if
-    there is a single matrix. The position is None if the tensors are not stacked, for example because they are transposed.
+    """The position in a tensor of the module that is packed from several, for example (3, 1): the index of the matrix along the
+    first dimension, and the number of this tensor among those stacked in the rows of this matrix. The index is None if there is a
+    single matrix. The position is None if the tensors are not stacked, for example because they are transposed.
     """
 
 
 def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
-    """Return a mapping from the name of each stored tensor (`names`) to the tensor of `module` into which it is loaded. Tensors
-    that the module lacks are omitted.
+    """Return where each tensor of a checkpoint is loaded in `module`, keyed by its name in the checkpoint. Tensors that the module
+    lacks are omitted. names: the names in the checkpoint.
     """
     live = module.state_dict()
     placements: dict[str, Placement] = {}
@@ -57,7 +57,7 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
 
 
 def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return the entries of `placements` for the tensors that must be in the model exactly as the files store them. These are the
+    """Return the entries of `placements` for the tensors that must be in the module exactly as the files store them. These are the
     tensors in a compute dtype such as bfloat16, and the weights that this program exported as codes and scales. All others, such as
     integers and weights that other programs quantized, stay as transformers loads them.
     """
@@ -69,9 +69,11 @@ def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> d
 
 
 def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, str]:
-    """Return the stored dtype of each live tensor, keyed by its live name. For a live tensor packed from several tensors of the
-    files, this is the widest dtype among them. If another program quantized any of these, it is the format of the first quantized
-    one. placements: for each tensor of the files, the live tensor into which it is loaded.
+    """Return the stored dtype of each tensor of the module that the checkpoint has, keyed by its name in the module. For a tensor
+    that is packed from several tensors of the files, it is the widest of their dtypes or, if another program quantized any of them,
+    the format of the first quantized one.
+
+    placements: maps the name of each tensor of the files to where it is loaded in the module.
     """
     by_live_name: dict[str, str] = {}
     formats = {weight.format for weight in checkpoint.encoded.values()}

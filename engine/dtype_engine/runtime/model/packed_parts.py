@@ -1,4 +1,5 @@
-"""Live weights that loading packs from several stored tensors (their parts): the order of the parts, and the scales of the weight.
+"""Packs several stored tensors with scales, such as those of a layer's experts, into one weight of the module, as transformers does
+on loading. The stored tensors are called the parts of the weight.
 
 One scale of the packed weight may cover a block, a row, a matrix (an expert) or the whole weight. If it covers values of one part
 only, the file stores the same scale for this part. If it covers several parts, the file must store equal scales for them.
@@ -25,7 +26,7 @@ Rows = list[list[str]]
 
 def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], packed: Shape) -> Rows | None:
     """Return the names of the stored tensors that loading packs into one weight of shape `packed`, in the order of its rows.
-    Returns None if any of them is not a group of whole rows in one of the weight's matrices.
+    Returns None unless each of them is a group of whole rows in one of the weight's matrices.
 
     placements, shapes: where each of these tensors is loaded, and its shape, both keyed by its name.
     """
@@ -51,10 +52,12 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 
 
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
-    """Return why a weight can't have the scales of the stored tensors from which it is packed, or None if it can.
+    """Return None if a weight can have the scales of the stored tensors from which it is packed. Otherwise return why not, as words
+    for a message.
 
     There are two reasons: the stored tensors are not stacked in rows, or a block with one scale would extend over two stored
-    tensors or two rows. shapes: the shapes of the stored tensors, keyed by name. packed: the shape of the weight. dtype: its dtype.
+    tensors or two rows. rows: the names of the stored tensors in row order, or None if they are not stacked. shapes: their shapes,
+    keyed by name. packed: the shape of the weight. dtype: its dtype.
     """
     if rows is None:
         return "loading does not stack its parts one below the other, but combines them in another way"
@@ -76,6 +79,8 @@ def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
     """Return groups of stored tensors that need a common scale, because the packed weight has one scale for all of them. In a
     format with a tensor scale, this is a single group of all tensors. In a format with channel scales, there is a group for each
     matrix, if the weight has several matrices. Otherwise, there are no groups.
+
+    rows: the names of the stored tensors in row order. packed: the shape of the weight. dtype: its dtype.
     """
     row = dtypes.BY_NAME[dtype]
     if row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale):
@@ -88,8 +93,8 @@ def pack(
 ) -> tuple[str, torch.Tensor, torch.Tensor]:
     """Pack several stored tensors, each with scales of its own, into one weight. Returns its dtype, codes and float32 scales.
 
-    title: the name of the weight. parts, placements: the stored tensors, and where loading places each, keyed by name. packed: the
-    shape of the weight. Raises NoForward if the codes and scales of the stored tensors do not fit into one weight.
+    title: the name of the weight. parts: the stored tensors, keyed by name. placements: where loading places each of them. packed:
+    the shape of the weight. Raises NoForward if the codes and scales of the stored tensors do not fit into one weight.
     """
     shapes = {name: part.shape for name, part in parts.items()}
     (dtype, *others) = dict.fromkeys(part.dtype for part in parts.values())
@@ -112,8 +117,9 @@ def pack(
 
 
 def _scale(title: str, scales: Sequence[torch.Tensor], rows: Rows, packed: Shape, dtype: str) -> torch.Tensor:
-    """Return the scales of a packed weight. scales: the scales of its stored tensors, in the order of `rows`. title: the name of
-    the weight. Raises NoForward if tensors with different scales would need a common one.
+    """Return the scales of a packed weight. scales: the scales of its stored tensors, in the order of `rows`. rows: the names of
+    these tensors. title: the name of the weight. packed: its shape. Raises NoForward if tensors with different scales would need a
+    common one.
     """
     if dtypes.BY_NAME[dtype].blocks is not None:
         return torch.cat(list(scales))

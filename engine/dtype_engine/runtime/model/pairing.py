@@ -1,8 +1,8 @@
 """Finds the weights that two checkpoints of the same architecture have in common, even if the names differ.
 
-Two weights with equal names are a pair. All other names are first translated to the names in the live model that transformers
-builds. Different prefixes and renamed tensors therefore make no difference, and the weight of one expert is paired with its rows in
-a weight that holds all experts.
+Two weights with equal names are a pair. All other names are first translated to the names in the module that transformers builds.
+Different prefixes and renamed tensors therefore make no difference, and the weight of one expert is paired with its rows in a
+weight that holds all experts.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ class Pair:
     """A weight that both checkpoints have."""
 
     reference: str
-    """The weight's key in `weights` of the reference checkpoint."""
+    """The weight's name in the reference checkpoint, a key of its `weights`."""
     candidate: str
-    """The weight's key in `weights` of the candidate checkpoint."""
+    """The weight's name in the candidate checkpoint, a key of its `weights`."""
     reference_part: tuple[int | None, int] | None = None
-    """If the candidate's weight is only a part of the reference's weight, such as one expert: where this part is. For example, (3,
-    1) is part 1 of those that are stacked in the rows of matrix 3. The first number is None if the reference's weight is a single
-    matrix. The position is None if the reference's weight is compared as a whole.
+    """The position in the reference's weight, if the candidate's weight is only a part of it, such as one expert. For example, (3,
+    1) is tensor 1 of those that are stacked in the rows of matrix 3. The first number is None if the reference's weight is a single
+    matrix. None if the reference's weight is compared as a whole.
     """
     candidate_part: tuple[int | None, int] | None = None
-    """If the reference's weight is only a part of the candidate's weight: where this part is, in the same form. Otherwise None."""
+    """The position in the candidate's weight, if the reference's weight is only a part of it, written like `reference_part`. None
+    if the candidate's weight is compared as a whole.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ def pair_weights(reference: Checkpoint, candidate: Checkpoint, options: Options)
     """Find the weights that two checkpoints have in common. transformers is imported only if each checkpoint has names that the
     other lacks.
 
-    Raises UserError if `options` name an architecture that transformers lacks.
+    options: how to open the checkpoints. Raises UserError if they name an architecture that transformers lacks.
     """
     left, right = list(reference.weights), list(candidate.weights)
     same = set(left) & set(right)
@@ -70,14 +72,14 @@ def pair_weights(reference: Checkpoint, candidate: Checkpoint, options: Options)
 
 
 _Place = tuple[str, tuple[int | None, int] | None]
-"""Where a weight is in the live model: the name of the live tensor, and the weight's position inside it in the form of
-`Pair.reference_part`. The position is None if the weight is the whole tensor.
+"""Where a weight of a checkpoint is in the module: the name of the module's tensor, and the position inside it, such as (3, 1), as
+in `Pair.reference_part`. The position is None if the weight is the whole tensor.
 """
 
 
 def _by_place(left: Mapping[str, _Place], right: Mapping[str, _Place]) -> list[Pair]:
-    """Return the pairs of weights. Two weights are a pair if they have the same place in the live model, or if one of them is a
-    part of the other.
+    """Return the pairs of weights of two checkpoints, whose places in the module are `left` (the reference's) and `right` (the
+    candidate's), keyed by name. Two weights are a pair if they have the same place, or if one of them is a part of the other.
     """
     in_left = {place: name for name, place in reversed([*left.items()])}
     in_right = {place: name for name, place in reversed([*right.items()])}
@@ -94,9 +96,11 @@ def _by_place(left: Mapping[str, _Place], right: Mapping[str, _Place]) -> list[P
 
 
 def _places(checkpoint: Checkpoint, names: list[str], other: Checkpoint, options: Options) -> Mapping[str, _Place]:
-    """Return the place of each weight in the live model. All names of a tied weight have one place. If the checkpoint's
-    architecture is unknown, that of the `other` checkpoint is used. If that is unknown, too, each weight's place is its own name. A
-    weight has no place if loading packs it with others in another way than by stacking rows.
+    """Return where each weight of a checkpoint is in the module, keyed by its name in the checkpoint. All names of a tied weight
+    have one place. If loading packs a weight with others in another way than by stacking rows, it is left out.
+
+    The module is that of the checkpoint's architecture or, if that is unknown, of the `other` checkpoint's. If both are unknown,
+    each weight's place is its own name.
     """
     if (made := _made(checkpoint, options)) is not None:
         module, placements = made
@@ -115,8 +119,8 @@ def _places(checkpoint: Checkpoint, names: list[str], other: Checkpoint, options
 
 
 def _made(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
-    """Build a checkpoint's module without data. Returns the module and the placement of each of the files' tensors in it. Returns
-    None if the architecture is unknown or does not fit the files.
+    """Build a checkpoint's module without data. Returns the module, and where each tensor of the checkpoint is loaded in it.
+    Returns None if the architecture is unknown or does not fit the files.
     """
     try:
         return build_on_meta(checkpoint, options)

@@ -1,7 +1,7 @@
-"""Reading the values of a tensor from a file a piece at a time, without memory-mapping the file.
+"""Reads some values of a tensor at a time from a file, without memory-mapping the file.
 
-If another program truncates a file while it is memory-mapped, a signal (SIGBUS) ends this process. If a file is truncated while it
-is read without a mapping, the read only raises an error.
+If another program truncates a file while it is memory-mapped, a signal (SIGBUS) ends this process. Without a mapping, the read only
+raises an error.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dtype_engine.core.regular_files import reading
 
 
 class Elements(Protocol):
-    """The values of a tensor that is read in pieces, for example from a file."""
+    """The interface of a tensor, for example in a file, of which any range of values can be read."""
 
     def elements(self, start: int, count: int) -> torch.Tensor:
-        """Return `count` elements from the flat index `start` on."""
+        """Return `count` elements, starting at the flat index `start`: [count]."""
 
 
 class FileValues:
-    """The values of one tensor in a file, readable flat or as rows. This context manager opens and closes the file."""
+    """Reads the values of one tensor in a file, by flat index or by rows. This context manager opens and closes the file."""
 
     device = torch.device("cpu")
 
@@ -50,8 +50,8 @@ class FileValues:
         return math.prod(self.shape)
 
     def elements(self, start: int, count: int) -> torch.Tensor:
-        """Return `count` elements, read from the file, starting at the flat index `start`. Raises UserError if the file is too
-        short or can't be read.
+        """Read `count` elements, starting at the flat index `start`: [count]. Raises UserError if the file is too short or can't be
+        read.
         """
         width = self.dtype.itemsize
         buffer = bytearray(count * width)
@@ -66,7 +66,7 @@ class FileValues:
         return torch.frombuffer(buffer, dtype=self.dtype) if count else torch.empty(0, dtype=self.dtype)
 
     def reshape(self, *shape: int) -> FileRows:
-        """Return the values as [rows, columns], or flat if `shape` has only one number."""
+        """Return a view that can be sliced by rows, [rows, columns], or by elements if `shape` is only one number."""
         return FileRows(self, torch.Size(shape if len(shape) == 2 else (self.numel(),)))
 
 

@@ -1,4 +1,4 @@
-"""Building a model with the user's own class or function, with weights from a checkpoint if the user names one."""
+"""Builds a model with the user's own class or function, and loads weights from a checkpoint if the user names one."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _load_weights(
 ) -> tuple[tuple[str, ...], tuple[FileIdentity, ...]]:
     """Load a checkpoint's tensors into a module, memory-mapped and in their stored dtypes.
 
-    trust: whether a pickle may run any code. title: the model's name, for errors. Returns notices, and the size, modification time
-    and inode of each file, recorded before the files were read. Raises UserError if the checkpoint does not fit.
+    trust: whether a pickle may run any code. title: the model's name, for errors. Returns notices for the user, and the size,
+    modification time and inode of each file, recorded before the files were read. Raises UserError if the checkpoint does not fit.
     """
     checkpoint = open_checkpoint(file, trust)
     values = {name: read_tensor(checkpoint, name) for name in checkpoint.weights}
@@ -71,10 +71,10 @@ def _load_weights(
 def _tie_again(
     module: nn.Module, ties: Iterable[tuple[str, ...]], values: Mapping[str, torch.Tensor]
 ) -> frozenset[str]:
-    """Tie weights again after loading, which has made each name of a tied weight a separate tensor.
+    """Make the names of each tied weight share one tensor again after loading, which has given each name its own.
 
-    ties: the names of each tied weight. values: the tensors in the file, keyed by name. Returns the names that are tied afterwards.
-    Names that have different values in the file stay separate.
+    ties: the names of each tied weight. values: the tensors in the file, keyed by name. Names that have different values in the
+    file are not tied again. Returns the names that are tied afterwards.
     """
     tied: set[str] = set()
     for names in ties:
@@ -93,8 +93,11 @@ def _tie_again(
 
 
 def load_python(source: Source, options: Options, device: torch.device, on_step: OnStep) -> LiveModel:
-    """Build the model with the user's own class or function, and find `example_inputs()` in the same file. Raises UserError if the
-    user's code fails or does not make an `nn.Module`, or if the weights do not fit.
+    """Build the model with the user's own class or function. The function `example_inputs` in the same file becomes a field of the
+    result.
+
+    on_step: called with a description of each step, such as "importing net.py". Raises UserError if the user's code fails or does
+    not make an `nn.Module`, or if the weights do not fit.
     """
     on_step(f"importing {source.path or source.module}")
     with quiet():
@@ -122,8 +125,8 @@ def load_python(source: Source, options: Options, device: torch.device, on_step:
 
 
 def import_named(source: Source) -> tuple[Any, ModuleType]:
-    """Import the Python file or module of a source. Returns (the attribute that the source names, the module). Raises UserError if
-    the code fails, or if it has no such attribute.
+    """Import the Python file or module of a source. Returns the attribute that the source names, such as a class, and the imported
+    module. Raises UserError if the code fails, or if it has no such attribute.
     """
     assert source.attribute is not None
     namespace = _import_file(source.path) if source.path else _import_module(source.module or "")
@@ -135,8 +138,9 @@ def import_named(source: Source) -> tuple[Any, ModuleType]:
 
 
 def _may_make_a_model(value: Any, module: str) -> bool:
-    """Return whether a value in a Python file may build a model: a module, a module class, or a function without arguments. Classes
-    and functions must be defined in the module named `module` and not begin with an underscore.
+    """Return whether a value in a Python file may build a model: it is an `nn.Module`, a module class, or a function that can be
+    called without arguments. Classes and functions must be defined in the Python module named `module`, and their names must not
+    begin with an underscore.
     """
     if isinstance(value, nn.Module):
         return True
@@ -154,8 +158,8 @@ def _may_make_a_model(value: Any, module: str) -> bool:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a Python file as a module. It can import from its own folder, as if it were run as a program. Raises UserError if its
-    code fails.
+    """Import a Python file and return the module. The file can import from its own folder, as if it were run as a program. Raises
+    UserError if its code fails.
     """
     name = f"_dtype_engine_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -1,8 +1,7 @@
 """Refuses a checkpoint if one of its quantized weights can't be decoded, because the scheme is unknown or one of the weight's
 tensors is missing.
 
-If such a weight were loaded, its codes would be taken for values, its scales would be left out, or it would be initialised
-randomly, all without an error.
+Without this check, loading would treat codes as values, ignore scales, or initialize the weight randomly, all without an error.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from dtype_engine.runtime.model.name_mapping import Placement
 def refuse_unread(title: str, checkpoint: Checkpoint, module: nn.Module, placements: Mapping[str, Placement]) -> None:
     """Raise NoForward if the files have codes or scales of a weight that can't be decoded.
 
-    title: the name of the model, for the error. module: the model on the meta device. placements: for each tensor of the files, the
-    tensor of the module into which it is loaded.
+    title: the name of the model, for the error. module: the model on the meta device. placements: maps the name of each tensor of
+    the files to where it is loaded in the module.
     """
     tensors = checkpoint.unread
     for name, why in (
@@ -53,8 +52,8 @@ def refuse_unread(title: str, checkpoint: Checkpoint, module: nn.Module, placeme
 def _integers_for_floats(
     checkpoint: Checkpoint, module: nn.Module, placements: Mapping[str, Placement]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each integer tensor from which transformers would load a floating-point parameter, and a description of the tensor.
-    placements: for each tensor of the files, the tensor of the module into which it is loaded.
+    """Yield (name, description) for each integer tensor of the files that transformers would load into a floating-point parameter.
+    placements: maps the name of each tensor of the files to where it is loaded in the module.
     """
     floats = {
         name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.is_floating_point()

@@ -1,8 +1,8 @@
-"""Takes the reference's weights from another checkpoint of the same architecture.
+"""Lets another checkpoint of the same architecture be the reference model, against which drift is measured.
 
-The open model is the candidate, and the reference runs in the same module: each weight gets the values that the other checkpoint
-has for it. Both therefore run the same code with the same configuration. A checkpoint that needs another structure or configuration
-is refused.
+The open model is the candidate. A reference run uses the same module, but each weight gets the values that the other checkpoint has
+for it. Both runs therefore execute the same code with the same configuration. A checkpoint that needs another structure or
+configuration is refused.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ _WITHOUT_EFFECT = frozenset(
         "attention_probs_dropout_prob", "router_aux_loss_coef", "output_router_logits", "gradient_checkpointing",
     }
 )  # fmt: skip
-"""Entries of a configuration that may differ between the two checkpoints. Either they don't change the output of a forward pass, or
-a difference in them is also found by comparing the weights.
+"""Names of configuration entries that may differ between the reference's checkpoint and the candidate's. They don't change the
+output of a forward pass, or a difference in them is also found by comparing the weights.
 """
 _SHOWN = 3
-"""Maximum number of differences that an error message lists."""
+"""Maximum number of differences between two checkpoints that an error message lists."""
 
 
 def use_reference(live: LiveModel, source: Source, options: Options, on_step: OnStep = lambda step: None) -> None:
-    """Make another checkpoint the reference of an open model: each weight gets the values that this checkpoint has for it as its
-    `other_reference`.
+    """Make another checkpoint the reference model of an open one: each weight gets the values that this checkpoint has for it as
+    its `other_reference`.
 
-    live: the open model, which is the candidate. source: the other checkpoint. options: how to open it. Raises UserError if the
-    tensors or shapes of the two differ, or if their configurations make them compute differently.
+    live: the open model, which is the candidate. source: the other checkpoint. options: how to open it. on_step: called with a
+    description of each step. Raises UserError if the tensors or shapes of the two checkpoints differ, or if their configurations
+    make them compute differently.
     """
     if options.weights is not None:
         raise UserError("--weights goes with one model: --against compares two that bring their own weights")
@@ -80,13 +81,13 @@ def use_reference(live: LiveModel, source: Source, options: Options, on_step: On
 
 
 def _has_numbers(weight: Weight) -> bool:
-    """Return whether a weight holds floats. Only these are compared, because integers are indexes and counters."""
+    """Return whether a weight holds floats. Only these get reference values, because integers are indexes and counters."""
     return weight.stored.dtype.is_floating_point
 
 
 def _refuse_other_structure(other: LiveModel, live: LiveModel, sides: tuple[str, str]) -> None:
-    """Raise UserError unless both models have the same tensors with the same shapes. sides: the titles of the reference and the
-    candidate.
+    """Raise UserError unless both models have the same tensors with the same shapes. other: the reference. live: the candidate.
+    sides: their titles, in this order.
     """
     theirs, ours = _shapes(other), _shapes(live)
     for mine, missing in ((sides, [*theirs.keys() - ours.keys()]), (sides[::-1], [*ours.keys() - theirs.keys()])):
@@ -108,7 +109,7 @@ def _refuse_other_structure(other: LiveModel, live: LiveModel, sides: tuple[str,
 
 
 def _shapes(model: LiveModel) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each persistent tensor of a module, by each of its names."""
+    """Return the shape of each persistent tensor of a module, keyed by each of its names."""
     return {
         name: weight.stored.shape
         for weight in model.weights.values()
@@ -118,8 +119,8 @@ def _shapes(model: LiveModel) -> dict[str, tuple[int, ...]]:
 
 
 def _refuse_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[str, str]) -> None:
-    """Raise UserError if the candidate's configuration would make the reference's weights compute differently than their own one
-    does. sides: the titles of the reference and the candidate.
+    """Raise UserError if the configurations of the two models make them compute differently with the same weights. other: the
+    reference. live: the candidate. sides: their titles, in this order.
     """
     theirs, ours = (dict(_entries(_configuration(model))) for model in (other, live))
     scaled = any(name.endswith("rope_type") and kind not in ("default", None) for name, kind in ours.items())
@@ -146,8 +147,8 @@ def _refuse_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Return whether two values of a configuration are equal. Floats may differ by rounding, because GGUF files hold numbers in
-    float32.
+    """Return whether two values of a configuration are equal. Floats may differ by rounding to float32, in which GGUF files store
+    them.
     """
     if isinstance(one, float) and isinstance(other, (int, float)):
         return math.isclose(one, other, rel_tol=1e-6)
@@ -173,8 +174,8 @@ def _entries(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _different_buffers(other: LiveModel, live: LiveModel) -> list[str]:
-    """Return the names of the buffers whose values differ, such as rotary frequencies. Only buffers that are computed from the
-    configuration and not stored in the files are compared.
+    """Return the names of the non-persistent buffers, such as rotary frequencies, whose values differ between the two models. They
+    are computed from the configuration.
     """
     theirs, ours = (
         {name: weight.stored.read() for name, weight in model.weights.items() if not weight.info.persistent}

@@ -1,6 +1,4 @@
-"""Reads the values of one weight of a checkpoint as rows, in pieces. The files may store the weight in any form, such as plain
-values or codes.
-"""
+"""Reads one weight of a checkpoint some rows at a time, whether the files store plain values or codes."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
 
 
 class RowReader:
-    """The values of a weight as a matrix [rows, columns]. The weight's last dimension becomes the columns, and all other dimensions
+    """Reads a weight as a matrix [rows, columns]. The weight's last dimension becomes the columns, and all other dimensions
     together become the rows. A vector is one row.
 
     Rows are read in the stored dtype, or in float32 for a weight that is stored as codes. Several threads may read at once.
@@ -41,11 +39,11 @@ class RowReader:
         self.columns = shape[-1] if shape else 1
         self.rows = math.prod(shape[:-1])
         self.unit = self.rows // shape[0] if self._encoded is not None and len(shape) > 2 and shape[0] else 1
-        """The number of rows that can only be decoded together. If every piece starts and ends at a multiple of it, no row is
-        decoded twice.
+        """The number of rows that can only be decoded together. If every call of `read` starts and ends at a multiple of it, no row
+        is decoded twice.
         """
         self.uses_threads = self._own is not None
-        """Whether `read` uses the threads of `parallel_map`. If so, `read` must not be called from these threads."""
+        """True if `read` calls `parallel_map`, and so must not be called from one of its threads."""
         self._codes = read_quantized(self._own) if self._own is not None else None
 
     def read(self, first: int, last: int) -> torch.Tensor:
@@ -64,8 +62,8 @@ class RowReader:
         return part.view(last - first, self.columns)
 
     def _decoded(self, first: int, last: int) -> torch.Tensor:
-        """Return rows of a weight that another program quantized. All rows that belong to one index of the first dimension are
-        decoded together.
+        """Return the rows from `first` up to `last` of a weight that another program quantized. All rows at one index of the
+        weight's first dimension are decoded together.
         """
         assert self._encoded is not None
         if len(self.shape) < 2:
@@ -76,8 +74,8 @@ class RowReader:
         return found[first - start * unit : last - start * unit]
 
     def _dequantized(self, first: int, last: int) -> torch.Tensor:
-        """Return rows of a weight that this program's export stored with scales. Only the matrices and blocks that contain these
-        rows are dequantized.
+        """Return the rows from `first` up to `last` of a weight that this program exported with scales. Only the matrices and
+        blocks that contain these rows are dequantized.
         """
         assert self._own is not None
         assert self._codes is not None

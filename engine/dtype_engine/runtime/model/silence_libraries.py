@@ -1,4 +1,4 @@
-"""Keeping libraries from writing to the terminal, in which the app may be running."""
+"""Keeps libraries from writing to the terminal, in which the app may be running."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STDERR = threading.RLock()
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep warnings, log messages and progress bars of libraries off the terminal while the block runs."""
+    """Keep warnings, log messages and progress bars of libraries off the terminal during the `with` block."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -34,8 +34,8 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def no_stderr() -> Iterator[None]:
-    """Drop what Python code writes to `sys.stderr` while the block runs. compressed-tensors draws progress bars that no setting
-    turns off. It also logs names from a configuration without escaping control characters.
+    """Discard what Python code writes to `sys.stderr` during the `with` block. compressed-tensors draws progress bars that no
+    setting turns off. It also logs names from a configuration without escaping control characters.
     """
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         yield
@@ -43,12 +43,12 @@ def no_stderr() -> Iterator[None]:
 
 @contextmanager
 def without_panic_message(drop: bool = False) -> Iterator[None]:
-    """Hide the messages of a failing library: if the block raises, drop what was written to standard error while it ran. If it does
-    not, write this text when the block ends. drop: whether to drop it in any case.
+    """Hold back what is written to standard error during the `with` block. It is discarded if the block raises, or if `drop` is
+    True. Otherwise it is written when the block ends.
 
-    A library in Rust that panics writes a message, and a backtrace if RUST_BACKTRACE is set, to the file descriptor itself; libtiff
-    and mpg123 write what they think of a damaged file. Threads run such blocks one after another, because the descriptor belongs to
-    the process.
+    A library in Rust that panics writes a message, and a backtrace if RUST_BACKTRACE is set, to the file descriptor itself. libtiff
+    and mpg123 do so with warnings about damaged files. Only one thread at a time can be in such a block, because the whole process
+    shares the descriptor.
     """
     with _STDERR, contextlib.ExitStack() as stack:
         try:

@@ -1,4 +1,4 @@
-"""The tree of a model that is described by both a module and the files of its weights, for plans, casts and exports alike.
+"""Makes the tree of a model from both its module and the files of its weights. Plans, casts and exports use this tree.
 
 Modules, classes and tied weights come from the module; dtypes and sizes come from the files. A tensor of the files that the module
 does not use is included, since an export copies it, but it is never cast. A tensor that the files lack counts no bytes.
@@ -23,16 +23,15 @@ from dtype_engine.runtime.model.name_mapping import Placement, stored_dtypes
 NOT_USED = "not used by"
 """The first words of `TensorInfo.uncastable_reason` for a tensor of the files that the module does not use."""
 _EXPERTS = re.compile(r"\.(experts|switch_mlp)\..*")
-"""Matches the part of a tensor's name that begins with the experts' module: `.experts...` in transformers, `.switch_mlp...` in MLX.
-"""
+"""Matches the end of a tensor's name from the module of the experts on: `.experts...` in transformers, `.switch_mlp...` in MLX."""
 
 
 def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> Tree:
-    """Return the tree of a module on the meta device, which has no data, with the dtypes and sizes of a checkpoint.
+    """Return the tree of a module with the dtypes and sizes of a checkpoint. module: the model, which may be on the meta device.
+    placements: maps the name of each tensor of the files to where it is loaded in the module.
 
-    placements: for each tensor of the files, the tensor of the module into which it is loaded. If the files hold a tied weight
-    under two names and the values differ, the tree has two weights, as in a model that transformers loads. Raises UserError for a
-    file that can't be read.
+    If the files hold a tied weight under two names with different values, the tree has two weights, like a model that transformers
+    loads. Raises UserError if a file can't be read.
     """
     infos = _untied(collect_tensors(module)[0], checkpoint, placements)
     headers = checkpoint.tree().tensors
@@ -47,10 +46,11 @@ def with_files(
     headers: Mapping[str, TensorInfo],
     own_dtypes: bool,
 ) -> list[TensorInfo]:
-    """Return the descriptions of a module's tensors, updated with what the files say about their sizes, packing and quantization.
+    """Return the descriptions of a module's tensors (`infos`), updated with their sizes, packing and quantization in the files.
 
-    placements: for each tensor of the files, the live tensor into which it is loaded. headers: the tensors of the files, keyed by
-    name. own_dtypes: whether to keep the dtypes in `infos`, as for a live module, or use the files' dtypes.
+    placements: maps the name of each tensor of the files to where it is loaded in the module. headers: descriptions of the tensors
+    of the files, keyed by name. own_dtypes: True to keep the dtypes in `infos`, as for a loaded module; False to use the files'
+    dtypes.
     """
     stored = stored_dtypes(checkpoint, placements)
     sources: dict[str, list[str]] = {}
@@ -100,11 +100,11 @@ def with_files(
 def unused(
     placements: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
 ) -> list[TensorInfo]:
-    """Return descriptions of the tensors of the files that the module does not use. Each description says why the tensor is never
-    cast; the reason mentions the model by its name, `title`.
+    """Return descriptions of the tensors of the files that the module does not use. Each states as the reason why the tensor is
+    never cast that the model does not use it.
 
-    placements: for each used tensor of the files, the live tensor into which it is loaded. headers: all tensors of the files, keyed
-    by name. infos: the module's tensors.
+    placements: maps the name of each used tensor of the files to where it is loaded in the module. headers: descriptions of all
+    tensors of the files, keyed by name. infos: descriptions of the module's tensors. title: the model's name, for the reason.
     """
     taken = {name for info in infos for name in info.names}
     return [
@@ -117,8 +117,8 @@ def unused(
 
 
 def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> list[TensorInfo]:
-    """Return the descriptions of a module's tensors. A tied weight is split into separate tensors if the files hold different
-    values for its names, as transformers does. placements: for each tensor of the files, the live tensor into which it is loaded.
+    """Return the descriptions of a module's tensors (`infos`). If the files hold different values for the names of a tied weight,
+    it becomes separate tensors, as in transformers. placements: maps the name of each tensor of the files to where it is loaded.
     """
     untied = []
     for info in infos:
@@ -149,8 +149,8 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 
 def without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-    """Return the tensors of a module (`infos`) except those that the files hold in another form: as codes and scales under other
-    names, in the same module or in the same group of experts. headers: the tensors of the files, keyed by name.
+    """Return the descriptions of a module's tensors (`infos`) without those that the files store as codes and scales under other
+    names, in the same module or in the same group of experts. headers: descriptions of the tensors of the files, keyed by name.
     """
     parts = {name.rpartition(".")[0] for name, header in headers.items() if header.uncastable_reason}
     of_experts = {_EXPERTS.sub("", module) for module in parts if _EXPERTS.search(module)}

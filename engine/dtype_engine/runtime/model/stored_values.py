@@ -1,7 +1,7 @@
-"""The stored values of a live weight. They come from a tensor that holds them, from codes with scales of this program, or from
-tensors that another program quantized.
+"""Reads the stored values of a weight of a running model, from which every cast starts. They come from plain values, from codes
+with scales of this program, or from tensors that another program quantized.
 
-Nothing here is ever written to. A weight that another program quantized is decoded to float32 each time its values are read. The
+Stored values are never written to. A weight that another program quantized is decoded to float32 each time its values are read. The
 decoded values are not kept, so the weight takes no more memory than its tensors in the files.
 """
 
@@ -27,7 +27,7 @@ _CPU = torch.device("cpu")
 
 
 class StoredValues(ABC):
-    """The values of one weight as the files store them or, for a module that Python code has built, as they were when it was
+    """The values of one weight as the files store them. If Python code has built the module, they are the values from when it was
     opened.
     """
 
@@ -36,36 +36,38 @@ class StoredValues(ABC):
     dtype: torch.dtype
     """The dtype of the values that `read` and `rows` return."""
     holds: torch.dtype
-    """The dtype of the tensor that the module holds while the weight is not cast. This tensor holds the values or the codes, or it
-    is a placeholder.
+    """The dtype of the tensor that the module holds while the weight is not cast, whether this tensor has values, codes or
+    placeholder data.
     """
     tensors: tuple[torch.Tensor, ...]
-    """The tensors from which the values are computed, as the files store them."""
+    """The tensors from which the values are computed, such as codes and scales, as the files store them."""
     scale: torch.Tensor | None = None
-    """If the module holds codes, their scales, on the module's device. Otherwise None."""
+    """The scales of the codes that the module holds, on the module's device. None if it holds no codes."""
     format: str = ""
-    """If the files store the weight as codes, the name of the format, such as "gptq:int4@g128". Otherwise ""."""
+    """The name of the format if the files store the weight as codes, such as "gptq:int4@g128". Otherwise ""."""
     input_format: str = ""
-    """The format in `core.dtypes` to which runtimes round what is multiplied by the weight, as the files declare, or ""."""
+    """The format in `core.dtypes` to which runtimes round the activations that the weight multiplies, as the files declare. "" if
+    none.
+    """
     decoded: bool = False
-    """Whether the module does not hold the weight as it is stored, so that each operation has to read or decode its values."""
+    """True if the module holds only a placeholder, so that each operation has to read or decode the values."""
     in_files: tuple[CheckpointTensor, ...] = ()
-    """The headers of the tensors that are read from files whenever the values are. Empty if the values stay in memory."""
+    """The headers of the tensors that are read from files at each use of the values. Empty if the values stay in memory."""
 
     @property
     def plain(self) -> bool:
-        """Whether the module holds the values themselves while the weight is not cast."""
+        """True if the module holds the values themselves while the weight is not cast, neither codes nor a placeholder."""
         return self.scale is None and not self.decoded
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of all tensors of the weight."""
+        """The number of bytes that the weight takes in the files."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @abstractmethod
     def held(self, device: torch.device) -> torch.Tensor:
-        """Return the tensor that a module on `device` holds while the weight is not cast, in the weight's shape: values, codes or a
-        placeholder.
+        """Return the tensor that a module on `device` holds while the weight is not cast. It has the weight's shape, and contains
+        values, codes or placeholder data.
         """
 
     @abstractmethod
@@ -74,23 +76,23 @@ class StoredValues(ABC):
 
     @abstractmethod
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return some rows of an embedding table [rows, width], on the device of `ids`: [*ids.shape, width]. ids: the indexes of
-        the rows.
+        """Return rows of an embedding table [rows, width], on the device of `ids`: [*ids.shape, width]. ids: the indexes of the
+        rows.
         """
 
     def part(self, index: int, device: torch.device) -> torch.Tensor | None:
-        """Return the values at one index of the weight's first dimension, such as those of one expert, if they can be read without
-        the others. Otherwise return None.
+        """Return the values at one index of the weight's first dimension, such as those of one expert. Returns None if they can't
+        be read without the others.
         """
         return None
 
     def release(self) -> None:  # noqa: B027
-        """Release what is kept of the files, so that their pages can leave the memory. Reading the values maps the files again."""
+        """Drop the mappings of the files, so that their pages can leave the memory. Reading the values maps the files again."""
 
 
 class PlainValues(StoredValues):
-    """A weight that is stored as plain values, usually mapped from a file. Reading it makes no copy, unless the values go to
-    another device.
+    """A weight that is stored as plain values, usually memory-mapped from a file. Reading it copies nothing, unless it moves the
+    values to another device.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -108,8 +110,8 @@ class PlainValues(StoredValues):
 
 
 class QuantizedValues(StoredValues):
-    """A weight that an export of this program stored as codes with scales. scale: the scales, on the module's device. format: the
-    format's name in `core.dtypes`, such as "int8".
+    """A weight that this program exported as codes with scales. scale: the scales, on the module's device. format: the name of the
+    format in `core.dtypes`, such as "int8".
     """
 
     dtype = torch.float32
@@ -131,10 +133,11 @@ class QuantizedValues(StoredValues):
 
 
 class EncodedValues(StoredValues):
-    """A weight that another program quantized. In its place, the module holds a placeholder that takes the memory of one element.
+    """A weight that another program quantized. The module holds a placeholder for it, which takes the memory of one element.
 
-    holds: the dtype of the placeholder, which is the dtype that the weight would have in a model that is not quantized. turned:
-    whether the weight's last two dimensions are exchanged in the module.
+    holds: the dtype of the placeholder, which is the dtype that the weight would have in an unquantized model. turned: whether the
+    weight's last two dimensions are exchanged in the module. input_format: the format to which runtimes round the activations that
+    the weight multiplies, or "".
     """
 
     dtype = torch.float32
@@ -181,9 +184,7 @@ class EncodedValues(StoredValues):
 
 
 class InFileValues(StoredValues):
-    """A weight of plain values that stays in its file: each read maps the file again. Used for models larger
-    than memory.
-    """
+    """A weight of plain values that stays in its file. Each read maps the file again. Used for models larger than memory."""
 
     decoded = True
 
@@ -211,11 +212,11 @@ class InFileValues(StoredValues):
 
 
 class StackedValues(StoredValues):
-    """A weight that loading packs from several stored tensors, such as the experts of a layer. Another program quantized at least
-    one of these tensors, or the model is larger than memory.
+    """A weight that loading packs from several stored tensors, such as the experts of a layer. Used if another program quantized
+    any of these tensors, or if the model is larger than memory.
 
-    parts: the values of each tensor, in the order in which they follow each other in the weight's memory. shape: the weight's
-    shape. holds: the dtype of the placeholder in the module.
+    parts: the values of the stored tensors, in the order in which they follow each other in the weight's memory. shape: the
+    weight's shape. holds: the dtype of the placeholder in the module.
     """
 
     decoded = True
@@ -263,9 +264,10 @@ class StackedValues(StoredValues):
 
 
 class VisitedValues(StoredValues):
-    """The values of a weight of a model that is larger than memory: they are read once in each visit to a block of the model.
+    """The values of a weight of a model that is larger than memory. While the forward pass is in the weight's block (a group of
+    layers that fits in memory), they are read only once.
 
-    values: reads the values from the files. visits: keeps the values that were read until the visit ends.
+    values: reads the values from the files. visits: the cache that keeps them until the pass enters the next block.
     """
 
     decoded = True
@@ -301,8 +303,8 @@ class VisitedValues(StoredValues):
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the given shape that takes the memory of only one element. All its values are NaN, so that an operation
-    that uses them by mistake returns NaN.
+    """Return a tensor of the given shape that takes the memory of only one element. All its values are NaN, so that using them by
+    mistake becomes visible.
     """
     return torch.full((1,), torch.nan, device=device).to(dtype).expand(shape)
 
@@ -310,10 +312,10 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 def dequantized_rows(
     table: torch.Tensor, scale: torch.Tensor, storage: str, ids: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return some rows of an embedding table [rows, width] that is stored in the format `storage`, dequantized to `dtype`:
-    [*ids.shape, width].
+    """Return rows of a quantized embedding table [rows, width], dequantized to `dtype`: [*ids.shape, width].
 
-    ids: the indexes of the rows. scale: the scales of the whole table.
+    table: the codes. scale: the scales of the whole table. storage: the table's format, such as "int8". ids: the indexes of the
+    rows.
     """
     index = ids.reshape(-1)
     rows = table.view(torch.uint8).index_select(0, index).view(table.dtype)

@@ -1,4 +1,4 @@
-"""All private names of torch that this program uses, tested with torch 2.9 to 2.13."""
+"""Uses private names of torch. No other file does. Tested with torch 2.9 to 2.13."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ __all__ = [
 ]
 
 WithoutModes = DisableTorchFunction
-"""A context manager: while its block runs, no `TorchFunctionMode` intercepts calls of torch functions."""
+"""A context manager. During its `with` block, no `TorchFunctionMode` intercepts calls of torch functions."""
 TO_COPY = torch.ops.aten._to_copy.default
 """The operation that a `TorchDispatchMode` receives for every cast of a tensor."""
 # attrgetter is a C function, which matters since this is called during a forward pass.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""A function that returns the tensor that owns the data of a view, or None if its argument is not a view."""
+"""Returns the tensor of which the argument is a view, or None if the argument is not a view."""
 
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""A function that returns whether a tensor belongs to a running transform such as `torch.vmap`, which wraps it. Such a tensor has
-no memory of its own.
+"""Returns whether a tensor is a wrapper that a running transform such as `torch.vmap` made. Such a tensor has no memory
+of its own.
 """
 
 
 def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
-    """Return the tensor inside the wrappers of transforms, and a function that puts the same wrappers around another tensor. The
-    function is None if any wrapper is not from `torch.vmap`, but for example from `torch.func.grad`.
+    """Return the tensor inside the wrappers that transforms such as `torch.vmap` put around it, and a function that wraps any other
+    tensor in the same way. The function is None if any wrapper is not from `torch.vmap`, but for example from `torch.func.grad`.
     """
     functorch, batches = torch._C._functorch, list[tuple[int, int]]()
     only_batched = True
@@ -72,13 +72,15 @@ def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tenso
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that is the same for all tensors that share their memory. A number may return once the memory is freed."""
+    """Return a number that identifies a tensor's memory. Tensors that share memory have the same number. A number may be used again
+    after the memory is freed.
+    """
     return int(tensor.untyped_storage()._cdata)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return torch's version counter, which increases with each write to a tensor or its views. Returns -1 for a tensor without a
-    counter, which was created under `torch.inference_mode`.
+    """Return torch's version counter, which increases with each write to a tensor or its views. A tensor that was created under
+    `torch.inference_mode` has no counter; -1 is returned.
     """
     try:
         return tensor._version
@@ -92,16 +94,15 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 as_called: Callable[..., Any] = nn.Module._call_impl
-"""torch's usual implementation of a module call: a function that gets the module as its first argument and calls it with its hooks.
-"""
+"""torch's standard implementation of a module call. Its first argument is the module. It runs hooks and `forward`."""
 _COMPILED_CALL = "_compiled_call_impl"
-"""The attribute in which `Module.compile` stores a function. If a module has it, torch calls this function in place of the usual
+"""The attribute in which `Module.compile` stores a function. If a module has it, torch calls this function instead of the standard
 implementation of a module call.
 """
 
 
 def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
-    """Make calls of a module call `function` instead, with the module as the first argument. Returns a function that undoes this.
+    """Redirect calls of a module to `function`, which gets the module as its first argument. Returns a function that undoes this.
 
     Copies of the module are not affected.
     """
@@ -126,8 +127,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 @contextmanager
 def scripted_calls(run: Callable[[Callable[..., Any], str, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """While the block runs, replace each call of a function that `torch.jit.script` or `torch.jit.trace` made by
-    `run(function, name, args, kwargs)`. No `TorchFunctionMode` sees these calls, nor the torch calls inside the function.
+    """During the `with` block, replace each call of a function that `torch.jit.script` or `torch.jit.trace` made by `run(function,
+    name, args, kwargs)`. No `TorchFunctionMode` sees these calls, nor the torch calls inside the function.
     """
     kind: Any = torch.jit.ScriptFunction
     original = kind.__call__
@@ -144,8 +145,8 @@ def scripted_calls(run: Callable[[Callable[..., Any], str, tuple[Any, ...], dict
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
-    """Yield the parameters and then the buffers of a module, without those of its submodules, each as (local name, tensor, kind).
-    The kind is "parameter", "buffer" or "non-persistent buffer". Entries that are None are omitted.
+    """Yield (local name, tensor, kind) for the parameters and then the buffers of a module, without those of its submodules. The
+    kind is "parameter", "buffer" or "non-persistent buffer". Entries that are None are omitted.
     """
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -156,12 +157,14 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
 
 
 def slots_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the two dictionaries of a module that hold its own parameters and its own buffers, keyed by local name."""
+    """Return a module's own parameters and its own buffers, as the two dictionaries in which the module holds them, keyed by local
+    name.
+    """
     return module._parameters, module._buffers
 
 
 def tensor_slots(module: nn.Module, name: str) -> dict[str, torch.Tensor | None]:
-    """Return the dictionary of a module that holds its parameter or buffer `name`. Unlike assigning to an attribute of the module,
-    writing to this dictionary can put any tensor in its place, since torch does not check its type.
+    """Return the dictionary in which a module holds its parameter or buffer `name`. Writing to this dictionary can replace the
+    tensor by any other. torch checks the type of the new tensor only when an attribute is assigned.
     """
     return module._parameters if name in module._parameters else module._buffers  # type: ignore[return-value]

@@ -1,7 +1,8 @@
-"""Visits to the blocks of a model that is larger than memory: what a block reads is kept until the next block begins.
+"""Runs a model that is larger than memory block by block: what one block reads is kept only until the next block begins.
 
-A block is a module whose weights are read together, such as a layer. While one block runs, the system is asked to read the pages of
-the next one. Behind a block, its pages are given back, so that other programs keep theirs.
+A block is a module whose weights are read together, such as a layer. While one block runs, the operating system is asked to read
+the pages of the next one. After a block, the system is told that its pages are no longer needed, so that it does not evict the
+pages of other programs.
 """
 
 from __future__ import annotations
@@ -22,30 +23,33 @@ T = TypeVar("T")
 SMALLEST = 1 << 16
 """Weights of fewer bytes, such as those of a norm, stay in memory."""
 _MOST_KEPT = 8
-"""Values are kept until they take the memory of this many blocks. Further ones are read or computed at each use."""
+"""Values of the current block are kept until they take as much memory as this many blocks. Beyond that, values are read or computed
+at each use.
+"""
 _STEP = 1 << 17
-"""How many bytes one request asks for. Linux reads no more than a device's largest transfer for each request."""
+"""How many bytes are requested at once from the operating system. Linux serves at most a device's largest transfer per request."""
 
 
 class _InFiles(Protocol):
-    """An object that reads values from files, such as `StoredValues`."""
+    """The interface of objects that read values from files, such as `StoredValues`."""
 
     @property
     def in_files(self) -> tuple[CheckpointTensor, ...]:
         """The headers of the tensors that are read."""
 
     def release(self) -> None:
-        """Release what is kept of the files."""
+        """Drop the mappings of the files. Reading the values maps them again."""
 
 
 class BlockVisits:
-    """Keeps what the current block has read or computed of its weights, and reads the next block's pages ahead.
+    """Keeps the weights that the current block has read or computed, and reads the next block's pages ahead. A block is a module,
+    such as a layer, of a model that is larger than memory.
 
     Attributes:
-        blocks: for each block, by the name of its module, the ranges of the files that it reads. `use_blocks` sets it.
-        most: how many bytes a block takes at most, as float32.
-        keeps_pages: whether the files stay in memory, because only an accelerator's memory is too small for the weights.
-        bytes_read: the size of the ranges of all blocks visited until now; a block counts once for each visit.
+        blocks: the ranges of the files that each block reads, keyed by the name of its module. `use_blocks` sets it.
+        most: how many bytes a block takes at most, in float32.
+        keeps_pages: True if the files stay in memory, because only an accelerator's memory is too small for the weights.
+        bytes_read: how many bytes all blocks have read until now; a block counts each time that it runs.
     """
 
     def __init__(self, most: int, keeps_pages: bool = False) -> None:
@@ -68,13 +72,15 @@ class BlockVisits:
         return self._inside
 
     def use_blocks(self, blocks: Mapping[str, tuple[ByteRange, ...]]) -> None:
-        """Set the blocks, in the order in which a pass is expected to enter them."""
+        """Set the blocks, in the order in which a forward pass is expected to reach them. blocks: the ranges of the files that each
+        block reads, keyed by the name of its module.
+        """
         self.blocks = dict(blocks)
         self._next = dict(pairwise(self.blocks))
 
     def enter(self, name: str) -> None:
-        """Begin a visit to a block, which ends the previous visit. Ask the system to read the pages of this block and of the block
-        that followed it last time.
+        """Begin the block `name` and end the previous one. Ask the operating system to read the pages of this block, and of the
+        block that followed it last time.
         """
         if name == self._inside:
             return
@@ -90,7 +96,9 @@ class BlockVisits:
             self._ask(following)
 
     def leave(self) -> None:
-        """End the current visit: release the values that were kept, and tell the system that their pages are no longer needed."""
+        """End the current block: release the values that were kept, and tell the operating system that their pages are no longer
+        needed.
+        """
         ranges = set(self.blocks.get(self._inside, ()))
         for values in self._used.values():
             values.release()
@@ -103,8 +111,8 @@ class BlockVisits:
             _each_file(ranges, _forget)
 
     def once(self, key: Any, make: Callable[[], T], values: _InFiles) -> T:
-        """Return the result of `make`. In a visit, `make` is called once for each key, and its result is kept. Outside of all
-        blocks, it is called each time. values: the values in files from which the result is made.
+        """Return the result of `make`. Inside a block, the result is kept under `key`, so that `make` is called only once until the
+        block ends. Outside of all blocks, it is called each time. values: the object that reads from files what `make` needs.
         """
         if not self._inside:
             return make()
@@ -119,11 +127,11 @@ class BlockVisits:
         return made
 
     def note_use(self, values: _InFiles) -> None:
-        """Give the pages of these values back at the end of the visit."""
+        """Release the pages from which `values` reads when the current block ends."""
         self._used[id(values)] = values
 
     def _ask(self, name: str) -> None:
-        """Have a thread ask the system for the pages of a block."""
+        """Let a background thread ask the operating system to read the pages of a block."""
         if self.keeps_pages or not hasattr(os, "posix_fadvise"):
             return
         self._asked = name
@@ -133,7 +141,7 @@ class BlockVisits:
 
 
 def ranges_of(tensors: Iterable[CheckpointTensor]) -> Iterable[ByteRange]:
-    """Yield the ranges of bytes that the files have for the given tensors."""
+    """Yield the ranges of bytes in the files that hold the given tensors."""
     for tensor in tensors:
         if tensor.start is not None and tensor.nbytes:
             yield ByteRange(tensor.file, tensor.start, tensor.nbytes)
@@ -142,12 +150,12 @@ def ranges_of(tensors: Iterable[CheckpointTensor]) -> Iterable[ByteRange]:
 def blocks_of(
     module: nn.Module, in_files: Mapping[int, tuple[CheckpointTensor, ...]], most: int
 ) -> dict[str, tuple[ByteRange, ...]]:
-    """Divide a module into blocks: the largest modules that take at most `most` bytes as float32 each. A larger module is a block
-    if most of its weights are not in its submodules.
+    """Divide a module into blocks: the largest submodules that take at most `most` bytes in float32. A larger submodule is a block
+    if most of its weights are its own rather than its submodules'.
 
-    in_files: for each weight that is read from files, by the `id` of its tensor, the headers of its tensors. The result has the
-    ranges of each block's weights, in the order of the modules. It has none for embeddings and for stacked experts that are larger
-    than a block, since a look-up reads only a few rows, and a layer perhaps a few of its experts.
+    in_files: the headers of each weight that is read from files, keyed by the `id` of its tensor in the module. Returns the ranges
+    of the files that each block reads, keyed by the name of its module. Embeddings, and stacked experts that are larger than a
+    block, are left out of the ranges, because a forward pass may read only some of their rows or experts.
     """
     blocks: dict[str, tuple[ByteRange, ...]] = {}
     seen: set[int] = set()
@@ -178,7 +186,7 @@ def blocks_of(
 
 
 def _each_file(ranges: Iterable[ByteRange], advise: Callable[[int, int, int], None]) -> None:
-    """Call `advise(file descriptor, start, bytes)` for all ranges, of which those that touch each other are joined."""
+    """Call `advise(file descriptor, start, bytes)` for all ranges, after joining ranges that touch each other."""
     if not hasattr(os, "posix_fadvise"):
         return
     by_file: dict[str, list[tuple[int, int]]] = {}
