@@ -1,1 +1,1 @@
-"""The torch-function modes under which forward passes run, and the operations that they add to plain torch."""
+"""Torch-function modes in which the forward passes run. They replace weights by cast values and run operations on mixed dtypes."""

@@ -2,7 +2,8 @@
 
 Runtimes quantize only the inputs of matrix products, so only these are rounded, whichever torch function computes the product. A
 tensor computed from one weight alone (its transpose, a cast of it, the part of one expert) counts as that weight. Inputs of
-convolutions, recurrent layers and torch's own attention modules are not rounded; `left_wide` names these operations.
+convolutions, recurrent layers and torch's own attention modules are not rounded; `left_wide` collects the names of these
+operations.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
 from dtype_engine.runtime.numerics.activations import quantize_activations
 
 _LEFT, _RIGHT = -1, -2
-"""The dimensions over which a matrix product sums: the last one of its left matrix, and the second to last one of its right matrix.
+"""The dimension over which a matrix product sums: the last one of the left matrix, and the second to last one of the
+right matrix.
 """
 
 _Operand = tuple[int, str, int]
-"""An operand of a product: (position of the argument, its keyword, the dimension over which the product sums)."""
+"""One operand of a matrix product: the position of the argument, its keyword, and the dimension over which the product sums."""
 _PRODUCTS: dict[str, tuple[_Operand, _Operand]] = {
     "linear": ((0, "input", _LEFT), (1, "weight", _LEFT)),
     "matmul": ((0, "input", _LEFT), (1, "other", _RIGHT)),
@@ -48,14 +50,16 @@ _OTHERS = frozenset(
         "scaled_dot_product_attention",
     }
 )  # fmt: skip
-"""Operations that contain matrix products, but whose inputs are not rounded: no runtime quantizes them, or the mode can't reach
-them.
+"""Names of operations that contain matrix products, but whose inputs are not rounded. No runtime quantizes these inputs, or a
+torch-function mode can't reach them.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How to round one operand (0 or 1) of a product: the format `dtype`, and the dimension `dim` over which the product sums."""
+    """Which operand (0 or 1) of a matrix product is rounded, to which format `dtype`, and over which dimension `dim` the product
+    sums.
+    """
 
     operand: int
     dtype: str
@@ -63,7 +67,9 @@ class Rounds:
 
 
 class ActivationRounding:
-    """Rounds the activations that are multiplied by quantized weights. It also recognizes tensors computed from one such weight."""
+    """Rounds the activations that quantized weights multiply. It also recognizes tensors that were computed from one
+    such weight.
+    """
 
     def __init__(self) -> None:
         self.left_wide: set[str] = set()
@@ -74,7 +80,7 @@ class ActivationRounding:
         """Return the format of each quantized weight among `tensors`, keyed by the tensor's `id`. A tensor that was computed from
         one quantized weight counts as this weight.
 
-        tensors: all tensors among the arguments of a call. stored: the formats of the model's own weights, keyed by `id`.
+        tensors: all tensors among the arguments of a torch call. stored: the formats of the model's own weights, keyed by `id`.
         """
         found = {}
         for tensor in tensors:
@@ -84,7 +90,8 @@ class ActivationRounding:
         return found
 
     def follow(self, output: Any, tensors: list[torch.Tensor], formats: Mapping[int, str]) -> None:
-        """Remember the float results of an operation as quantized weights if all its float arguments are weights of one format.
+        """If all float arguments of an operation are quantized weights of one format, let its float results count as such weights,
+        too.
 
         output: what the operation returned. tensors: all tensors among its arguments. formats: the formats of the quantized weights
         among them, keyed by `id`.
@@ -99,10 +106,10 @@ class ActivationRounding:
     def wanted(
         self, name: str, args: Arguments, kwargs: Mapping[str, Any], formats: Mapping[int, str]
     ) -> Rounds | None:
-        """Decide which operand of a call has to be rounded. Returns how to round it, or None if no operand has to be rounded.
+        """Decide which operand of a torch call has to be rounded. Returns how to round it, or None if no operand has to be rounded.
 
-        name: the name of the operation. args, kwargs: the arguments as the model's code passes them, in which weights are not yet
-        replaced by values. formats: the formats of the quantized weights among the arguments, keyed by `id`.
+        name: the operation, such as "linear". args, kwargs: the arguments as the model's code passes them, in which weights are not
+        yet replaced by values. formats: the formats of the quantized weights among the arguments, keyed by `id`.
         """
         if name == "einsum":
             return _of_einsum(args, formats)
@@ -125,9 +132,10 @@ class ActivationRounding:
         rounds: Rounds,
         dtype: torch.dtype | None = None,
     ) -> tuple[Arguments, dict[str, Any], torch.Tensor]:
-        """Round one operand of a call. Returns the new arguments, and the operand before rounding.
+        """Round one operand of a torch call. Returns the new positional and keyword arguments, and the operand before rounding.
 
-        dtype: the dtype to which the operand is cast before rounding; if None, it keeps its dtype.
+        name: the operation, such as "linear". rounds: which operand to round, and how. dtype: the dtype to which the operand is
+        cast before rounding; if None, it keeps its dtype.
         """
         operand = (rounds.operand + 1, "", 0) if name == "einsum" else _PRODUCTS[name][rounds.operand]
         before: torch.Tensor = _operand(args, kwargs, operand)
@@ -141,7 +149,7 @@ class ActivationRounding:
 
 def _weight_among(operands: Sequence[Any], formats: Mapping[int, str]) -> tuple[int, str] | None:
     """Return (index, format) of the operand that is a quantized weight, or None if no operand is one. If both operands are weights,
-    the right one is returned, since the left one is then an input, such as a learnt token.
+    the right one is returned, since the left one then acts as the input, such as a learned token.
 
     formats: the formats of the quantized weights, keyed by `id`.
     """

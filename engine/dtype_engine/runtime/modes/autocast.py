@@ -12,7 +12,9 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
 class AutocastCastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the casts of `torch.autocast`. They are made inside torch's operations, where only a dispatch mode can see them."""
+    """A dispatch mode that records the casts of `torch.autocast`. These are made inside torch's operations, where no torch-function
+    mode sees them. mode: the mode of the forward pass, whose `record` is called with each cast.
+    """
 
     def __init__(self, mode: WeightMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

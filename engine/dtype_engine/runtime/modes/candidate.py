@@ -1,4 +1,4 @@
-"""The candidate: the model with its currently cast weights, run as plain torch would run it."""
+"""Runs the candidate model: the model with its currently cast weights, as plain torch would run it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dtype_engine.runtime.numerics.quantize import dequantize
 
 
 class CandidateMode(WeightMode):
-    """Runs the model with its weights as they are cast.
+    """The torch-function mode for candidate runs, which compute with the weights as they are cast.
 
     A weight in a format with scales, such as float8, is dequantized to the dtype of the activation in the same operation. If there
     is no activation, as in an embedding look-up, it is dequantized to `compute`. A weight that another program quantized and that
-    no rule casts is decoded in each operation. It is then rounded to the dtype that it would have in a model that is not quantized.
+    no rule casts is decoded in each operation, and then rounded to the dtype that it would have in an unquantized model.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class CandidateMode(WeightMode):
 
 
 def candidate_dtype(weight: Weight, compute: torch.dtype) -> torch.dtype:
-    """Return the dtype that the model's code sees if it reads the `dtype` of a weight. compute: the dtype that it sees for a weight
-    in a format with scales.
+    """Return the dtype that the model's code sees if it reads the `dtype` of a weight in a candidate run. compute: the dtype that
+    it sees for a weight in a format with scales.
     """
     return compute if weight.scale is not None else weight.tensor.dtype
 
@@ -74,8 +74,8 @@ def candidate_value(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
 
 
 def candidate_rows(weight: Weight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return some rows of an embedding table [rows, width] as it is currently cast: [*ids.shape, width]. ids: the indexes of the
-    rows. dtype: the dtype of the rows if the table is in a format with scales. Any other table keeps its own dtype.
+    """Return rows of an embedding table [rows, width] as it is currently cast: [*ids.shape, width]. ids: the indexes of the rows.
+    dtype: the dtype of the result if the table is in a format with scales. Any other table keeps its own dtype.
     """
     if weight.decoded:
         return weight.stored.rows(ids).to(weight.tensor.dtype)

@@ -1,9 +1,9 @@
-"""Intercepts what a pass writes into KV caches, and rounds it to the formats of a recipe.
+"""Intercepts what a forward pass writes into KV caches, and rounds it to the formats of a recipe.
 
 transformers' models write keys and values by `Cache.update(keys, values, layer)`, and attend to what it returns. MLA writes its
-latent vector and its rotary key there. A watcher of a pass gets both before they are stored, and what is returned before
-attention reads it. Formats with static scales or scales of one token are applied to what is written. Every token is thus
-rounded once, in a whole pass as in token-by-token decoding. KIVI is applied to what is read, since its groups have many tokens.
+latent vector and its rotary key there. Formats with static scales or with a scale per token are applied to what is written. Every
+token is thus rounded once, no matter whether tokens are processed together or one by one. KIVI is applied to what is read, since
+its groups contain many tokens.
 """
 
 from __future__ import annotations
@@ -24,40 +24,44 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.kv_rounding import head_amax, round_cache
 
 CacheNames = Mapping[str, tuple[str, ...]]
-"""The names of the cache tensors of each attention module, such as `model.layers.0.self_attn.kv_cache.k` and `….v`, in the order of
-the arguments of `Cache.update`.
+"""Maps the name of each attention module to the names of its cache tensors, such as `model.layers.0.self_attn.kv_cache.k` and
+`….v`, in the order of the arguments of `Cache.update`.
 """
 
 
 class CacheWatcher:
-    """Receives what a pass writes into KV caches, and what it reads from them. The methods of this base class change nothing."""
+    """Intercepts what a forward pass writes into KV caches, and what it reads from them. This base class returns everything
+    unchanged.
+    """
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
-        """Return what is to be stored in place of `states`, [batch, heads, tokens, width].
+        """Return the tensor to store in the cache instead of `states`, [batch, heads, tokens, width].
 
-        module: the attention that writes. part: 0 for the first argument (keys), 1 for the second (values). finished: how many
-        module calls of the pass finished before.
+        module: the name of the attention module that writes. part: 0 for keys, 1 for values. finished: how many module calls of the
+        forward pass have ended.
         """
         return states
 
     def read(self, module: str, part: int, states: torch.Tensor) -> torch.Tensor:
-        """Return what the attention reads in place of `states`, which are those of all tokens until now."""
+        """Return the tensor that attention uses instead of `states`, the cached keys (`part` 0) or values (`part` 1) of all tokens
+        until now. module: the name of the attention module.
+        """
         return states
 
 
 @dataclass
 class CacheRounding(CacheWatcher):
-    """Rounds KV caches to formats during one pass."""
+    """Rounds KV caches to the formats of a recipe during one forward pass."""
 
     names: CacheNames
     formats: Mapping[str, str]
-    """The format of each cache tensor that is rounded, by name."""
+    """The format of each cache tensor that is rounded, keyed by the tensor's name."""
     amax: Mapping[str, torch.Tensor]
-    """The calibrated largest |value| of each head, by the name of the cache tensor."""
+    """The calibrated largest |value| of each head, float32 [heads], keyed by the name of the cache tensor."""
     inside: Callable[[str], bool] = lambda name: True
-    """A function that says whether the cache tensor with this name is rounded."""
+    """Returns whether to round the cache tensor with a given name. By default, all that have a format are rounded."""
     first_use: dict[str, int] = field(default_factory=dict)
-    """For each cache tensor with a format, how many module calls had finished before it was first written."""
+    """How many module calls had ended before a cache tensor with a format was first written, keyed by the tensor's name."""
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
         if (name := self._name(module, part)) is None:
@@ -85,7 +89,7 @@ class CacheAmax(CacheWatcher):
 
     names: CacheNames
     found: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The largest |value| of each head until now, float32 [heads], by the name of the cache tensor."""
+    """The largest |value| of each head until now, float32 [heads], keyed by the name of the cache tensor."""
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
         for name in self.names.get(module, ())[part : part + 1]:
@@ -99,8 +103,8 @@ _watching: ContextVar[tuple[CacheWatcher, WeightMode] | None] = ContextVar("_wat
 
 @contextmanager
 def watching_caches(watcher: CacheWatcher | None, mode: WeightMode) -> Iterator[None]:
-    """Let a watcher intercept the KV caches that this thread writes in the block. mode: the mode of the pass, which knows the
-    running module. Without a watcher, nothing is intercepted.
+    """Let a watcher intercept the KV caches that the current thread writes and reads during the `with` block. If it is None,
+    nothing is intercepted. mode: the torch-function mode of the forward pass, which knows the name of the running module.
     """
     if watcher is None:
         yield
@@ -117,7 +121,7 @@ _intercepted: set[type] = set()
 
 
 def _intercept() -> None:
-    """Replace `Cache.update` by a function that calls the watcher of the running thread, and otherwise does what it did before."""
+    """Replace transformers' `Cache.update` by a function that also calls the watcher of the current thread, if it has one."""
     library = sys.modules.get("transformers.cache_utils")
     if library is None or library.Cache in _intercepted:
         return

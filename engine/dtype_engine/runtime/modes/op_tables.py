@@ -1,4 +1,4 @@
-"""Helpers for all modes: tables of torch operations by name, functions that inspect a call's arguments, and the call itself.
+"""Tables of torch operations by name, functions that inspect a torch call's arguments, and the call itself. All modes use them.
 
 The name of an operation is `func.__name__`: the name of the `torch.Tensor` method, or of the function in `torch` or
 `torch.nn.functional`, that the model called.
@@ -47,15 +47,17 @@ large for the dtype of the result. The CPU's kernels round the number to an infi
 
 
 class CallSite(Protocol):
-    """The module and device from which a torch function is called, for error messages."""
+    """Where a torch function is called, for error messages: the name of the running module, and the device."""
 
     module: str
     device: torch.device
 
 
 def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], site: CallSite) -> Any:
-    """Return the result of a call of a torch function. If torch has no kernel, raises KernelError with the operation and dtype;
-    else raises as torch does.
+    """Call a torch function and return its result. Raises KernelError, which names the operation and the dtype, if torch has no
+    kernel. Otherwise, raises what torch raises.
+
+    name: the operation, such as "linear". site: where it is called.
     """
     try:
         return func(*args, **kwargs)
@@ -66,11 +68,11 @@ def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dic
 def recover(
     func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], site: CallSite, error: RuntimeError
 ) -> Any:
-    """Handle a call of a torch function that raised `error`: repeat it in another way if there is one, and return the result.
+    """Repeat a call of a torch function that raised `error` in a way that works, and return its result.
 
-    Under autocast, the call is repeated without it: autocast fails for float64 and, on the CPU, for recurrent layers. A grouped
-    product is computed one product at a time. A number that CUDA refuses is passed as a tensor, and is then rounded as on the CPU.
-    Otherwise, raises KernelError if a kernel is missing, and else `error`.
+    Under autocast, the call is repeated without it, because autocast fails for float64 and, on the CPU, for recurrent layers. A
+    grouped product is computed one product at a time. A number that CUDA refuses is passed as a tensor, and is then rounded as on
+    the CPU. If none of this applies, raises KernelError if a kernel is missing, and otherwise `error`.
     """
     if torch.is_autocast_enabled(site.device.type):
         with torch.autocast(site.device.type, enabled=False):
@@ -97,7 +99,9 @@ def _kernel_error(
     site: CallSite,
     error: Exception,
 ) -> KernelError:
-    """Return an error that names the missing kernel, and a dtype in which the call works, found by trying several."""
+    """Return an error that names the missing kernel. It suggests a dtype in which the call works, which is found by
+    trying several.
+    """
     floats = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()]
     refused = floats[0].dtype if floats else torch.float32
     nearest = None
@@ -134,12 +138,16 @@ def promoted_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
 
 
 def takes_rows(args: Arguments, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether `embedding(ids, table, ...)` only selects rows. With `max_norm`, it first changes the table."""
+    """Return whether a call of `embedding(ids, table, ...)` only selects rows of the table. With `max_norm`, it also changes the
+    table.
+    """
     return 2 <= len(args) < 4 and kwargs.get("max_norm") is None
 
 
 def is_in_place(name: str) -> bool:
-    """Return whether an operation of this name writes to its first argument: a tensor, or a list of tensors."""
+    """Return whether an operation writes to its first argument, a tensor or a list of tensors. name: the operation,
+    such as "add_".
+    """
     if name.startswith("__"):
         return (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__")) or name == "__setitem__"
     return name.endswith("_") and (not name.startswith("_") or name.startswith("_foreach_"))
@@ -169,7 +177,9 @@ def _collect(value: Any, tensors: list[torch.Tensor]) -> None:
 def replace_tensors(
     args: Arguments, kwargs: dict[str, Any], new: Mapping[int, torch.Tensor]
 ) -> tuple[Arguments, dict[str, Any]]:
-    """Return the arguments with some tensors replaced. new: the replacements, keyed by the `id` of the original tensor."""
+    """Return the positional and keyword arguments of a torch call with some tensors replaced. new: the replacements, keyed by the
+    `id` of the original tensor.
+    """
     if not new:
         return args, kwargs
     return tuple(_swap(value, new) for value in args), {key: _swap(value, new) for key, value in kwargs.items()}

@@ -1,4 +1,6 @@
-"""Refuses weights in other threads than that of the forward pass, because torch-function modes act on their own thread alone."""
+"""Raises an error if a model uses weights in another thread than that of its forward pass. A torch-function mode acts only on its
+own thread, so casts would have no effect there.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from dtype_engine.runtime.modes.op_tables import tensors_in
 
 
 class _RefusesWeights(TorchFunctionMode):
-    """Raises NoForward for a torch call with a weight, and appends the error to `refused`."""
+    """A torch-function mode that raises NoForward for a torch call with a weight, and appends the error to `refused`."""
 
     def __init__(self, weights: Mapping[int, Weight], refused: list[NoForward]) -> None:
         super().__init__()
@@ -40,10 +42,11 @@ class _RefusesWeights(TorchFunctionMode):
 
 @contextmanager
 def weights_in_one_thread(weights: Mapping[int, Weight], own: Container[int] = ()) -> Iterator[None]:
-    """While the block runs, refuse weights in threads and thread pools to which its own thread gives work.
+    """During the `with` block, refuse torch calls with weights in other threads: those that the forward pass starts, or to whose
+    pool it submits work.
 
-    weights: the model's weights, by the `id` of the tensor. own: the idents of the threads that run passes; by default, that of the
-    current thread. Raises NoForward that names the weight, whatever else was raised.
+    weights: the model's weights, keyed by the `id` of the tensor. own: the idents of the threads that run forward passes; by
+    default, that of the current thread. Raises NoForward, which names the weight, even if the block raises another error.
     """
     own, refused = own or {threading.get_ident()}, list[NoForward]()
     threads: Any = threading.Thread
@@ -58,7 +61,9 @@ def weights_in_one_thread(weights: Mapping[int, Weight], own: Container[int] = (
         return run
 
     submitting: list[ThreadPoolExecutor] = []
-    """The pool to which the pass is submitting work, if any. A thread that the pool starts meanwhile outlives the pass."""
+    """The pool to which the forward pass is submitting work, if any. A thread that the pool starts then is not guarded, since it
+    outlives the pass.
+    """
 
     def start_guarded(thread: threading.Thread) -> None:
         run = thread.run

@@ -1,4 +1,4 @@
-"""A pass that uses cast weights in some modules only, and otherwise equals the reference, to measure the error of these modules."""
+"""Runs a model with cast weights in some modules only, and otherwise like the reference, to measure the error of these modules."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
 class PartialCastMode(WeightMode):
-    """In modules for which `inside(name)` is True, uses the cast weights, as the candidate does. In all other modules, uses the
-    stored weights in the reference's dtype.
+    """A torch-function mode that uses the cast weights in modules for which `inside(name)` is True, like a candidate run. In all
+    other modules, it uses the weights of the reference run.
 
     drifting: the `id`s of the weights whose casts change results. Uses of these weights are recorded in `uses`.
     """
@@ -47,8 +47,8 @@ class PartialCastMode(WeightMode):
         self.drifting = drifting
         self.inside = inside
         self.uses: dict[str, int] = {}
-        """For each module that used one of the `drifting` weights or read its dtype: how many module calls had finished before its
-        first such use.
+        """How many module calls had ended before a module first used one of the `drifting` weights or read its dtype, keyed by the
+        module's name.
         """
 
     def dtype_of(self, weight: Weight) -> torch.dtype:

@@ -1,9 +1,9 @@
-"""Runs calls whose float arguments have several dtypes. If torch refuses a call, the call runs with one common dtype instead.
+"""Runs torch calls whose float arguments have several dtypes. If torch refuses a call, it is repeated with one common dtype.
 
 Whether torch refuses a call is found by trying. The answer is remembered for later calls of the same operation whose arguments have
 the same dtypes, numbers of dimensions, layouts and flags. The common dtype is that of the weights among the arguments (promoted, if
-the weights have several dtypes), else the promoted dtype of all float arguments. An operation that writes to an argument uses that
-argument's dtype.
+they have several dtypes). If there are no weights, it is the promoted dtype of all float arguments. An operation that writes to an
+argument uses that argument's dtype.
 """
 
 from __future__ import annotations
@@ -30,54 +30,52 @@ from dtype_engine.runtime.modes.op_tables import (
 from dtype_engine.runtime.numerics.quantize import dtype_name
 
 _KEEP_DTYPES = frozenset({"to", "type", "type_as", "view_as", "expand_as", "reshape_as", "resize_as_", "result_type"})
-"""Operations to which no promotion applies: they use their second tensor only for its dtype or shape, or they return a dtype."""
+"""Operations without promotion: they use their second tensor only for its dtype or shape, or they return a dtype."""
 _NO_CONTEXT = nullcontext()
 _accepted: set[Any] = set()
-"""Calls with several dtypes that torch accepts. A call is represented by a key: the function, and properties of the arguments such
-as their dtypes (see `_form`).
+"""Descriptions of the calls with several dtypes that torch accepts. A description consists of the function and of properties of the
+arguments such as their dtypes (see `_form`).
 """
 _refused: set[Any] = set()
-"""Calls with several dtypes that torch refuses, but runs if all arguments have one dtype. Each call is represented by a key as in
-`_accepted`.
-"""
+"""Descriptions, as in `_accepted`, of the calls that torch refuses with several dtypes and runs with one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImplicitCast:
-    """The cast of one tensor on its way into an operation."""
+    """The cast of one tensor that an operation makes without a request in the model's code."""
 
     module: str
     """The dotted name of the module that called the operation."""
     operation: str
     source: str
     target: str
-    """The dtype of the cast. If it is a format with scales, such as float8, the tensor was rounded to it but keeps its dtype."""
+    """The dtype after the cast. If it is a format with scales, such as float8, the tensor was rounded to it but keeps its dtype."""
     elements: int
     torch_raises: bool
-    """Whether plain torch refuses the operation without this cast. If False, torch makes the cast itself."""
+    """True if plain torch refuses the operation without this cast, False if torch makes the cast itself."""
 
 
 class MixedCallSite(CallSite, Protocol):
-    """Where a torch function is called (the module and device), which tensors are weights, and how to record casts."""
+    """Where a torch function is called (the running module and the device), which tensors are weights, and how to record casts."""
 
     record: Callable[[ImplicitCast], None] | None
     """A function that is called with every implicit cast, or None if casts are not recorded."""
     operation: str
-    """The name of the running operation, which is recorded with each cast inside it. It is "" if the model's code itself passed a
-    `dtype`, because casts inside the operation are then explicit and are not recorded.
+    """The name of the running operation, with which casts inside it are recorded. It is "" if the model's code passed a `dtype`,
+    because casts inside the operation are then explicit and not recorded.
     """
     added: bool
-    """Set to True once a torch call got more than plain torch would give it: a dequantized weight, or arguments that had to be
-    cast.
+    """Whether a torch call has had other arguments than in plain torch: a dequantized weight, or a cast that torch does
+    not make.
     """
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is a weight or a view of one."""
+        """Return whether a tensor is a weight or a view of one."""
 
 
 def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], site: MixedCallSite) -> Any:
-    """Return the result of a call of a torch function whose float arguments may have several dtypes. If torch refuses them, they
-    are first cast to one dtype.
+    """Call a torch function whose float arguments may have several dtypes, and return its result. If torch refuses them, they are
+    first cast to one dtype.
 
     Raises KernelError if torch has no kernel for the call, and torch's own error if the reason is not a difference in dtypes.
     """
@@ -125,18 +123,19 @@ def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], si
 def cast_of(
     tensor: torch.Tensor, target: torch.dtype, operation: str, site: CallSite, torch_raises: bool
 ) -> ImplicitCast:
-    """Return an `ImplicitCast` that describes the cast of `tensor` to `target` in `operation`. torch_raises: whether torch refuses
-    the operation without it.
+    """Describe the cast of `tensor` to `target` in an operation. torch_raises: whether torch refuses the operation without this
+    cast.
     """
     source = dtype_name(tensor.dtype)
     return ImplicitCast(site.module, operation, source, dtype_name(target), tensor.numel(), torch_raises)
 
 
 def _form(value: Any) -> Any:
-    """Return a key with the properties of an argument that decide whether torch refuses it. For a tensor: the dtype, the number of
-    dimensions, whether it is contiguous, and whether it is inside of a transform such as `torch.vmap`. For a string, flag or dtype:
-    its value. For a container: the keys of what it contains. (Contiguity counts because `linear` adds a bias of another dtype only
-    if the input is not contiguous.)
+    """Return a hashable description of the properties of an argument that decide whether torch refuses it.
+
+    For a tensor, these are the dtype, the number of dimensions, whether it is contiguous, and whether a transform such as
+    `torch.vmap` wraps it. For a string, flag or dtype, it is the value. A container is described by what it contains. (Contiguity
+    matters because `linear` adds a bias of another dtype only if the input is not contiguous.)
     """
     if isinstance(value, torch.Tensor):
         contiguous = value.layout is torch.strided and value.is_contiguous()
@@ -169,8 +168,8 @@ def _common_dtype(
 def _note_promotions(
     name: str, floats: Sequence[torch.Tensor], args: Arguments, kwargs: dict[str, Any], result: Any, site: MixedCallSite
 ) -> None:
-    """Record the casts that torch made itself in an operation: to the dtype in which it computed, or to the dtype of the tensor to
-    which it wrote.
+    """Record the casts that torch made itself in an operation, to the dtype in which it computed or of the tensor to which it
+    wrote.
 
     floats: the float tensors among the arguments. result: what the operation returned.
     """
@@ -192,7 +191,7 @@ def _note_promotions(
 
 
 class _BeforeCall:
-    """Saves and restores what a failing call may have changed: the tensor to which it writes, and random number generators."""
+    """Saves what a failing torch call may change: the tensor to which it writes, and random number generators."""
 
     def __init__(self, name: str, args: Arguments, kwargs: dict[str, Any], device: torch.device) -> None:
         self._destination = _destination(name, args, kwargs)
@@ -202,7 +201,6 @@ class _BeforeCall:
         self._device, self._states = device, random_states(device)
 
     def restore(self) -> None:
-        """Restore the tensor and the random number generators as they were before the call."""
         for generator, state in self._generators:
             generator.set_state(state)
         set_random_states(self._device, self._states)

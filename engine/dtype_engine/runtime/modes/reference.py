@@ -1,7 +1,7 @@
-"""The reference: the stored weights, each widened to float32 when it is used, without a second copy of the model.
+"""Runs the reference model: the stored weights, each widened to float32 when it is used, without a second copy of the model.
 
 If drift is measured from the model as stored, the weights are not widened, but stay in their stored dtypes. Codes are then decoded
-in the same way as in the candidate, so that a model in which no weight is cast equals its reference.
+in the same way as in a candidate run, so that a model in which no weight is cast equals its reference.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from dtype_engine.runtime.numerics.quantize import dtype_name
 from dtype_engine.search.sensitivity import is_lossless
 
 _MOST_NAMED = 3
-"""Maximum number of stored dtypes in the name of the reference."""
+"""Maximum number of stored dtypes in the name of the reference model."""
 _KEEPS_NO_ARGUMENT = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
-"""Operations whose result never shares memory with an argument, so that the memory of a widened weight can be reused at once."""
+"""Operations whose result never shares memory with an argument. The memory of a widened weight can be reused right after them."""
 
 
 class ReferenceMode(WeightMode):
-    """Runs the model with the reference's weights in float32. A weight that the module holds in another dtype is cast to float32
-    ("widened") for each operation that uses it. If the reference is the model as stored, no weight is widened.
+    """The torch-function mode for reference runs. A weight that the module holds in another dtype is widened (cast to float32) for
+    each operation that uses it. If drift is measured from the model as stored, no weight is widened.
 
     Weights stored in float64 stay in float64. An embedding look-up widens only the selected rows.
 
-    widened: memory that large widened weights use one after another, on a CPU without gradients. Since each weight overwrites the
-    previous one, no other mode may keep the tensors that it sees. If None, each widened weight is in new memory. compute: used only
-    if the reference is the model as stored. It is the dtype to which codes are decoded for an operation without an activation, such
-    as an embedding look-up.
+    widened: memory that large widened weights use one after the other, on a CPU without gradients. Each weight overwrites the
+    previous one, so no other mode may keep the tensors that it sees. If None, each widened weight gets new memory. compute: the
+    dtype to which stored codes are decoded for an operation without an activation, such as an embedding look-up, if no weight is
+    widened.
     """
 
     def __init__(
@@ -70,14 +70,16 @@ class ReferenceMode(WeightMode):
 
 
 def is_coded(weight: Weight) -> bool:
-    """Return whether the reference uses this weight as codes. This is so if the reference is the model as stored, and the module
-    holds the weight as codes with scales. Each operation decodes the codes to the dtype of its activation.
+    """Return whether a reference run uses this weight as codes. This is so if drift is measured from the model as stored, and the
+    module holds the weight as codes with scales. Each operation then decodes the codes to the dtype of its activation.
     """
     return weight.as_stored and weight.reference.scale is not None
 
 
 def holds_reference(weight: Weight) -> bool:
-    """Return whether the module already holds a weight with the reference's values and dtype, so that it need not be replaced."""
+    """Return whether the module already holds a weight with the values and the dtype of the reference, so that a reference run need
+    not replace it.
+    """
     values = weight.reference
     if not weight.info.castable and values.plain and weight.other_reference is None:
         return True
@@ -86,9 +88,10 @@ def holds_reference(weight: Weight) -> bool:
 
 
 def reference_dtype(weight: Weight) -> torch.dtype:
-    """Return the dtype of a weight in the reference: float64 if it is stored in float64, else float32. If the reference is the
-    model as stored, it is the stored dtype instead. For a weight that another program quantized, it is then the dtype that this
-    weight would have in a model that is not quantized.
+    """Return the dtype in which a reference run uses a weight: float64 if it is stored in float64, otherwise float32.
+
+    If drift is measured from the model as stored, it is the stored dtype instead. For a weight that another program quantized, it
+    is then the dtype that this weight would have in an unquantized model.
     """
     if weight.as_stored and not is_coded(weight):
         return weight.reference.held(torch.device("cpu")).dtype
@@ -96,8 +99,8 @@ def reference_dtype(weight: Weight) -> torch.dtype:
 
 
 def reference_value(weight: Weight, device: torch.device, of_codes: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a weight's values in the reference, in its `reference_dtype` and on `device`. of_codes: the dtype to use instead for a
-    weight that the reference uses as codes (`is_coded`).
+    """Return the values with which a reference run uses a weight, in its `reference_dtype` and on `device`. of_codes: the dtype of
+    the result for a weight that the reference run uses as codes (`is_coded`).
     """
     return weight.reference.read(device).to(of_codes if is_coded(weight) else reference_dtype(weight))
 
@@ -105,24 +108,26 @@ def reference_value(weight: Weight, device: torch.device, of_codes: torch.dtype 
 def reference_rows(
     weight: Weight, ids: torch.Tensor, device: torch.device, of_codes: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Return some rows of an embedding table [rows, width], with the reference's values: [*ids.shape, width]. ids: the indexes of
-    the rows. of_codes: the dtype of the rows if the reference uses the table as codes (`is_coded`).
+    """Return rows of an embedding table [rows, width] as a reference run uses them: [*ids.shape, width]. ids: the indexes of the
+    rows. of_codes: the dtype of the result if the reference run uses the table as codes (`is_coded`).
     """
     dtype = of_codes if is_coded(weight) else reference_dtype(weight)
     return weight.reference.rows(ids.to(device)).to(dtype)
 
 
 def equals_reference(weight: Weight, dtype: str) -> bool:
-    """Return whether a cast of a weight to `dtype` causes no drift, since its values and arithmetic stay those of the reference."""
+    """Return whether casting a weight to `dtype` causes no drift, since its values and arithmetic stay those of the
+    reference run.
+    """
     if weight.other_reference is not None:
         return False
     return dtype == weight.info.dtype if weight.as_stored else is_lossless(weight.info.dtype, dtype)
 
 
 def reference_name(model: LiveModel) -> str:
-    """Return the name of the reference for reports. This is the dtype in which it computes, such as "float32". For the model as
-    stored, it is a text such as "as stored (bfloat16, float32)", in which the dtypes with the most bytes come first. If the
-    reference has the weights of another checkpoint, it is the path or name of that checkpoint.
+    """Return the name of the reference model for reports. This is the dtype in which it computes, such as "float32". For the model
+    as stored, it is a text such as "as stored (bfloat16, float32)", in which the dtypes with the most bytes come first. For another
+    checkpoint, it is its path or name.
     """
     if model.reference == STORED:
         sizes: dict[str, int] = {}

@@ -1,7 +1,8 @@
-"""The base mode of all forward passes, both of the reference and of the candidate. It adds two operations to plain torch:
+"""The base class of the torch-function modes in which forward passes of the reference and the candidate run. It changes plain torch
+in two ways:
 
-1. A weight is replaced by other values if the pass can't use it as the module holds it. In the candidate, these are weights in a
-   format with scales, such as float8; in the reference, weights that are not in the reference's dtype.
+1. A weight is replaced by other values if the pass can't use it as the module holds it. In a candidate run, these are weights in a
+   format with scales, such as float8; in a reference run, weights that are not in the reference's dtype.
 2. A call that torch refuses because of its dtypes is repeated with all arguments in one dtype: see `promotion`.
 
 If the model's code writes to a weight, the new values last only until the pass ends. The module then has its previous weights
@@ -44,7 +45,7 @@ _MAY_HOLD_TENSORS = (torch.Tensor, list, tuple, dict)
 
 
 class _Kind(Enum):
-    """What a torch function does with its first argument, which decides how the mode handles a call of the function."""
+    """What a torch function does with its first argument. This decides how `WeightMode` handles the call."""
 
     CALL = "an operation"
     WRITE = "an operation that writes to its first argument"
@@ -76,9 +77,8 @@ def _kind_of(func: Any) -> _Kind:
 class WeightMode(TorchFunctionMode):
     """A torch-function mode that intercepts every torch call of a forward pass and replaces weights by other values.
 
-    A subclass decides which weights are replaced (`replaced`) and by which values (`values_of`, `dtype_of`, `rows_of`).
-
-    weights: all weights, keyed by the `id` of the tensor in the module.
+    weights: all weights, keyed by the `id` of the tensor in the module. replaced: the `id`s of the weights to replace. A subclass
+    provides the values, by `value_of`, `values_of`, `dtype_of` and `rows_of`.
     """
 
     def __init__(
@@ -92,50 +92,52 @@ class WeightMode(TorchFunctionMode):
         super().__init__()
         self.weights = weights
         self.device = device
-        """The device on which the pass runs."""
+        """The device on which the forward pass runs."""
         self.compute = compute
         """The dtype to which a weight in a format with scales is dequantized for an operation without an activation."""
         self.rounding = rounding
-        """An object that rounds activations multiplied by quantized weights, or None if `quantize_activations` is "none"."""
+        """Rounds activations that quantized weights multiply. None if the run setting `quantize_activations` is "none"."""
         self.record: Callable[[ImplicitCast], None] | None = None
-        """A function that is called with every implicit cast, or None if casts are not recorded."""
+        """Called with every implicit cast, unless it is None."""
         self.added = False
-        """Whether the pass did more than plain torch would: it dequantized a weight, or cast the arguments of a call."""
+        """Whether the forward pass did more than plain torch would: it dequantized a weight, or cast the arguments of a call."""
         self.module = ""
         """The dotted name of the running module. The code that runs the pass keeps it current."""
         self.finished = 0
-        """The number of finished module calls. The code that runs the pass keeps it current."""
+        """The number of module calls that have ended. The code that runs the pass keeps it current."""
         self.kept: Sequence[torch.Tensor] = ()
-        """Tensors of the model other than weights. If the pass changes their values, the old values are restored after it."""
+        """Tensors of the model other than weights whose values are restored after the forward pass, if it changes them."""
         self.first_use: dict[int, int] = {}
-        """How many module calls had finished before each used weight was first used, keyed by the `id` of the weight's tensor."""
+        """How many module calls had ended before a weight was first used, keyed by the `id` of the weight's tensor."""
         self.operation = ""
-        """The name of the running operation, which is recorded with each cast inside it. It is "" if the model's code itself passed
-        a `dtype`, because casts inside the operation are then explicit and are not recorded.
+        """The name of the running operation, with which casts inside it are recorded. It is "" if the model's code passed a
+        `dtype`, because casts inside the operation are then explicit and not recorded.
         """
         self.replaced = set(replaced)
         self._narrow = frozenset(weights[key].tensor.dtype for key in self.replaced) - {torch.float32, torch.float64}
-        """The dtypes, except float32 and float64, of the weights that this pass replaces. An argument of a call in one of these
-        dtypes may be a hidden weight, so `revealed` examines it.
+        """The dtypes, except float32 and float64, of the weights to replace. Another tensor in one of these dtypes may share the
+        memory of such a weight, so `revealed` examines it.
         """
         self.written: dict[int, torch.Tensor] = {}
-        """The current values of the weights that the pass has changed, keyed by the `id` of the weight's tensor."""
+        """The current values of the weights that the model's code has changed in this forward pass, keyed by the `id` of the
+        weight's tensor.
+        """
         self.standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
-        """Maps each tensor that replaces a weight in the model's code to the `id` of this weight."""
+        """Maps each tensor that replaces a weight, or is a view of such a replacement, to the `id` of this weight."""
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """The weights and the tensors in `kept` whose memory the pass has changed through a view. Each entry is (tensor, copy of
-        its old values), keyed by the tensor's `id`. The old values are restored after the pass.
+        """Weights, and tensors in `kept`, whose memory the forward pass has changed through a view: (tensor, copy of its old
+        values), keyed by the tensor's `id`. The old values are restored after the pass.
         """
         self._addresses: list[tuple[int, int, torch.Tensor]] | None = None
         self._dtypes: dict[int, torch.dtype] = {}
-        """The dtype that a recurrent module (`nn.RNN`, `nn.LSTM`, `nn.GRU`) gets when it reads the `dtype` of its first weight,
-        keyed by the `id` of this weight. It is the dtype to which `arguments_of` has cast the module's inputs, since the module
-        raises if its first weight and its inputs differ in dtype.
+        """What a recurrent module (`nn.RNN`, `nn.LSTM`, `nn.GRU`) sees as the `dtype` of its first weight, keyed by the `id` of
+        this weight. It is the dtype to which `arguments_of` has cast the module's inputs, since the module raises if the two
+        differ.
         """
 
     @property
     def wrote(self) -> bool:
-        """Whether the pass has changed a weight or one of the tensors in `kept`."""
+        """Whether the forward pass has changed a weight or one of the tensors in `kept`."""
         return bool(self.written or self._held)
 
     def __exit__(self, *exception: Any) -> None:
@@ -170,11 +172,11 @@ class WeightMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Call a torch function, whose `__name__` is `name`, and return its result. Weights among the arguments are replaced and
-        dtypes are made equal where needed.
+        """Call a torch function and return its result, after replacing weights among the arguments and making dtypes equal where
+        needed.
 
-        A pass makes thousands of these calls. Nearly all have arguments of one dtype and no replaced weight, and run unchanged.
-        Reads of a tensor's properties and metadata are handled elsewhere.
+        A forward pass makes thousands of these calls. Nearly all have arguments of one dtype and no weight to replace, and run
+        unchanged. name: the function's `__name__`, such as "linear".
         """
         as_given, dtype = self.rounding is None and self.record is None, None
         for value in (*args, *kwargs.values()) if kwargs else args:
@@ -201,12 +203,12 @@ class WeightMode(TorchFunctionMode):
             return recover(func, name, args, kwargs, self, error)
 
     def note_use(self, key: int) -> None:
-        """Record a use of the weight whose tensor has this `id`, unless it was used before in this pass."""
+        """Record the first use of a weight in this forward pass. key: the `id` of the weight's tensor."""
         self.first_use.setdefault(key, self.finished)
 
     def read_property(self, func: Any, args: Arguments) -> Any:
         """Return a property such as `tensor.dtype` or `tensor.T`. For a replaced weight, it is the replacement's property. func:
-        the getter of the property.
+        the getter of the property. args: its arguments, first the tensor.
         """
         key = id(args[0])
         weight = self.weights.get(key)
@@ -227,8 +229,8 @@ class WeightMode(TorchFunctionMode):
         return answer
 
     def _dtype_of(self, key: int, weight: Weight) -> torch.dtype:
-        """Return the dtype of the values that the pass now uses in place of a weight: the values that the model's code has written
-        to the weight, if it has, or else those computed by `values_of`. key: the `id` of the weight's tensor.
+        """Return the dtype of the values that currently replace a weight: those that the model's code has written to the weight or,
+        if there are none, those of `value_of`. key: the `id` of the weight's tensor.
         """
         return self.written[key].dtype if key in self.written else self.dtype_of(weight)
 
@@ -237,37 +239,43 @@ class WeightMode(TorchFunctionMode):
         return self.compute
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return the values that replace a weight, in the shape of the weight and on the device of the pass. dtype: the dtype of
-        the activation in the same operation.
+        """Return the values that replace a weight, in its shape, on the device of the forward pass. dtype: the dtype of the
+        activation in the same operation, or None if there is none.
         """
         raise NotImplementedError
 
     def values_of(self, weights: Sequence[Weight], dtype: torch.dtype | None, name: str) -> list[torch.Tensor]:
-        """Return the values that replace `weights` in the operation `name`. dtype: the dtype of the operation's activation."""
+        """Return the values that replace `weights` in one operation. dtype: the dtype of its activation, or None if there is none.
+        name: the operation, such as "linear".
+        """
         return [self.value_of(weight, dtype) for weight in weights]
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
-        """Return some rows of the values that replace an embedding table [rows, width], without computing the other rows:
-        [*ids.shape, width]. ids: the indexes of the rows.
+        """Return rows of the values that replace an embedding table [rows, width], without computing the other rows: [*ids.shape,
+        width]. ids: the indexes of the rows.
         """
         raise NotImplementedError
 
     def part_of(self, weight: Weight, index: int) -> torch.Tensor | None:
-        """Return the values that replace a weight at one index of its first dimension, if they can be read without the others.
-        Otherwise return None.
+        """Return the values that replace a weight at one index of its first dimension, such as those of one expert. Returns None if
+        they can't be read without the others.
         """
         return None
 
     def is_quantized(self, weight: Weight) -> bool:
-        """Return whether a weight is now in a format with scales, such as float8, so that activations may have to be rounded."""
+        """Return whether a weight is currently in a format with scales, such as float8. Its activations may then have to be
+        rounded.
+        """
         return False
 
     def input_format(self, weight: Weight) -> str:
-        """Return the format to which activations multiplied by this weight are rounded if the run settings ask for it, or ""."""
+        """Return the format to which activations that this weight multiplies are rounded, if the run settings request it. "" if
+        there is none.
+        """
         return weight.dtype if self.is_quantized(weight) else ""
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a weight, a view of a weight, or the values that replace one."""
+        """Return whether a tensor is a weight, replaces a weight, or is a view of one of these."""
         if isinstance(tensor, nn.Parameter):
             return True  # a parameter that the model created during the pass
         base = base_of(tensor)
@@ -306,8 +314,8 @@ class WeightMode(TorchFunctionMode):
         return self._dtype_of(key, self.weights[key])
 
     def _run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Call a torch function whose arguments need more than an unchanged call: a weight among them is replaced, their dtypes
-        differ, or implicit casts or quantized weights are tracked. Returns the function's result.
+        """Call a torch function for which `run` needs more than an unchanged call, and return its result. The reason may be a
+        weight to replace, a difference in dtypes, or that implicit casts or quantized weights are tracked.
         """
         args, kwargs = self.revealed(name, args, kwargs)
         tensors = tensors_in(args, kwargs)
@@ -327,11 +335,11 @@ class WeightMode(TorchFunctionMode):
         return output
 
     def revealed(self, name: str, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-        """Return the arguments of a call with hidden weights replaced by values.
+        """Return the positional and keyword arguments of a torch call with hidden weights replaced by values.
 
-        A hidden weight is a tensor that shares the memory of a replaced weight, but that the mode does not know. The mode did not
-        see how it was made: for example by `torch.vmap`, or by `nn.Parameter(weight)`. Raises NoForward if a hidden weight is only
-        a part of the replaced weight, or inside of another transform, such as `torch.func.grad`.
+        A hidden weight is a tensor that shares the memory of a weight to replace, but whose origin the mode did not see.
+        `torch.vmap` or `nn.Parameter(weight)`, for example, makes such tensors. Raises NoForward if a hidden weight is only a part
+        of the weight, or is wrapped by a transform other than `torch.vmap`, such as `torch.func.grad`. name: the operation.
         """
         if not self._narrow:
             return args, kwargs
@@ -374,10 +382,10 @@ class WeightMode(TorchFunctionMode):
         found: Mapping[int, Weight],
         rounds: Rounds | None,
     ) -> Any:
-        """Return the result of a call with each weight in `found` replaced by its values, and with one operand rounded if `rounds`
-        is given.
+        """Call a torch function with values instead of the weights in `found`, and return its result. If `rounds` is given, one
+        operand is rounded.
 
-        tensors: all tensors among the arguments. found: the replaced weights among them, keyed by the `id` of the tensor.
+        tensors: all tensors among the arguments. found: the weights to replace among them, keyed by the `id` of the tensor.
         """
         if found:
             self.added = True
@@ -401,7 +409,9 @@ class WeightMode(TorchFunctionMode):
         return output
 
     def _indexed(self, args: Arguments, found: Mapping[int, Weight]) -> torch.Tensor | None:
-        """Return `weight[index]` if a weight in `found` is indexed by a number, and only this part of it can be read."""
+        """Return `weight[index]` if the call indexes a weight in `found` by an integer, and this part can be read without the
+        others. Otherwise, return None.
+        """
         key, index = id(args[0]), args[1]
         if isinstance(index, torch.Tensor) and not index.ndim and not index.is_floating_point():
             index = int(index)
@@ -420,10 +430,10 @@ class WeightMode(TorchFunctionMode):
     def current_values(
         self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str
     ) -> dict[int, torch.Tensor]:
-        """Return the values with which one operation computes instead of the stored weights, keyed by the `id` of the weight's
-        tensor. These are the cast values. If the model's code has written to a weight in this pass, they are what it wrote.
+        """Return the values with which one operation computes instead of weights, keyed by the `id` of the weight's tensor. If the
+        model's code has written to a weight in this forward pass, these are the values that it wrote.
 
-        found: the weights that the operation uses, with the same keys. dtype: the dtype of the operation's activation, to which
+        found: the weights that the operation uses, keyed in the same way. dtype: the dtype of the operation's activation, to which
         quantized weights are dequantized, or None if there is no activation. name: the operation, such as "linear".
         """
         held = {key: weight for key, weight in found.items() if key not in self.written}
@@ -436,15 +446,17 @@ class WeightMode(TorchFunctionMode):
         return values
 
     def _value(self, key: int) -> torch.Tensor:
-        """Return the values that replace one weight where no activation decides their dtype: if the model's code reads a property
-        such as `weight.T`, or changes the weight. key: the `id` of the weight's tensor.
+        """Return the values that replace one weight where there is no activation: the model's code reads a property such as
+        `weight.T`, or writes to the weight. key: the `id` of the weight's tensor.
         """
         return self.current_values({key: self.weights[key]}, None, "")[key]
 
     def _rounded(
         self, name: str, args: Arguments, kwargs: dict[str, Any], rounds: Rounds
     ) -> tuple[Arguments, dict[str, Any]]:
-        """Return the arguments with one operand rounded. Under autocast, the operand is first cast to autocast's dtype."""
+        """Return the positional and keyword arguments with one operand rounded. Under autocast, it is first cast to autocast's
+        dtype.
+        """
         assert self.rounding is not None
         self.added = True
         kind = self.device.type
@@ -455,11 +467,11 @@ class WeightMode(TorchFunctionMode):
         return args, kwargs
 
     def _before_write(self, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-        """Prepare a call that writes to its first argument, to `out`, or to an embedding table with `max_norm`. Returns its
-        arguments.
+        """Prepare a torch call that writes to its first argument, to `out`, or to an embedding table with `max_norm`. Returns its
+        new arguments.
 
-        A destination that is a weight is replaced by a copy, which replaces the weight for the rest of the pass. If a destination
-        shares memory with a weight, the weight's values are saved and restored after the pass.
+        If the call writes to a weight, it gets a copy instead, which replaces the weight for the rest of the forward pass. If it
+        writes to a tensor that shares memory with a weight, the weight's values are saved and restored after the pass.
         """
         first = args[0] if args else None
         destination = args[1] if kwargs.get("max_norm") is not None and len(args) > 1 else kwargs.get("out", first)
@@ -472,8 +484,8 @@ class WeightMode(TorchFunctionMode):
         return replace_tensors(args, kwargs, new)
 
     def _written_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the copy to which the pass writes instead of `tensor`, the tensor of a weight. The copy is made at the first
-        write.
+        """Return the copy of a weight to which the forward pass writes. It is made at the first write. tensor: the weight's tensor
+        in the module.
         """
         key = id(tensor)
         self.note_use(key)
@@ -485,7 +497,7 @@ class WeightMode(TorchFunctionMode):
         return self.written[key]
 
     def _keep_shared(self, destination: torch.Tensor) -> None:
-        """Save the values of the weights that share memory with a tensor to which the pass is about to write."""
+        """Save the values of the weights that share memory with `destination`, to which the forward pass is about to write."""
         base = base_of(destination)
         owner = destination if base is None else base
         given = self.standing_for.get(owner, self.standing_for.get(destination))
@@ -501,8 +513,8 @@ class WeightMode(TorchFunctionMode):
                 self._held[id(shared)] = shared.data, shared.data.clone()
 
     def _set_data(self, key: int, value: torch.Tensor) -> None:
-        """Replace a weight by `value` for the rest of the pass, because the model's code has assigned to the weight's `data`. key:
-        the `id` of its tensor.
+        """Replace a weight by `value` for the rest of the forward pass, because the model's code has assigned to the weight's
+        `data`. key: the `id` of its tensor.
         """
         if id(value) in self.replaced:
             value = self._value(id(value))
@@ -525,7 +537,7 @@ class WeightMode(TorchFunctionMode):
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's first byte and the address after its last byte, or (0, 0) if it has no memory."""
+    """Return the addresses of a tensor's first byte and of the byte after its last one, or (0, 0) if it has no memory."""
     if not tensor.numel() or tensor.layout is not torch.strided or is_wrapped(tensor):
         return 0, 0
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
