@@ -1,13 +1,13 @@
-"""Rounds keys and values to a format of a KV cache and back. The arithmetic is in float32.
+"""Rounds keys and values of a KV cache to one of its formats and back. The arithmetic is in float32.
 
-- Without scales, as in vLLM's `fp8`, a value beyond the largest code saturates. Static scales are amax / 448, where amax is
-  over the calibration inputs.
+- Formats without scales, such as vLLM's `fp8`: a value beyond the largest code saturates. Static scales: amax / 448, where amax is
+  the largest |value| over the calibration inputs.
 - With a scale for each token and head, fp8 and int8 are symmetric: amax / 448 or amax / 127. int4 has zero points: scale = (max
   - min) / 15, where max and min include 0, and the code round(-min / scale) is 0. vLLM's int4 also rotates the values of a head
   before it rounds them, which is left out.
 - KIVI (Liu et al., 2024): code = round((x - min) / scale) with scale = (max - min) / (2^bits - 1), both in float16. Keys have
-  groups of 32 tokens in one channel; of them, the newest (tokens modulo 128) stay unrounded. Values have groups of 32 channels
-  in one token; the newest 128 tokens stay unrounded.
+  groups of 32 tokens in one channel; the newest (tokens modulo 128) keys are not rounded. Values have groups of 32 channels
+  in one token; those of the newest 128 tokens are not rounded.
 
 Values that are not finite stay unchanged, so that measurements report them.
 """
@@ -23,10 +23,10 @@ from dtype_engine.runtime.numerics.quantize import amax_to_scale, torch_dtype, v
 
 
 def round_cache(values: torch.Tensor, name: str, keys: bool, amax: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a part of a KV cache [batch, heads, tokens, width] after rounding to a format in `KV_FORMATS`, in its own dtype.
+    """Return keys or values [batch, heads, tokens, width] after rounding to a format of a KV cache, in their own dtype.
 
-    keys: whether the part holds keys. amax: the largest |value| of each head, float32 [heads], if a format has calibrated
-    scales; None means that of `values`.
+    name: the format, a key of `KV_FORMATS`. keys: True for keys, False for values. amax: for formats with calibrated scales, the
+    largest |value| of each head, float32 [heads]; if None, it is computed from `values`.
     """
     if not values.numel():
         return values
@@ -38,7 +38,7 @@ def round_cache(values: torch.Tensor, name: str, keys: bool, amax: torch.Tensor 
 
 
 def head_amax(values: torch.Tensor) -> torch.Tensor:
-    """Return the largest finite |value| of each head in a part of a KV cache [batch, heads, tokens, width]: float32 [heads]."""
+    """Return the largest finite |value| of each head of keys or values [batch, heads, tokens, width]: float32 [heads]."""
     magnitudes = values.detach().float().abs().nan_to_num_(0.0, 0.0, 0.0)
     return magnitudes.transpose(0, -3).flatten(1).amax(1)
 

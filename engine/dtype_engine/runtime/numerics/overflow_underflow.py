@@ -1,7 +1,7 @@
-"""Counting the values that a cast loses: finite values that become infinite or saturate, and nonzero values that become zero.
+"""Counts the values that a cast loses: finite values that become infinite or saturate, and nonzero values that become zero.
 
-The result of a cast is read once, in pieces that stay in the processor's cache. The original values are read only for pieces that
-hold an infinity or a zero, so that counting takes a fraction of the time of a cast if the cast loses nothing.
+The result of a cast is read once, some elements at a time, which stay in the processor's cache. The original values are read only
+where the result has an infinity or a zero. If the cast loses nothing, counting therefore takes a fraction of the time of the cast.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from dtype_engine.runtime.formats.scales import FLOAT32_MAX
 from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, saturates_beyond, torch_dtype
 
 _BIT_COUNTS = np.array([byte.bit_count() for byte in range(256)], dtype=np.uint8)
-"""The number of one bits in each possible byte, indexed by the byte. numpy has a function for this from version 2 on."""
+"""The number of one bits in each possible byte, indexed by the byte. numpy before version 2 has no function for this."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Counted = MutableMapping[tuple[str, str], ValueLoss | None]
-"""A cache of how many values each cast loses (they become infinite or zero, or saturate), keyed by the names of the tensor and of
-the dtype. The value is None if the cast only rounds values.
+"""Caches how many values each cast loses (they become infinite or zero, or saturate), keyed by the names of the tensor and of the
+dtype. The value is None if the cast only rounds values.
 """
 
 
 class _Counts(NamedTuple):
-    """How many values a cast loses (they become infinite or zero, or saturate) in one piece of a tensor (some rows or elements).
-    `ValueLoss` describes fields of the same names, which are sums over the whole tensor.
+    """How many values a cast loses (they become infinite or zero, or saturate) among some elements of a tensor. `ValueLoss` has
+    fields of the same names for the whole tensor, and describes them.
     """
 
     overflowed: int = 0
@@ -46,12 +46,12 @@ class _Counts(NamedTuple):
     saturated: int = 0
     nonfinite: int = 0
     zeros: int = 0
-    """Number of zeros after the cast, whether or not the values were zero before it."""
+    """Number of zeros after the cast. The values may have been zero before."""
 
 
 class LossCounter:
-    """Counts the values that a cast makes infinite or zero or that saturate. It receives the tensor piece by piece (some rows or
-    elements at a time) during the cast, in any order and in several threads.
+    """Counts the values of a tensor that a cast makes infinite or zero, or that saturate. It receives some elements at a time while
+    they are cast, in any order and from several threads.
     """
 
     def __init__(self, name: str, original: torch.Tensor | Values, dtype: str) -> None:
@@ -63,10 +63,10 @@ class LossCounter:
         self._parts: list[_Counts] = []
 
     def see(self, start: int, after: torch.Tensor, before: torch.Tensor | None = None) -> None:
-        """Count the values that the cast loses in one flat piece of the tensor. start: the index of the piece's first element in
-        the flattened tensor. after: the values after the cast. For a dtype with scales, they are the codes of whole rows.
+        """Count the values that the cast loses among some successive elements of the flattened tensor. start: the index of the
+        first of them. after: the elements after the cast, flat. For a dtype with scales, these are the codes of whole rows.
 
-        before: the values before the cast; if None, they are read from the original.
+        before: the elements before the cast, flat; if None, they are read from the original tensor.
         """
         before = self._flat[start : start + len(after)] if before is None else before
         quantized = self.dtype in dtypes.STORAGE_DTYPES
@@ -75,10 +75,10 @@ class LossCounter:
         )
 
     def result(self, cancelled: IsCancelled = never) -> ValueLoss | None:
-        """Return how many values of the tensor the cast loses, after all pieces were counted, or None if the cast only rounds
-        values.
+        """Return how many values the cast loses in the whole tensor, or None if it only rounds values. All elements must have been
+        counted.
 
-        Raises Cancelled.
+        Raises Cancelled if `cancelled()` becomes True.
         """
         if not self._original.numel():
             return None
@@ -106,7 +106,7 @@ def count_losses(
     rounds values.
 
     name: the name of the tensor. cast: the result of the cast, or the codes for a dtype with scales; if None, this function does
-    the cast. Raises Cancelled.
+    the cast. Raises Cancelled if `cancelled()` becomes True.
     """
     counter = LossCounter(name, original, dtype)
 
@@ -133,8 +133,8 @@ def count_losses(
 
 
 def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
-    """Return a view of a tensor as the matrix whose rows are quantized: [rows, width]. In a block format, this matrix is divided
-    into blocks. In any other format, each row has one scale.
+    """Return a view of a tensor as a matrix [rows, width] for quantizing it. In a block format, the matrix is divided into blocks.
+    In any other format, each row has one scale.
     """
     blocks = dtypes.BY_NAME[dtype].blocks
     if blocks is None:
@@ -144,7 +144,9 @@ def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
 
 
 def _quantize(original: torch.Tensor, dtype: str, on_rows: Callable[[int, torch.Tensor], None]) -> None:
-    """Quantize a tensor and call `on_rows(start, codes)` with the flat codes of some rows and the index of their first element."""
+    """Quantize a tensor some rows at a time, and call `on_rows(start, codes)` for them. codes: the codes of these rows, flat.
+    start: the index of their first element in the flattened tensor.
+    """
     element = dtypes.BY_NAME[dtype]
     if element.blocks is None:
         quantize_in_blocks(original, dtype, on_rows)
@@ -158,10 +160,10 @@ def _quantize(original: torch.Tensor, dtype: str, on_rows: Callable[[int, torch.
 
 
 def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
-    """Return how many values a cast to a dtype without scales, such as float16, loses in one flat piece of a tensor. Channels that
-    become all zero are not counted.
+    """Return how many values a cast to a dtype without scales, such as float16, loses among some elements of a tensor. `channels`
+    is not counted.
 
-    before, after: the values before and after the cast; `after` may be on a GPU.
+    before, after: the elements before and after the cast, flat; `after` may be on a GPU.
     """
     zeros = count_zeros(after)
     vanished = zeros - count_zeros(before) if zeros else 0
@@ -174,8 +176,8 @@ def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
 
 
 def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: str) -> _Counts:
-    """Return how many values saturate or become zero in some rows of a tensor, in a cast to `dtype`, which has scales. In such a
-    dtype, values never become infinite.
+    """Return how many values saturate or become zero in some rows of a tensor that are quantized to `dtype`. They can't become
+    infinite.
 
     before: the values of these rows, flat. codes: their codes, flat. width: the number of values in a row.
     """
@@ -199,14 +201,16 @@ def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: s
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Return True if all values are certainly finite. False means that the caller must check each value, because either a value or
-    only the sum of all values is not finite.
+    """Return True only if all values are finite. If it returns False, the values have to be checked one by one, since the sum of
+    finite values may overflow.
     """
     return math.isfinite(float(values.sum(dtype=torch.float32)))
 
 
 def _is_within(values: torch.Tensor, limit: float) -> bool:
-    """Return True if certainly no |value| exceeds the limit and none is NaN. False means that the caller must check each value."""
+    """Return True only if no |value| exceeds the limit and none is NaN. If it returns False, the values have to be checked one by
+    one.
+    """
     if limit == FLOAT32_MAX:
         return _is_finite(values)
     if values.numel() == 0:
@@ -230,22 +234,24 @@ def count_zeros(values: torch.Tensor) -> int:
 
 
 def magnitude_bits(values: torch.Tensor) -> npt.NDArray[Any]:
-    """Return the bits of a flat CPU tensor as numpy integers, which numpy compares and counts several times as fast as torch does
-    floats. For floats, the sign bit is cleared: the integers have the order of the absolute values, with NaN above infinity.
+    """Return the bits of a flat CPU tensor as numpy integers, which are compared and counted several times as fast as floats in
+    torch. For floats, the sign bit is cleared: the integers have the order of the absolute values, with NaN above infinity.
     """
     bits: npt.NDArray[Any] = values.view(_BITS[values.element_size()]).numpy()
     return bits & np.iinfo(bits.dtype).max if values.is_floating_point() else bits
 
 
 def _lost_channels(nonzero: torch.Tensor, zero_after: torch.Tensor) -> int:
-    """Return in how many rows more than half of the nonzero values become zero. nonzero: which values were not zero before the
-    cast. zero_after: which are zero after it. Both are bool [rows, width].
+    """Return the number of rows in which more than half of the nonzero values become zero. nonzero: where values were not zero
+    before the cast. zero_after: where they are zero after it. Both are bool [rows, width].
     """
     return int((2 * (nonzero & zero_after).sum(dim=1) > nonzero.sum(dim=1)).sum())
 
 
 def _channels_lost_by_cast(original: torch.Tensor | Values, dtype: str, cancelled: IsCancelled) -> int:
-    """Return in how many output channels a cast makes more than half of the nonzero values zero. Raises Cancelled."""
+    """Return the number of output channels in which a cast makes more than half of the nonzero values zero. Raises Cancelled if
+    `cancelled()` becomes True.
+    """
     rows, target = as_rows(original), torch_dtype(dtype)
     gone = 0
     for piece in row_slices(rows):

@@ -1,7 +1,8 @@
-"""The effect of a cast on the values of a tensor, without a forward pass: the round-trip error, and the histogram of exponents.
+"""Computes the effect of a cast on the values of a tensor, without a forward pass: the round-trip error, and the histogram of
+exponents.
 
-A tensor is read once, in pieces that stay in the processor's cache, so memory use does not grow with the tensor. If each output
-channel has its own scale, however, a piece has to hold whole rows.
+A tensor is read once, some elements at a time, which stay in the processor's cache, so memory use does not grow with the tensor.
+Only if each output channel has its own scale, whole rows are read at once.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from dtype_engine.runtime.numerics.quantize import (
 
 
 def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancelled = never) -> WeightError:
-    """Return the error of casting `tensor`, which has this name, to `dtype` and back: the SQNR, and how many values overflow,
-    saturate or underflow. Raises Cancelled.
+    """Return the error of casting a tensor to `dtype` and back: the SQNR, and how many values overflow, saturate or underflow.
+    name: the tensor's name, for the result. Raises Cancelled if `cancelled()` becomes True.
     """
     found: list[tuple[int, _Sums]] = []  # appended to from several threads
 
@@ -72,22 +73,22 @@ def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancell
 
 
 _BEST_DB = 200.0
-"""An SQNR in dB that is too high to be the effect of rounding: rounding to float32 gives 146 dB (6.02 for each of 24 bits, plus
-1.76). If the SQNR of a tensor is higher, nearly all of the error comes from values that became zero.
+"""An SQNR in dB that rounding can't reach: rounding to float32 gives 146 dB (6.02 for each of 24 bits, plus 1.76). If the SQNR of a
+tensor is higher, nearly all of the error comes from values that became zero.
 """
 
 
 def _reported(sqnr: float, sums: _Sums) -> float | None:
-    """Return a tensor's SQNR, or None if this number would make the cast look better than it is: some stored values are not finite,
-    or tiny values that became zero are nearly all of the error.
+    """Return a tensor's SQNR in dB, or None if it would make the cast look better than it is: some stored values are not finite, or
+    tiny values that became zero cause nearly all of the error.
     """
     flattering = sums.nonfinite or (sums.underflowed and sqnr > _BEST_DB)
     return None if flattering and sqnr > -math.inf else sqnr
 
 
 class _Sums(NamedTuple):
-    """Sums and counts over one piece of a tensor (some rows or elements), from which its round-trip error is computed, and the
-    largest error in the piece. `WeightError` describes the counts.
+    """Sums and counts over some elements of a tensor, from which its round-trip error is computed, and the largest error among
+    them. `WeightError` describes the counts.
     """
 
     noise: float = 0.0
@@ -102,15 +103,15 @@ class _Sums(NamedTuple):
 
 
 OnPiece = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""A function that is called with each piece of a tensor, in several threads. It gets four arguments: the index of the piece's first
-row or element; the values (float32 or float64); the cast values, which are codes for a dtype with scales; and the errors. The
-tensors are only valid during the call.
+"""A function that is called with some successive rows or elements of a tensor, in several threads. Its arguments are the index of
+the first of them; their values (float32 or float64); the values after the cast, or the codes for a dtype with scales; and the
+errors. The tensors are only valid during the call.
 """
 
 
 def _in_pieces(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
-    """Cast a tensor to `dtype`, a dtype without blocks, piece by piece, and call `on_piece` with each piece. A piece has whole rows
-    if each row has its own scale. Otherwise, it is a part of the flattened tensor.
+    """Cast a tensor some rows or elements at a time to a dtype without blocks, and call `on_piece` with these. They are whole rows
+    if each row has its own scale.
     """
     quantized, per_channel = dtype in dtypes.STORAGE_DTYPES, dtypes.has_channel_scales(tensor.shape, dtype)
     rows = as_rows(tensor) if quantized and per_channel else tensor.reshape(-1)
@@ -138,8 +139,8 @@ def _in_pieces(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
 
 
 def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
-    """Quantize a tensor to `dtype`, a block format, piece by piece, and call `on_piece` with each piece. The cast values are codes,
-    not multiplied by their scale.
+    """Quantize a tensor some rows at a time to a block format, and call `on_piece` with these rows. It gets codes, which are not
+    multiplied by their scales.
     """
     blocks = dtypes.BY_NAME[dtype].blocks
     assert blocks is not None
@@ -156,8 +157,8 @@ def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
 
 
 def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) -> _Sums:
-    """Return the sums and counts over one piece of a tensor. x: its values. cast: the values after the cast to `dtype` or, for a
-    dtype with scales, the codes. delta: the errors, which this function overwrites. All three are flat.
+    """Return the sums and counts over some elements of a tensor. x: their values. cast: the values after the cast to `dtype` or,
+    for a dtype with scales, the codes. delta: the errors, which this function overwrites. All three are flat.
     """
     noise, energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
     overflowed = saturated = nonfinite = zeroed_nan = 0
@@ -191,10 +192,10 @@ def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) 
 
 @single_intraop_thread()
 def exponents(name: str, tensor: torch.Tensor, cancelled: IsCancelled = never) -> ExponentHistogram:
-    """Return how many values of a tensor are in each power of two, floor(log2 |x|). Zeros and values that are not finite are
-    counted separately.
+    """Return how many values of a tensor have each exponent floor(log2 |x|). Zeros and values that are not finite are counted
+    separately.
 
-    Raises Cancelled.
+    name: the tensor's name, for the result. Raises Cancelled if `cancelled()` becomes True.
     """
     counts: dict[int, int] = {}
     zeros = nonfinite = 0

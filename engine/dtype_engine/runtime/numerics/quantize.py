@@ -39,7 +39,9 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype that holds the codes or values of a dtype in `core.dtypes`."""
+    """Return the torch dtype of the values in a dtype of `core.dtypes`, or of the codes in a format with scales. name: for example
+    "nvfp4".
+    """
     dtype = getattr(torch, dtypes.BY_NAME[name].torch_name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -60,7 +62,8 @@ def cast_or_quantize(
     The scale of a channel of zeros is 1. Only finite values determine the scales; other values stay unchanged if the dtype has
     codes for them.
 
-    amax: the largest |value| of all tensors that share a tensor scale with this one; if None, it does not share its scale.
+    amax: the |value| from which the tensor scale of a block format is computed, for tensors that share one scale; by default, the
+    largest finite |value| of this tensor.
     """
     target = torch_dtype(dtype)
     if dtype not in dtypes.STORAGE_DTYPES:
@@ -77,9 +80,9 @@ def cast_or_quantize(
 
 
 def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: float | None = None) -> torch.Tensor:
-    """Return a copy of the values of `tensor` after a cast: in `dtype` or, if this is a format with scales such as float8 or int8,
-    dequantized to `compute`. amax: the largest |value| of all tensors that share a tensor scale with this one; if None, it does not
-    share its scale.
+    """Return a copy of the values of `tensor` after a cast to `dtype`. If this is a format with scales such as float8 or int8, they
+    are dequantized to `compute`. amax: the |value| from which the tensor scale of a block format is computed; by default, the
+    largest finite |value| of this tensor.
     """
     data, scale = cast_or_quantize(tensor, dtype, amax)
     if scale is not None:
@@ -95,9 +98,9 @@ def quantize_in_blocks(
 ) -> torch.Tensor:
     """Quantize a tensor, a few rows at a time, to a dtype that has no block scales. Returns its scales, float32 [channels] or [1].
 
-    on_block: called as `on_block(start, codes)` in several threads and in no particular order. start: an index in the flattened
-    tensor. codes: the flat codes of some rows, which begin at `start`, in a buffer that is reused. amax: the largest |value| of all
-    tensors that share one scale with this tensor, in all channels; if None, this tensor has scales of its own.
+    on_block: called as `on_block(start, codes)` in several threads and in no particular order. codes: the codes of some rows, flat,
+    in a buffer that is reused. start: the index of their first element in the flattened tensor. amax: the |value| from which one
+    scale for all channels is computed; by default, a scale per channel is computed from its own values.
     """
     rows = as_rows(tensor)
     top = dtypes.BY_NAME[dtype].max
@@ -126,8 +129,8 @@ def quantize_in_blocks(
 
 
 def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
-    """Return the scales amax / top, or 1 where amax is 0. A scale is at least float32's smallest normal value, and so small that
-    top times the scale is finite.
+    """Return the scales amax / top, or 1 where amax is 0. top: the largest code. A scale is at least float32's smallest normal
+    value, and limited so that top times the scale is finite.
     """
     return torch.where(amax > 0, (amax / top).clamp_(_SMALLEST_SCALE, largest_scale(top)), torch.ones_like(amax))
 
@@ -145,9 +148,8 @@ def saturates_beyond(dtype: str) -> float:
 
 @dataclass(slots=True)
 class Workspace:
-    """Buffers of one shape, in which the pieces of a large tensor (some rows each) are cast one after another. Without these
-    buffers, every temporary of every piece would be in new memory, and touching new memory for the first time takes longer than the
-    arithmetic.
+    """Buffers in which a large tensor is cast some rows at a time. Without them, every temporary tensor would be in new memory, and
+    touching new memory for the first time takes longer than the arithmetic.
     """
 
     cast: torch.Tensor
@@ -156,19 +158,21 @@ class Workspace:
 
     @classmethod
     def like(cls, shape: torch.Size, dtype: str, wide: torch.dtype, device: torch.device | str = "cpu") -> Workspace:
-        """Return new buffers for pieces of at most this shape. Pieces are cast to `dtype`, and back to `wide`."""
+        """Return new buffers for at most `shape` values at a time, which are cast to `dtype` and back to `wide`."""
         made = partial(torch.empty, shape, device=device)
         return cls(made(dtype=torch_dtype(dtype)), made(dtype=wide), made(dtype=torch.int16))
 
     def first(self, count: int) -> Workspace:
-        """Return a workspace with views of the first `count` rows or elements of these buffers, for a smaller piece."""
+        """Return a workspace that consists of the first `count` rows or elements of these buffers, as views."""
         return Workspace(self.cast[:count], self.values[:count], self.half[:count])
 
 
 def quantize_block(
     values: torch.Tensor, scale: torch.Tensor, dtype: str, workspace: Workspace | None = None
 ) -> torch.Tensor:
-    """Divide float32 values by a scale, which is broadcast. Returns their codes in `dtype`. NaN becomes 0 in an integer dtype."""
+    """Divide float32 values by a scale, which is broadcast, and round to `dtype`. Returns the codes. NaN becomes 0 in an integer
+    dtype. workspace: buffers to use instead of new memory.
+    """
     top = dtypes.BY_NAME[dtype].max
     scaled = torch.div(values, scale, out=workspace.values if workspace is not None else None).clamp_(-top, top)
     target = torch_dtype(dtype)
@@ -181,7 +185,7 @@ def quantize_block(
 
 
 def dequantize_block(codes: torch.Tensor, scale: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
-    """Return codes multiplied by a scale, which is broadcast, as float32 values.
+    """Return codes multiplied by a scale, which is broadcast, as float32 values. workspace: buffers to use instead of new memory.
 
     On the CPU, torch converts float8 one element at a time. Shifting the bits of float8 to float16 gives the same values ten times
     as fast: e5m2 is the upper byte of float16, and the exponent bias of e4m3fn is smaller by 8.
@@ -206,10 +210,10 @@ def dequantize_block(codes: torch.Tensor, scale: torch.Tensor, workspace: Worksp
 def dequantize(
     codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, blocks: Blocks | None = None
 ) -> torch.Tensor:
-    """Dequantize `codes`. Returns the values in `dtype` and in the shape of the codes, computed a few rows at a time to save
-    memory.
+    """Return the values of `codes` in `dtype` and in the shape of the codes, computed a few rows at a time to save memory.
 
-    scale: float32 [channels] or [1], or [blocks down, blocks across] for `blocks`.
+    scale: float32 [channels] or [1]. For a block format, [blocks down, blocks across]. blocks: the description of its blocks, or
+    None.
     """
     if blocks is not None:
         return _dequantize_blocks(codes, scale, dtype, blocks)

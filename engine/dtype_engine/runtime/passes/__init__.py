@@ -1,1 +1,1 @@
-"""Forward passes: running a model, observing its modules, and reusing outputs of earlier passes."""
+"""Runs forward passes, observes a model's modules, and reuses module outputs of earlier passes."""

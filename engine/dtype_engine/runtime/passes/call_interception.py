@@ -1,4 +1,4 @@
-"""Intercepts every module call of a forward pass, so that the pass can observe the call or stop before it."""
+"""Intercepts the module calls of a forward pass, so that each call can be observed and the pass can be cancelled before it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class ModuleCalls:
     `watch` begins to report the calls to the current pass. `only_stop` begins to check only whether the pass is cancelled. `remove`
     ends both.
 
-    When the model's code calls a submodule, torch calls a function of this class in its place. This function then calls the
-    submodule with its hooks, and reports the output after the hooks. It takes the place of a forward hook, which would cost 25 µs
-    for a call after a large matrix product (Intel Xeon with AMX). A call of a submodule's `forward` is not intercepted.
+    When the model's code calls a submodule, torch calls a function of this class instead. This function then calls the submodule
+    with its hooks, and reports the output after the hooks. A forward hook would cost 25 µs for a call after a large matrix product
+    (Intel Xeon with AMX). Direct calls of a submodule's `forward` are not intercepted.
 
     Attributes:
-        under_way: the pass to which calls are reported, or None between passes.
+        under_way: the forward pass to which calls are reported, or None between passes.
         modules: the module and all its submodules.
 
-    cancelled: whether to stop; it is called before each call of a submodule. autocast_on: the device type for which passes enable
-    torch.autocast, or None. blocks: the names of modules before whose calls `on_block(name)` is called.
+    cancelled: called before each submodule call; if it returns True, the pass is cancelled. autocast_on: the device type for which
+    passes enable torch.autocast, or None. blocks: the names of modules before whose calls `on_block(name)` is called.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class ModuleCalls:
         self._undo: list[Callable[[], None]] = []
 
     def watch(self) -> None:
-        """From now on, report every submodule call to the current pass."""
+        """Report all submodule calls to the current forward pass from now on."""
         self._put_everywhere(self._reporting)
 
     def only_stop(self) -> None:
-        """From now on, check for cancellation before each submodule call, without reporting the calls."""
+        """Check for cancellation before each submodule call from now on, without reporting the calls."""
         self._put_everywhere(self._stopping)
 
     def remove(self) -> None:
@@ -70,7 +70,7 @@ class ModuleCalls:
         self._undo.clear()
 
     def with_hooks(self) -> frozenset[str]:
-        """Return the names of modules with forward hooks, such as those by which transformers collects hidden states."""
+        """Return the names of submodules with forward hooks, such as those with which transformers collects hidden states."""
         return frozenset(name for name, module in self._modules.items() if has_forward_hooks(module))
 
     def _put_everywhere(self, made: Callable[[str], Call]) -> None:
@@ -123,9 +123,9 @@ class ModuleCalls:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """A context manager for the arithmetic of observers, which is not part of the pass. In its block, no torch-function mode
-        intercepts calls, autocast is off, and so is the model's own `torch.inference_mode`. (Tensors created in inference mode
-        could not be written to after the pass.)
+        """A context manager for the arithmetic of observers, which is not part of the forward pass. In its `with` block, no
+        torch-function mode intercepts calls, autocast is off, and so is the model's own `torch.inference_mode`. (Tensors created in
+        inference mode could not be written to after the pass.)
         """
         with ExitStack() as contexts:
             if torch.is_inference_mode_enabled():

@@ -1,7 +1,7 @@
-"""Finds the dimension of a main output that holds the classes of a distribution, if the output is a distribution.
+"""Finds out whether a model's main output is a distribution, and which of its dimensions holds the classes.
 
-The output's name does not show whether it is a distribution: transformers uses `logits` for class scores, pixels and mask values
-alike. The model's class and its configuration decide, unless the setting `classes_dim` is given.
+The output's name does not show this: transformers uses `logits` for class scores, pixels and mask values alike. The model's class
+and its configuration decide, unless the setting `classes_dim` is given.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ _BY_CLASS: tuple[tuple[str, int | None], ...] = (
     # SigLIP compares each image and text independently; CLIP computes a softmax over the texts.
     ("Siglip*Model", None),
 )
-"""Pairs: a pattern for the name of a model class, and the dimension of its main output that holds the classes of a distribution.
-For example, 1 for [batch, classes, height, width]; None if the output is no distribution. The first pair whose pattern matches is
-used.
+"""Pairs (name pattern of a model class, dimension of its main output that holds the classes of a distribution). For example, 1 for
+[batch, classes, height, width]; None if the output is no distribution. The first pair whose pattern matches is used.
 """
 _OUTPUTS = ("logits", "logits_per_image", "start_logits", "prediction_logits", "class_queries_logits")
 """Names of outputs that hold class scores along their last dimension, for model classes that `_BY_CLASS` does not match."""
@@ -53,7 +52,8 @@ _NOT_EXCLUSIVE = ("regression", "multi_label_classification")
 
 
 def classes_dimension(module: nn.Module, name: str, output: torch.Tensor, setting: ClassesDim = "auto") -> int | None:
-    """Return the dimension (from 0) of the main output `name` that holds class or token logits, or None if there is none.
+    """Return the dimension (from 0) of the main output that holds class or token logits, or None if there is none. name: the
+    output's name, such as "logits". setting: the user's choice: "auto", "none" or a dimension.
 
     Raises UserError if `setting` names a dimension that the output does not have, or one with fewer than two values.
     """

@@ -1,4 +1,6 @@
-"""The state of a running forward pass: the active modules, the finished calls, and the reused outputs of an earlier pass."""
+"""Keeps the state of a running forward pass: which modules are running, which calls have ended, and which outputs of an earlier
+pass are reused.
+"""
 
 from __future__ import annotations
 
@@ -16,35 +18,41 @@ from dtype_engine.runtime.passes.side_effects import SideEffects
 
 
 class ModuleObserver:
-    """Receives module outputs during a pass. The methods of this base class do nothing; subclasses override some of them."""
+    """Receives module outputs during a forward pass. The methods of this base class do nothing; subclasses override
+    some of them.
+    """
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> Any:
-        """Receive the first float tensor of a module's output, of any shape. call: the number of the call among the calls of this
-        module, counted from 0. The return value is cached together with the output.
+        """Receive the first float tensor of a module's output, of any shape. module: the name of the module. call: the number of
+        the call among the calls of this module, from 0. The return value is cached together with the output.
         """
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
-        """Receive the experts that a router chose, [tokens, ...]. If a module returns an integer tensor and float tensors, the
-        integer tensor is taken for such a choice. For one call of a module, this method is called before `__call__`, which receives
-        the float tensor.
+        """Receive the experts that a router chose, [tokens, ...]. If a module returns an integer tensor together with float
+        tensors, it counts as a router. This method is called before `__call__`, which receives the float tensor of the same call.
+
+        module: the name of the module. call: the number of the call among the calls of this module, from 0.
         """
 
     def replay(self, module: str, observed: Any) -> None:
-        """Receive what `__call__` returned in an earlier pass, for a module call whose output is reused from that pass."""
+        """Receive again what `__call__` returned in an earlier pass, because the module's output is reused from that pass. module:
+        the name of the module. observed: the return value.
+        """
 
 
 class ForwardPass:
     """The state of one running forward pass.
 
-    `watched` names the modules whose outputs are passed to the observer (None: all modules). weights: the `id`s of the model's
-    weights.
+    observer: receives outputs of the modules in `watched`, or of all modules if that is None. cache: keeps outputs for later
+    passes. reusable_calls: the calls to skip, (module, number of its call), with their indexes in the calls of `earlier`, an
+    earlier pass. weights: the `id`s of the model's weights.
 
     Attributes:
-        calls: the number of finished calls of each watched module.
+        calls: the number of ended calls of each watched module.
         inside: the names of the running modules, innermost last. After an exception, the last one is the module that raised it.
-        began: for each running module, the number of calls that had finished when it began.
-        finished: the module names of all finished calls, in order.
-        spans: for each entry of `finished`, the number of calls that had finished when it began, if all modules are watched.
+        began: for each running module, the number of calls that had ended when it began.
+        finished: the module names of all ended calls, in order.
+        spans: for each entry of `finished`, the number of calls that had ended when it began, if all modules are watched.
         effects: detects side effects, or None.
         observing_seconds: time spent on observers in seconds, which is not counted as time of the pass.
     """
@@ -83,19 +91,19 @@ class ForwardPass:
         self.mode.module = name
 
     def watches(self, name: str) -> bool:
-        """Return whether the observer receives the outputs of this module."""
+        """Return whether the observer receives the outputs of the module `name`."""
         return self.watched is None or name in self.watched
 
     def earlier_call(self, name: str) -> ModuleCall | None:
-        """Return the record of an earlier pass for the next call of the module `name`, if the output in this record is used and the
-        call is skipped. Return None if the module must be called.
+        """Return the record of an earlier pass whose output replaces the next call of the module `name`. Returns None if the module
+        must be called.
         """
         index = self.reusable_calls.get((name, self.calls[name])) if self.reusable_calls else None
         return None if index is None or self.earlier is None else self.earlier.calls[index]
 
     def finish(self, name: str, output: Any) -> None:
-        """Record that a call of the module `name` has ended, or was skipped. output: what the module returned. If the call was
-        skipped, the output of an earlier pass.
+        """Record that a call of the module `name` has ended, or was skipped. output: what the module returned or, for a skipped
+        call, the output of an earlier pass.
         """
         while self.inside.pop() != name:
             self.began.pop()  # this module raised an exception that its caller handled
@@ -110,10 +118,10 @@ class ForwardPass:
         self.mode.finished = len(self.finished)
 
     def _observe(self, name: str, output: Any, began: int) -> None:
-        """Pass a module's output on to the observer and the cache.
+        """Give a module's output to the observer and the cache.
 
-        If the output is reused from an earlier pass, neither the module nor the calls inside it ran. The observer and the cache
-        then get the earlier pass's records of all these calls. began: the number of calls that had finished when the module began.
+        If the output is reused from an earlier pass, the module and the calls inside it did not run. The observer and the cache
+        then get the earlier pass's records of all these calls. began: the number of calls that had ended when the module began.
         """
         call = self.calls[name]
         index = self.reusable_calls.get((name, call)) if self.reusable_calls else None
@@ -144,8 +152,8 @@ class ForwardPass:
 
 
 def _integers(outputs: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return the first integer tensor with at least two dimensions among a module's outputs, or None. In a router, it holds the
-    chosen experts.
+    """Return the first integer tensor with at least two dimensions among a module's outputs, or None. If the module is a router,
+    this tensor holds the chosen experts.
     """
     for each in outputs:
         if isinstance(each, torch.Tensor) and each.dtype in (torch.int64, torch.int32) and each.ndim >= 2:

@@ -1,8 +1,8 @@
 """Finds the positions of a batch that are compared: all except those that a mask marks as padding.
 
 A mask has the shape [batch, positions], with 1 for each position to compare. In an encoder-decoder model, the decoder has its own
-positions. The decoder's mask leaves out some of them, and so do labels of -100. A mask that leaves out no position is replaced by
-None. Outputs are then compared as they are, without copying the positions to compare.
+positions. Some of them are left out by the decoder's mask, and by labels of -100. A mask that leaves out no position is replaced by
+None. Outputs are then compared without copying the positions to compare.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ _DECODER = re.compile("decoder")
 _CROSS_ATTENTION = re.compile(
     r"(EncDecAttention|encoder_attn|cross_attn|crossattention)\b.*\b(k|v|k_proj|v_proj|key|value)$"
 )
-"""Matches decoder modules that process the encoder's output: the key and value projections of cross-attention."""
+"""Matches the names of decoder modules that process the encoder's output: the key and value projections of cross-attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptPositions:
-    """The masks of one batch: bool [batch, positions] on the model's device. At least one mask is not None."""
+    """Masks that are True at the positions of a batch to compare: bool [batch, positions] on the model's device. At least one is
+    not None.
+    """
 
     encoder: torch.Tensor | None
-    """In an encoder-decoder model, the mask of the encoder's positions. In any other model, the mask of all its positions. None if
-    all positions are compared.
-    """
-    decoder: torch.Tensor | None
-    """In an encoder-decoder model, the mask of the decoder's positions. None in other models, and if all of the decoder's positions
+    """The mask of the encoder's positions or, in a model without a decoder of its own, of all positions. None if all
     are compared.
     """
+    decoder: torch.Tensor | None
+    """The mask of the decoder's positions in an encoder-decoder model. None in other models, and if all of them are compared."""
     has_decoder: bool
 
     @classmethod
     def of(cls, module: nn.Module, batch: Batch, device: torch.device) -> KeptPositions | None:
-        """Return the positions that the masks in `batch` keep, or None if they keep all positions. The masks are the attention mask
-        and, in a model with an encoder and a decoder, the decoder's attention mask and the labels: a label of -100 leaves out its
-        position. module: the model, whose signature names the batch's positional arguments.
+        """Return the positions to compare according to the masks in `batch`, or None if these are all positions.
+
+        The masks are the attention mask and, in an encoder-decoder model, the decoder's attention mask and the labels: a label of
+        -100 leaves out its position. module: the model, whose signature names the batch's positional arguments.
         """
         given = _arguments(module, batch)
         has_decoder = bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
@@ -68,7 +69,8 @@ class KeptPositions:
         """Return the mask for a module's output, or None if all its rows are compared, for example because they are not positions.
 
         The mask is [batch, positions] for an output [batch, positions, ...], and [batch x positions] for an output in which these
-        two dimensions are flattened into one. call: the number of the module's call in the pass.
+        two dimensions are flattened into one. name: the name of the module. call: the number of its call in the forward pass, from
+        0.
         """
         mask = self.decoder if self.has_decoder and _is_of_decoder(name, call) else self.encoder
         if mask is None or output.ndim < 2:
@@ -79,10 +81,11 @@ class KeptPositions:
 
 
 def _is_of_decoder(name: str, call: int) -> bool:
-    """Return whether the rows of a module's output are positions of the decoder (and not of the encoder).
+    """Return whether the rows of a module's output are positions of the decoder (and not of the encoder). name: the name of the
+    module.
 
-    call: the number of the module's call in the pass. It decides for an embedding that encoder and decoder share, which is first
-    called for the encoder.
+    call: the number of the module's call in the forward pass, from 0. It decides for an embedding that encoder and decoder share,
+    which is first called for the encoder.
     """
     if _DECODER.search(name) or "encoder" in name:
         return _DECODER.search(name) is not None and _CROSS_ATTENTION.search(name) is None
@@ -90,7 +93,9 @@ def _is_of_decoder(name: str, call: int) -> bool:
 
 
 def _arguments(module: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return the arguments of a module call by name. Positional arguments that the module's signature does not name are omitted."""
+    """Return the arguments of a module call, keyed by name. Positional arguments that the module's signature does not name are
+    omitted.
+    """
     if not batch.args:
         return batch.kwargs
     try:
@@ -100,12 +105,16 @@ def _arguments(module: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def _ones(mask: object) -> torch.Tensor | None:
-    """Return a bool tensor that is True where the mask [batch, positions] is 1, or None if the value is not such a mask."""
+    """Return a bool tensor that is True where a mask [batch, positions] is 1. Returns None if `mask` is no tensor of zeros and ones
+    with this shape.
+    """
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not bool(((mask == 0) | (mask == 1)).all()):
         return None
     return mask == 1
 
 
 def _on(device: torch.device, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a mask on a device. Returns None if it keeps all positions, and also if it keeps none, since some must be compared."""
+    """Move a mask to a device. Returns None if the mask is True everywhere, and also if it is True nowhere, since then all
+    positions are compared.
+    """
     return None if mask is None or bool(mask.all()) or not bool(mask.any()) else mask.to(device)

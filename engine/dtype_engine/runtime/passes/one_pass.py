@@ -16,31 +16,31 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True, slots=True)
 class PassOptions:
-    """What a pass does in addition to running the model. By default: nothing."""
+    """What a forward pass does in addition to running the model. By default, this is nothing."""
 
     watched: frozenset[str] | None = None
     """Names of the modules whose outputs the observer receives. If None, all modules."""
     learns: bool = False
     """Whether to detect side effects and record them in the model's `ModelBehavior`."""
     cache_bytes: int = 0
-    """Maximum number of bytes of outputs to keep for a later pass. If 0, no cache is created."""
+    """Maximum number of bytes of module outputs to keep for a later pass. If 0, none are kept."""
     cached: frozenset[str] | None = None
     """Names of the modules whose outputs are kept for a later pass. If None, those of all watched modules."""
     earlier: OutputCache | None = None
-    """Outputs of an earlier pass over the same input, to be reused if they can't have changed. If none can be reused, all are
-    released.
+    """Module outputs of an earlier pass over the same input, which are reused if they can't have changed. If none can be reused,
+    all are released.
     """
     prefix: int | None = None
-    """How many calls at the start of the pass `earlier` have outputs that can't have changed. The other calls run again. Only
+    """How many calls at the start of the pass `earlier` have outputs that can't have changed. Later calls run again. Only
     `ForwardRunner.partial` uses this.
     """
     around: Callable[[WeightMode], AbstractContextManager[object]] | None = None
-    """A function that gets the pass's torch-function mode and returns a context manager. The pass runs inside this context, which
-    is entered before the mode. None: no further context.
+    """Returns a context manager that is entered around the forward pass, before its torch-function mode, which is the argument.
+    None if there is none.
     """
     caches: CacheWatcher | None = None
-    """An object that receives all keys and values that a pass of the reference writes into KV caches, for example to calibrate
-    scales. None if no KV cache has a rule.
+    """Receives all keys and values that a reference run writes into KV caches, for example to calibrate scales. None if no KV cache
+    has a rule.
     """
 
 
@@ -50,20 +50,20 @@ class PassResult(Generic[Output]):
 
     output: Output
     seconds: float
-    """Wall time in seconds, without the time spent on observers. Reused calls take no time."""
+    """Wall time in seconds, without the time spent on observers. Reused module calls take no time."""
     finished: list[str]
-    """The name of the called module for each module call, in the order in which the calls ended."""
+    """The module names of all module calls, in the order in which the calls ended."""
     spans: list[int]
-    """For each entry of `finished`, how many calls had finished when that call began. Incomplete if some modules are unwatched."""
+    """For each entry of `finished`, how many calls had ended when that call began. Incomplete if some modules are unwatched."""
     first_use: dict[str, int]
-    """For each used weight, how many module calls had finished before its first use."""
+    """How many module calls had ended before a weight was first used, keyed by the name of the weight."""
     added: bool
-    """Whether the pass did more than plain torch would: it dequantized a weight, or cast an operation's arguments."""
+    """Whether the forward pass did more than plain torch would: it dequantized a weight, or cast an operation's arguments."""
     reused: bool = False
     """Whether outputs of an earlier pass replaced some module calls."""
     cache: OutputCache | None = None
-    """The outputs kept for a later pass, or None."""
+    """The module outputs kept for a later pass, or None."""
     left_wide: frozenset[str] = frozenset()
-    """If activations are quantized: names of operations that multiplied a quantized weight by an activation that could not be
-    rounded.
+    """Names of operations that multiplied a quantized weight by an activation that could not be rounded. Empty if activations are
+    not quantized.
     """

@@ -1,11 +1,11 @@
-"""Keeps the outputs of a pass, so that a later pass does not repeat calls that can't have changed.
+"""Keeps the module outputs of a forward pass, so that a later pass does not repeat calls that can't have changed.
 
-A cache lists the finished calls of a pass in order, with the outputs of watched modules. If a later recipe changes only weights
-that were first used after the first n calls had finished, these n calls would return the same outputs. The later pass then returns
-the stored outputs of the outermost of these calls, and does not call the modules inside them.
+A cache lists the ended calls of a pass in order, with the outputs of watched modules. If a later recipe changes only weights that
+were first used after the first n calls had ended, these n calls would return the same outputs. The later pass then returns the
+stored outputs of the outermost of these calls, and does not call the modules inside them.
 
-Outputs are stored by reference, not copied. The version counter of a tensor shows whether it was written to later in the pass; if
-so, the call is not reused.
+Outputs are stored by reference, not copied. If a tensor's version counter shows that the pass wrote to it later, the call is not
+reused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dtype_engine.runtime.model.torch_private import base_of, is_wrapped, versio
 
 @dataclass(slots=True)
 class ModuleCall:
-    """One finished call of a module: how many calls had finished when it began and when it ended, its output, and what the observer
+    """An ended call of a module: how many calls had ended when it began and when it ended, its output, and what the observer
     returned for it.
     """
 
@@ -37,8 +37,8 @@ class ModuleCall:
 
     @property
     def usable(self) -> bool:
-        """Whether the output can be reused: it has only ordinary tensors and plain values, and nothing has written to the
-        tensors.
+        """True if the output can be reused: it has only ordinary tensors and plain values, and nothing has written to
+        the tensors.
         """
         return self.output is not _OPAQUE and all(version_of(tensor) == version for tensor, version in self.versions)
 
@@ -49,15 +49,16 @@ _OPAQUE = object()
 def record_call(
     module: str, call: int, span: tuple[int, int], output: Any, observed: Any, weights: Container[int] = ()
 ) -> ModuleCall:
-    """Return the record of a finished call. observed: what the observer returned for it. span: how many calls had finished when it
-    began, and when it ended. weights: the `id`s of the model's weights.
+    """Return the record of an ended module call. call: the number of the call among the calls of the module. span: how many calls
+    had ended when it began, and when it ended. observed: what the observer returned for it. weights: the `id`s of the model's
+    weights.
 
     The record holds the output for reuse only if the output consists of tensors and plain values, without other objects such as a
     key-value cache. It does not hold an output with one of these tensors:
 
     - a weight or a view of a weight, whose dtype may change the dtype of later operations;
     - a tensor with an autograd graph, or without a version counter;
-    - a nested tensor, or a tensor inside of `torch.vmap`.
+    - a nested tensor, or a tensor that `torch.vmap` wraps.
     """
     if isinstance(output, torch.Tensor):
         if not _can_be_reused(output, weights):
@@ -84,10 +85,12 @@ def _can_be_reused(tensor: torch.Tensor, weights: Container[int]) -> bool:
 
 @dataclass(slots=True)
 class OutputCache:
-    """The module outputs of one pass: records of its calls, in the order in which they finished, and the dtypes of the weights.
+    """The module outputs of one forward pass: records of its calls, in the order in which they ended, and the dtypes of the
+    weights.
 
-    only: names of the modules whose outputs are kept; if None, those of all modules. names: the called module's name for each call,
-    in order. first_use: for each weight, how many calls had finished before its first use.
+    dtypes: the dtype of each weight, keyed by name. only: names of the modules whose outputs are kept; if None, those of all
+    modules. names: the called module's name for each call, in order. first_use: how many calls had ended before a weight's first
+    use, keyed by its name.
 
     At most `budget` bytes of outputs are kept (`nbytes`, with each storage counted once). If a pass exceeds it, the cache becomes
     empty.
@@ -103,7 +106,7 @@ class OutputCache:
     _storages: set[int] = field(default_factory=set)
 
     def add(self, call: ModuleCall) -> None:
-        """Append the record of a finished module call."""
+        """Append the record of an ended module call."""
         if self.budget < 0:
             return
         for tensor, _ in call.versions:
@@ -117,8 +120,9 @@ class OutputCache:
             self.release()
 
     def count(self, module: str, call: int, span: tuple[int, int], observed: Any) -> None:
-        """Record a call without its output. The call can only be skipped as part of a call around it. span: how many calls had
-        finished when it began, and when it ended.
+        """Record a module call without its output. It can only be skipped together with a call that contains it. call: the number
+        of the call among the calls of the module. span: how many calls had ended when it began, and when it ended. observed: what
+        the observer returned.
         """
         if self.budget >= 0:
             self.calls.append(ModuleCall(module, call, *span, _OPAQUE, observed))
@@ -130,7 +134,7 @@ class OutputCache:
         self.nbytes = 0
 
     def within(self, index: int) -> list[ModuleCall]:
-        """Return the calls that were made inside the call at `index` of `calls`, followed by that call itself."""
+        """Return the calls that were made inside the call `calls[index]`, followed by that call itself."""
         began_after = self.calls[index].began_after
         first = bisect_left(self.calls, began_after, 0, index, key=lambda call: call.ended_after)
         return self.calls[first : index + 1]
@@ -166,12 +170,12 @@ class OutputCache:
 
 
 def clone_output(output: Any) -> Any:
-    """Return a copy of an output, including its tensors, so that later writes to the copy do not change the stored output."""
+    """Return a copy of a module's output, including its tensors, so that writes to the copy do not change the stored output."""
     return _rebuilt(output, torch.Tensor.clone)
 
 
 def _rebuilt(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return an output in new containers, with each tensor replaced by `change(tensor)`."""
+    """Return a module's output in new containers, with each tensor replaced by `change(tensor)`."""
     if isinstance(output, torch.Tensor):
         return change(output)
     if isinstance(output, dict):
@@ -185,7 +189,9 @@ def _rebuilt(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any
 
 
 def _tensors_of(output: Any, tensors: list[torch.Tensor]) -> bool:
-    """Append the tensors in an output to `tensors`. Returns False if it contains anything other than tensors and plain values."""
+    """Append all tensors in a module's output to `tensors`. Returns False if the output also contains something other than plain
+    values.
+    """
     if isinstance(output, torch.Tensor):
         tensors.append(output)
         return True

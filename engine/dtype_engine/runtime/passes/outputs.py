@@ -1,4 +1,4 @@
-"""Selects the tensor that is compared from what a module or a model returned."""
+"""Selects one tensor to compare from what a module or a model returned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtype_engine.runtime.model.torch_private import is_wrapped
 
 
 def first_tensor(output: Any) -> torch.Tensor | None:
-    """Return the first float tensor in a module's output: the output itself, or a tensor at any depth in a container; or None."""
+    """Return the first float tensor in a module's output, at any depth in its containers, or None if there is none."""
     if isinstance(output, torch.Tensor):
         has_values = output.layout is torch.strided and not output.is_nested and not is_wrapped(output)
         return output if has_values and output.is_floating_point() else None
@@ -29,7 +29,8 @@ _MAIN_OUTPUTS = ("logits", "logits_per_image", "start_logits", "prediction_logit
 
 
 def main_output(output: Any) -> tuple[str, torch.Tensor]:
-    """Return the name and tensor on which drift is measured: the logits, else the last hidden state, else the first float tensor.
+    """Return the name and the tensor on which drift is measured: the logits, or else the last hidden state, or else the first float
+    tensor of the model's output.
 
     Raises NoForward if the model returned no float tensor, or one without elements.
     """

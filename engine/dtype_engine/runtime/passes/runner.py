@@ -1,4 +1,4 @@
-"""Runs forward passes of a live model, observes its modules, and stops between two module calls if cancelled."""
+"""Runs forward passes of a model, lets its modules be observed, and stops before the next module call if cancelled."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ _IGNORES = ModuleObserver()
 
 
 class ForwardRunner:
-    """Runs forward passes of a live model. It is a context manager: passes are observed and can be cancelled only inside its block.
+    """Runs forward passes of a model. It is a context manager: passes are observed and can be cancelled only inside its `with`
+    block.
 
     Each method that runs a pass takes a function that calls the model on one batch, as returned by `reference_call` or
     `candidate_call`. The method also accepts `PassOptions` and an observer, returns a `PassResult`, and raises NoForward,
     KernelError and Cancelled.
 
-    watch: if False, passes can be cancelled but are not observed. behavior: facts that earlier passes of the model have shown and
-    that all its runners share; if None, there are none.
+    cancelled: returns True if the pass is to stop. watch: if False, passes can be cancelled but are not observed. behavior: what
+    earlier passes have shown about the model, shared by all its runners; if None, nothing is known yet.
     """
 
     def __init__(
@@ -72,7 +73,9 @@ class ForwardRunner:
         self._autocast = torch_dtype(settings.autocast) if settings.autocast else None
         self._together: SideBySide | None = None
         self.last_seconds = 0.0
-        """The duration of the last pass by `under` in seconds, without the time in which it waited for passes beside it."""
+        """The duration in seconds of the last pass by `under`, without the time in which it waited for passes that ran side by side
+        with it.
+        """
         blocks = model.visits.blocks if model.visits is not None else ()
         autocast_on = model.device.type if settings.autocast else None
         self._calls = ModuleCalls(model.module, cancelled, autocast_on, blocks, self.enter_block)
@@ -85,10 +88,10 @@ class ForwardRunner:
         self._calls.remove()
 
     def side_by_side(self, works: Sequence[Callable[[], T]]) -> list[T]:
-        """Call all functions, each of which runs one pass by this runner, and return their results.
+        """Call all functions in `works`, each of which runs one forward pass by this runner, and return their results.
 
-        If the model is larger than memory, the passes run side by side, so that each block of weights is read once for all of them.
-        If the passes of the model depend on each other, they run one after the other. Raises what the functions raise.
+        If the model is larger than memory, the passes take turns, so that each block of weights is read once for all of them. If
+        one pass changes state on which another depends, they run one after the other instead. Raises what the functions raise.
         """
         visits = self.model.visits
         if visits is None or len(works) < 2 or self.behavior.stateful or self._together is not None:
@@ -103,8 +106,8 @@ class ForwardRunner:
         return [work() for work in works] if self.behavior.stateful else results
 
     def _suspended(self) -> Callable[[], None]:
-        """Return a function that resumes the pass that is running now, after other passes have run: calls are reported to it
-        again, and the random number generators have their present states.
+        """Return a function that resumes the currently running pass after other passes have run. It directs the reports of module
+        calls to this pass again, and restores the random number generators.
         """
         run, states = self._calls.under_way, random_states(self.model.device)
 
@@ -115,8 +118,8 @@ class ForwardRunner:
         return resume
 
     def enter_block(self, name: str) -> None:
-        """Begin to use the weights of a block of a model that is larger than memory. If passes run side by side, this waits until
-        it is the turn of the current pass.
+        """Begin to use the weights of the block `name`, a module of a model that is larger than memory. If passes take turns, this
+        waits for the turn of the current pass.
         """
         run, visits = self._calls.under_way, self.model.visits
         if self._together is None:
@@ -128,20 +131,20 @@ class ForwardRunner:
             run.observing_seconds += waited
 
     def without_settings(self) -> ForwardRunner:
-        """Return a runner of the same model with default settings. It can be used only inside this runner's block."""
+        """Return a runner of the same model with default settings. It can be used only inside this runner's `with` block."""
         return ForwardRunner(self.model, RunSettings(), self.cancelled, self.watch, self.behavior)
 
     def reference_call(self, batch: Batch) -> Callable[[], Any]:
-        """Return a function that runs the model on a batch with the reference's input dtypes."""
+        """Return a function that runs the model on a batch, with inputs in the dtypes of a reference run."""
         return partial(self.reference_batch(batch).run, self.model.module)
 
     def candidate_call(self, batch: Batch) -> Callable[[], Any]:
-        """Return a function that runs the model on a batch with the candidate's input dtypes."""
+        """Return a function that runs the model on a batch, with inputs in the dtypes of a candidate run."""
         return partial(self.candidate_batch(batch).run, self.model.module)
 
     def reference_batch(self, batch: Batch) -> Batch:
-        """Return a batch for the reference: float inputs in float32, or in float64 if all weights are stored in float64. If the
-        reference is the model as stored, it gets the same inputs as the candidate.
+        """Return a batch for a reference run: float inputs in float32, or in float64 if all weights are stored in float64. If drift
+        is measured from the model as stored, the inputs are those of a candidate run.
         """
         if self.model.reference == STORED:
             return self.candidate_batch(batch)
@@ -150,7 +153,9 @@ class ForwardRunner:
             return self._with_cache(batch.on(self.model.device, dtype))
 
     def candidate_batch(self, batch: Batch) -> Batch:
-        """Return a batch for the candidate: float inputs stay in their dtype or are cast, depending on the settings."""
+        """Return a batch for a candidate run: float inputs keep their dtype or are cast, depending on the run setting
+        `float_inputs`.
+        """
         with enough_memory("the inputs", self.model.device):
             return self._with_cache(batch.on(self.model.device, self._input_dtype()))
 
@@ -158,8 +163,8 @@ class ForwardRunner:
         return keeping_cache(batch) if self.model.cache_formats else batch
 
     def calibrate_caches(self, batches: Iterable[Batch], formats: Collection[str] | None = None) -> None:
-        """Record the largest |value| of each head in the KV caches of the reference, if one of `formats` has calibrated scales.
-        This runs the reference over all inputs, unless the values are already known. Raises NoForward, KernelError and Cancelled.
+        """Record the largest |value| of each head in the KV caches of a reference run, if one of `formats` has calibrated scales.
+        This runs the model on all batches, unless the values are already known. Raises NoForward, KernelError and Cancelled.
 
         formats: names in `KV_FORMATS`; if None, the formats of the recipe.
         """
@@ -175,8 +180,10 @@ class ForwardRunner:
     def reference(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Run a pass of the reference: the stored weights in float32 (or float64, if stored so), without a second copy of all
-        weights. `call` calls the model.
+        """Do a reference run: the stored weights in float32 (or float64, if they are stored in it), without a second copy of all
+        weights.
+
+        call: calls the model on one batch.
         """
         # A mode around this one may keep tensors that it sees, so every widened weight then needs its own memory.
         new = WidenedWeights(reference_dtype) if options.around is None else None
@@ -189,8 +196,10 @@ class ForwardRunner:
     def candidate(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Run a pass of the candidate: the model as it is currently cast. `call` calls the model. Module outputs of
-        `options.earlier` that can't have changed are reused.
+        """Do a candidate run: the model as it is currently cast. Module outputs of `options.earlier` that can't have changed are
+        reused.
+
+        call: calls the model on one batch. Raises NoForward if the model does not write to a KV cache that has a format.
         """
         forms = {name: weight.form for name, weight in self.model.weights.items()}
         for names in self.model.cache_names.values():
@@ -221,11 +230,11 @@ class ForwardRunner:
         options: PassOptions = _NOTHING,
         observer: ModuleObserver = _IGNORES,
     ) -> tuple[PassResult[Output], dict[str, int]]:
-        """Run a pass of the reference, but with cast weights in the modules for which `inside(name)` is True. `call` calls the
-        model.
+        """Do a reference run, but with cast weights in the modules for which `inside(name)` is True.
 
-        drifting: the `id`s of the weights whose casts change results. The second result says, for each module that uses one of
-        these weights, how many module calls had finished before its first such use.
+        call: calls the model on one batch. drifting: the `id`s of the weights whose casts change results. The second result maps
+        the name of each module that uses one of these weights to the number of module calls that had ended before its first such
+        use.
         """
         mode = PartialCastMode(self.model.by_id, self.model.device, self._compute, drifting, inside, self._rounding())
         cache = _new_cache({}, options)
@@ -236,32 +245,34 @@ class ForwardRunner:
         return result, mode.uses | ({} if caches is None else caches.first_use)
 
     def under(self, mode: WeightMode, call: Callable[[], Output], caches: CacheWatcher | None = None) -> Output:
-        """Run the model by `call` under any torch-function mode, and return what `call` returns. `call` may enable gradients.
-        caches: intercepts the KV caches that the model writes.
+        """Run the model under any torch-function mode, and return what `call` returns. call: calls the model; it may enable
+        gradients. caches: intercepts the KV caches that the model writes.
         """
         result = self._run(call, mode, _NOTHING, _IGNORES, caches=caches)
         self.last_seconds = result.seconds
         return result.output
 
     def _for_all(self, name: str, context: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
-        """Return a context for a pass. If passes run side by side, the first of them enters it, and it ends with the last one."""
+        """Return a context for a pass. If passes take turns, the first pass enters it for all of them, and it ends with the last
+        one. name: identifies the context among the passes.
+        """
         return context() if self._together is None else nullcontext(self._together.share(name, context))
 
     def _reusable(self, earlier: OutputCache, prefix: int) -> dict[tuple[str, int], int]:
-        """Return which of the first `prefix` calls to skip. The result maps (module, number of its call) to the index of the call
-        in `earlier.calls`. It is empty if the model is stateful or was not observed.
+        """Return which of the first `prefix` module calls of an earlier pass to skip: a mapping from (module, number of its call)
+        to the index of the call in `earlier.calls`. It is empty if the model is stateful or was not observed.
         """
         if self.behavior.stateful or not self.behavior.observed or not prefix:
             return {}
         return earlier.reusable_calls(prefix, self._calls.with_hooks(), self.behavior.writers)
 
     def _rounding(self) -> ActivationRounding | None:
-        """Return an object that rounds activations during one pass, or None if the settings do not quantize activations."""
+        """Return an object that rounds activations during one forward pass, or None if the settings do not quantize activations."""
         return ActivationRounding() if self.settings.quantize_activations == "weights" else None
 
     def _cache_rounding(self, inside: Callable[[str], bool]) -> CacheRounding | None:
-        """Return an object that rounds KV caches during one pass, or None if no rule gives a cache a format. inside: returns
-        whether the cache tensor with a given name is to be rounded.
+        """Return an object that rounds KV caches during one forward pass, or None if no rule gives a cache a format. inside:
+        returns whether the cache tensor with a given name is to be rounded.
         """
         model = self.model
         if not model.cache_formats:
@@ -269,8 +280,8 @@ class ForwardRunner:
         return CacheRounding(model.cache_names, model.cache_formats, self.behavior.cache_amax, inside)
 
     def _refuse_unwritten(self, used: Collection[str]) -> None:
-        """Raise NoForward if a pass did not write to a KV cache for which the recipe has a format. used: the names of the weights
-        and cache tensors that the pass used.
+        """Raise NoForward if a forward pass did not write to a KV cache for which the recipe has a format. used: the names of the
+        weights and cache tensors that the pass used.
         """
         missing = [name for name in self.model.cache_formats if name not in used]
         if missing:
@@ -280,7 +291,7 @@ class ForwardRunner:
             )
 
     def _input_dtype(self) -> torch.dtype | None:
-        """Return the dtype to which the candidate's float inputs are cast, or None if they keep their dtype."""
+        """Return the dtype to which the float inputs of a candidate run are cast, or None if they keep their dtype."""
         if self.settings.float_inputs == "given":
             return None
         first = next((weight for weight in self.model.weights.values() if weight.info.castable), None)
@@ -302,12 +313,12 @@ class ForwardRunner:
         autocast: torch.dtype | None = None,
         caches: CacheWatcher | None = None,
     ) -> PassResult[Output]:
-        """Run one pass under `mode`, and return its output with what the pass has noted.
+        """Run one forward pass under a torch-function mode. Returns its output and what was observed.
 
         call: runs the model. observer: receives the output of each module. cache: keeps outputs of modules for later passes.
         reused: the calls that are skipped, since their outputs are in `options.earlier`. It maps (module, number of its call) to
         the index of the call in `options.earlier.calls`. autocast: the dtype of torch's autocast, or None without autocast. caches:
-        intercepts the KV caches that the pass writes; None: nothing does.
+        intercepts the KV caches that the pass writes, or None.
         """
         model, behavior, modules = self.model, self.behavior, self._calls.modules
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
@@ -368,13 +379,13 @@ class ForwardRunner:
 
 
 def keeping_cache(batch: Batch) -> Batch:
-    """Return a batch with which the model keeps a KV cache."""
+    """Return a copy of a batch with `use_cache=True`, so that the model keeps a KV cache."""
     return dataclasses.replace(batch, kwargs=batch.kwargs | {"use_cache": True})
 
 
 def _new_cache(forms: dict[str, str], options: PassOptions) -> OutputCache | None:
-    """Return a new cache for the outputs of a pass, or None if the options keep no outputs. forms: a key that identifies the
-    current values of each weight, keyed by the weight's name.
+    """Return a new cache for the module outputs of a pass, or None if the options keep no outputs. forms: a string that identifies
+    the current values of each weight, keyed by the weight's name.
     """
     if not options.cache_bytes:
         return None

@@ -1,6 +1,7 @@
-"""Runs several forward passes of one model side by side, so that each block of its weights is read only once for all of them.
+"""Runs several forward passes of one model side by side, so that each block of its weights is read only once for all of them. A
+block is a module, such as a layer.
 
-Each pass runs in a thread, but only one thread at a time: before a block, a pass waits until the others have come as far. The
+Each pass runs in a thread, but only one thread runs at a time: before a block, a pass waits until the others have come as far. The
 model's own code runs unchanged, so nothing has to be known of how it calls its blocks.
 """
 
@@ -23,18 +24,21 @@ T = TypeVar("T")
 
 
 class NotIndependent(Cancelled):
-    """Raised in a pass if it changes the model's state, so that passes side by side would see each other's changes."""
+    """Raised in a forward pass that changes the model's state, since passes that run side by side would see each
+    other's changes.
+    """
 
 
 class SideBySide:
-    """Runs several passes, one at a time. Before each block of the model, the running pass stops and another one is resumed.
+    """Runs several forward passes that take turns. Before each block (a module, such as a layer), the running pass stops and
+    another one is resumed.
 
     visits: is told which block begins. suspend: called when a pass stops before a block. It returns a function, which is called
     when this pass is resumed.
 
     Attributes:
         changed: returns whether the running pass has changed the model's state.
-        kept: the tensors of the model that the modes of all passes watch (`WeightMode.kept`).
+        kept: tensors of the model that the modes of all passes watch for changes (`WeightMode.kept`).
         threads: the idents of the threads of the passes.
     """
 
@@ -49,8 +53,8 @@ class SideBySide:
         self._modes: dict[int, WeightMode] = {}
         self._turns: list[threading.Semaphore] = []
         self._waiting: dict[int, tuple[int, int, str]] = {}
-        """For each pass that is not finished and not running: how often it has entered the block before which it waits, the order
-        of the block, and its name.
+        """Describes where each waiting pass stopped, keyed by its number: how often it has entered the next block, the order of
+        this block among all, and its name.
         """
         self._calls: list[dict[str, int]] = []
         self._order: dict[str, int] = {}
@@ -63,22 +67,26 @@ class SideBySide:
         return any(mode.wrote for mode in self._modes.values())
 
     def run_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a torch function under the mode of the pass that is running (see `WeightMode.run`)."""
+        """Call a torch function under the mode of the running pass, and return its result (see `WeightMode.run`)."""
         return self._modes[self._running].run(func, name, args, kwargs)
 
     def begin(self, mode: WeightMode) -> None:
-        """Set the mode of the pass that is running."""
+        """Set the torch-function mode of the running pass."""
         self._modes[self._running] = mode
         mode.kept = self.kept
 
     def share(self, name: str, context: Callable[[], AbstractContextManager[T]]) -> T:
-        """Enter a context for all passes, unless one of them has entered it before. It ends when all passes have ended."""
+        """Return what a context manager yields, which is entered once for all passes. The first pass that asks for `name` enters
+        it, and it ends when all passes have ended.
+        """
         if name not in self._entered:
             self._entered[name] = self._shared.enter_context(context())
         return self._entered[name]  # type: ignore[no-any-return]
 
     def run(self, works: Sequence[Callable[[], T]]) -> list[T]:
-        """Call all functions, each of which runs one pass, and return their results. Raises the first error of any of them."""
+        """Call all functions in `works`, each of which runs one forward pass, and return their results. Raises the first error of
+        any of them.
+        """
         results: list[Any] = [None] * len(works)
         self._turns = [threading.Semaphore(0) for _ in works]
         self._calls = [{} for _ in works]
@@ -112,8 +120,8 @@ class SideBySide:
         return results
 
     def enter(self, block: str) -> float:
-        """Wait until it is this pass's turn to run a block. Returns how many seconds it waited. Raises Cancelled if another pass
-        has failed, and NotIndependent.
+        """Wait until it is the running pass's turn to run a block. Returns how many seconds it waited. Raises Cancelled if another
+        pass has failed, and NotIndependent if the pass has changed the model's state.
         """
         number, started = self._running, time.perf_counter()
         if number == 0 and self.changed():  # one pass is enough to know
@@ -131,8 +139,8 @@ class SideBySide:
         return time.perf_counter() - started
 
     def _hand_over(self) -> None:
-        """Resume one of the waiting passes: one that waits for the current block, otherwise the one that has entered its next block
-        the fewest times.
+        """Resume one of the waiting passes: one that waits for the current block or, if there is none, the pass that has entered
+        its next block the fewest times.
         """
         if not self._waiting:
             return

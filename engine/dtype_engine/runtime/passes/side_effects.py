@@ -1,4 +1,4 @@
-"""Detects what module calls do besides returning an output. Reusing an output would skip these effects."""
+"""Detects what module calls do besides returning an output. If a call is skipped, these effects would be missing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from dtype_engine.runtime.model.torch_private import WithoutModes, version_of
 _DEPTH = 6
 """Maximum nesting depth at which arguments are inspected. A key-value cache may hold lists of layers with tuples of tensors."""
 Found = list[tuple[Any, Any]]
-"""Pairs (object, version). The version is a value that changes if the object does: a tensor's version counter or a container's
-length.
-"""
+"""Pairs (object, version). The version changes if the object does: it is a tensor's version counter or a container's length."""
 
 
 class SideEffects:
-    """Detects the side effects of module calls during one pass, such as writes to arguments. Create it before the pass begins.
+    """Detects the side effects of module calls during one forward pass, such as writes to arguments. Create it before the pass
+    begins.
 
     Attributes:
         writers: names of the modules that changed their arguments, by writing to a tensor or adding to a list or dict.
@@ -38,10 +37,10 @@ class SideEffects:
             self._given.append((args, kwargs, _found_in((args, kwargs))))
 
     def finish(self, name: str, depth: int) -> None:
-        """Record, when a module's call ends, whether the module has changed its arguments. depth: the number of modules that are
-        still running around it.
+        """Record whether a module has changed its arguments, when its call ends. name: the name of the module. depth: the number of
+        modules around it that are still running.
 
-        For inner calls that ended with an exception, this method was not called; what `begin` recorded for them is dropped.
+        If calls inside it ended with an exception, what `begin` recorded for them is dropped.
         """
         del self._given[depth + 1 :]
         args, kwargs, before = self._given.pop()
@@ -49,7 +48,7 @@ class SideEffects:
             self.writers.add(name)
 
     def drew_numbers(self) -> bool:
-        """Return whether the finished pass drew random numbers, so that its outputs depend on more than the arguments."""
+        """Return whether the forward pass drew random numbers, so that its outputs depend on more than the arguments."""
         return any(not torch.equal(*states) for states in zip(self._drawn, random_states(self._device), strict=True))
 
 

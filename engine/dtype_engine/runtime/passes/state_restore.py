@@ -1,4 +1,4 @@
-"""Prepares the model's state for a pass, and restores the state after the pass."""
+"""Saves a model's state before a forward pass, and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ _OF_TORCH = frozenset(nn.Module().__dict__)
 _NOT_OWN = frozenset({"builtins", "torch", "transformers"})
 """Packages whose classes and global variables are not searched for tensors, since models do not store tensors there."""
 _WITH_TENSORS = ("_parameters", "_buffers", "_modules")
-"""The attributes of an `nn.Module` that hold its tensors and submodules. Its other dicts hold hooks."""
+"""The attributes of an `nn.Module` whose dicts hold its tensors and submodules. Other dicts of a module hold hooks."""
 
 
 @contextmanager
 def stored_values(model: LiveModel) -> Iterator[None]:
-    """Let the module hold the reference's data instead of the cast data while the block runs. On the CPU, this copies no data."""
+    """Let the module hold the data of the reference model instead of the cast data during the `with` block. On the CPU, this copies
+    no data.
+    """
     changed = [weight for weight in model.weights.values() if weight.differs]
     try:
         for weight in changed:
@@ -51,10 +53,12 @@ def stored_values(model: LiveModel) -> Iterator[None]:
 
 
 class Watching(Protocol):
-    """What watches the model's tensors during one or more passes: a `WeightMode`, or the modes of several passes."""
+    """The interface of objects that watch a model's tensors during forward passes: a `WeightMode`, or the modes of
+    several passes.
+    """
 
     kept: Sequence[torch.Tensor]
-    """Tensors of the model other than weights."""
+    """Tensors of the model other than weights that are watched for changes."""
 
     @property
     def wrote(self) -> bool:
@@ -69,12 +73,12 @@ def as_every_pass(
     watching: Watching,
     run: Callable[..., Any],
 ) -> Iterator[Callable[[], bool]]:
-    """Make a pass in the block reproducible: it starts with the same state and random numbers as every other pass, and compiled
-    code runs uncompiled. The model's state is restored after the block. The block gets a function that restores the state at once,
-    and returns whether it had changed.
+    """Make a forward pass in the `with` block reproducible: it starts with the same state and random numbers as every other pass,
+    and compiled code runs uncompiled. The model's state is restored after the block. Yields a function that restores the state
+    immediately, and returns whether it had changed.
 
-    modules: the modules whose state is restored. behavior: records whether anything had to be restored. run: calls TorchScript
-    functions, which torch does not show to modes.
+    behavior: records whether anything had to be restored. modules: the modules whose state is restored. watching: tells which
+    tensors the pass changed. run: calls TorchScript functions, which torch does not show to modes.
     """
     found = left_as_found(model, behavior, modules, watching)
     with same_random_numbers(model.device), found as restore, uncompiled(), scripted_calls(run):
@@ -82,8 +86,8 @@ def as_every_pass(
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Return a context manager in which code compiled by `torch.compile` runs uncompiled, because compiled code bypasses modules
-    and torch-function modes.
+    """Return a context manager that makes code compiled by `torch.compile` run uncompiled. Compiled code would bypass the
+    interception of module calls, and torch-function modes.
     """
     if "torch._dynamo" not in sys.modules:
         return nullcontext()  # nothing is compiled, and importing torch._dynamo takes a second
@@ -94,12 +98,13 @@ def uncompiled() -> AbstractContextManager[None]:
 def left_as_found(
     model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], watching: Watching
 ) -> Iterator[Callable[[], bool]]:
-    """Restore the state of `modules` after the block: tensors (parameters, buffers and attributes), numbers, containers and
-    objects; and tensors in attributes of the modules' classes and in global variables of the Python modules that define these
-    classes, as well as those that functions in these places keep, for example in a `functools.lru_cache`.
+    """Restore the state of `modules` after the `with` block. This covers their tensors, numbers, containers and objects. It also
+    covers tensors in attributes of the modules' classes, in global variables of the Python modules that define these classes, and
+    in what functions there keep, for example in a `functools.lru_cache`.
 
-    Each pass therefore starts like the first one: values that a model computes from its weights at the first call are computed
-    again from the currently cast weights. A model whose state had to be restored is marked as `stateful`.
+    Each forward pass therefore starts like the first one: values that a model computes from its weights at the first call are
+    computed again from the currently cast weights. A model whose state had to be restored is marked as `stateful` in `behavior`.
+    Yields a function that restores the state immediately, and returns whether the model is stateful.
     """
     state = _State()
     for module in modules:
@@ -118,23 +123,23 @@ def left_as_found(
 
 
 class _State:
-    """The saved state of modules: their tensors, attributes and containers."""
+    """The saved state of a model's modules: their tensors, attributes and containers."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         """The tensors in attributes of modules."""
         self._named: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """Pairs: the attribute dict of a module or object, and a copy of its contents when the state was saved."""
+        """Pairs (attribute dict of a module or object, copy of it from when the state was saved)."""
         self._containers: list[tuple[Any, Any]] = []
-        """Containers, each with a copy of the contents that it had when the state was saved."""
+        """Pairs (container, copy of it from when the state was saved)."""
         self._shared: list[tuple[type | ModuleType, dict[str, Any], dict[str, Any]]] = []
-        """Classes and Python modules, each with a copy of its attributes. If an attribute is a container, its contents are copied,
-        too.
+        """Tuples (class or Python module, copy of its attributes, copies of those attributes that are containers), from when the
+        state was saved.
         """
         self._caches: list[Any] = []
-        """The functions with a cache of `functools`."""
+        """Functions that are decorated with a cache of `functools`."""
         self._of_functions: list[tuple[Any, Any]] = []
-        """Containers that functions keep, each with a copy of the contents that it had when the state was saved."""
+        """Pairs (container that a function keeps, copy of it from when the state was saved)."""
         self._seen: set[int] = set()
 
     def add_module(self, module: nn.Module) -> None:
@@ -147,8 +152,8 @@ class _State:
                 self._add(value, _DEPTH)
 
     def add_shared(self, kinds: Collection[type]) -> None:
-        """Save the attributes of classes and their bases, and the global variables of the Python modules that define them. The
-        tensors in them may be values that a pass has computed from weights.
+        """Save the attributes of classes and their bases, and the global variables of the Python modules that define them. Tensors
+        there may have been computed from weights by a forward pass.
         """
         own = {base for kind in kinds for base in kind.__mro__ if base.__module__.partition(".")[0] not in _NOT_OWN}
         names = {base.__module__ for base in own}
@@ -164,7 +169,7 @@ class _State:
 
     def _add_function(self, value: Any) -> None:
         """Save the containers in which a function may keep tensors: its closure, defaults and attributes. A cache of `functools`
-        whose entries have tensors is cleared now, so that the pass computes them from the current weights.
+        that holds tensors is cleared, so that the next forward pass computes them from the current weights.
         """
         if isinstance(value, (property, staticmethod, classmethod, functools.cached_property)):
             value = next(
@@ -193,7 +198,7 @@ class _State:
 
     def _restore_shared(self) -> bool:
         """Restore those attributes and containers saved by `add_shared` in which a tensor was added, replaced or removed, and clear
-        the caches that have tensors. Returns whether there were any.
+        the caches of functions that hold tensors. Returns whether anything was restored or cleared.
         """
         restored = False
         for cached in self._caches:
@@ -242,7 +247,7 @@ class _State:
         """Restore what has changed. Returns whether a tensor, a number or the contents of a container had changed.
 
         If a tensor has changed, or if the pass wrote to one (`wrote`), all attributes are restored, including flags such as
-        "already initialised". Otherwise, changed flags and functions stay, such as hooks that are registered only once.
+        "already initialized". Otherwise, changed flags and functions stay, such as hooks that are registered only once.
         """
         wrote |= self._restore_shared()
         containers = [(holder, had) for holder, had in self._containers if not _has_same(holder, had)]
@@ -262,8 +267,8 @@ class _State:
 
 
 def _changed(holder: dict[str, Any], had: dict[str, Any]) -> Iterator[Any]:
-    """Yield the values that differ between the dict `holder` and its saved copy `had`: the current and the saved value of each key
-    whose values differ.
+    """Yield the values that differ between the dict `holder` and its saved copy `had`: the current and the saved value of each
+    differing key.
     """
     for name in holder.keys() | had.keys():
         if holder.get(name) is not had.get(name):
@@ -277,7 +282,7 @@ def _has_tensor(value: Any, depth: int = _DEPTH) -> bool:
 
 
 def _caches_tensors(cached: Any) -> bool:
-    """Return whether an entry of a cache of `functools` has a tensor, among the arguments or in the result."""
+    """Return whether a function's `functools` cache holds a tensor, among the arguments or the results."""
     if not cached.cache_info().currsize:
         return False
     seen, waiting = set[int](), [(cached, _DEPTH)]
@@ -303,8 +308,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _has_same(container: Any, had: Any) -> bool:
-    """Return whether a container holds the same objects as its saved copy `had`. They are compared by identity, since == on tensors
-    is elementwise.
+    """Return whether a container holds the same objects as its saved copy `had`. They are compared by identity, since `==` on
+    tensors is elementwise.
     """
     if isinstance(container, set):
         return bool(container == had)

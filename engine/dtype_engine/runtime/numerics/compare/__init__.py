@@ -1,1 +1,1 @@
-"""Compares output tensors of a candidate with those of the reference, and computes metrics."""
+"""Compares output tensors of a candidate run with those of the reference run, and computes metrics."""

@@ -1,8 +1,7 @@
 """Sums over the elements of the reference's output r and the candidate's output c, for the metrics of Δ = c - r.
 
-An infinity or NaN that both outputs have at the same place (masked logits are minus infinity) is no difference. If only one of the
-two elements is not finite, the sums of Δ are infinite. All sums except those of Δ cover only the places where both outputs are
-finite.
+If both outputs have the same infinity or NaN at some position, as masked logits do, this counts as no difference. If only one of
+the two elements is not finite, the sums of Δ are infinite. All other sums cover only the positions where both elements are finite.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ import torch
 from dtype_engine.runtime.formats.row_blocks import parallel_map, single_intraop_thread
 
 _CHUNK_ELEMENTS = 1 << 16
-"""Number of elements of an output that are compared at once (a chunk). The chunk's float64 buffers fit in one core's cache. With
-half as many elements, torch's overhead per call would be significant.
+"""Number of elements of an output that are compared at once. Their float64 buffers fit in one core's cache. With half as many
+elements, torch's overhead per call would be significant.
 """
 _GPU_CHUNK_ELEMENTS = 1 << 22
-"""Number of elements of an output that are compared at once (a chunk) on a GPU. Their float64 copies need 100 MB."""
+"""Number of elements of an output that are compared at once on a GPU. Their float64 copies need 100 MB."""
 
 
 @dataclass(slots=True)
 class ElementSums:
-    """Sums over elements of the reference's and the candidate's output, all in float64."""
+    """Sums over elements of the reference's output r and the candidate's output c, all in float64."""
 
     elements: int = 0
     nonfinite: int = 0
-    """Number of elements that are not finite in the candidate and differ from the reference."""
+    """Number of elements where the candidate is NaN or infinite, and the reference has another value."""
     nonfinite_reference: int = 0
     """Number of elements that are NaN or plus infinity in the reference. Minus infinity is a mask and is not counted."""
     sum_abs: float = 0.0
@@ -88,14 +87,14 @@ def sum_chunks(
     buffers: int,
     parallel: bool = False,
 ) -> ElementSums:
-    """Call `sums_of` for one slice of an output after another, and return the sum of the results, added up in order. A slice has
-    `step` rows or, if the output is flat, `step` elements.
+    """Call `sums_of` for successive slices of an output, and return the sum of the results, added up in order. A slice has `step`
+    rows or, if the output is flat, `step` elements.
 
     `sums_of` also gets `buffers` float64 buffers of the slice's shape on the output's device. They are reused for the next slice,
     because touching new memory takes longer than computing the sums.
 
-    parallel: on the CPU, several threads call `sums_of`, each with its own buffers. This helps only if a chunk takes a millisecond
-    or more: threads hand over Python's lock at every torch operation, which takes longer than the operation on a small chunk.
+    parallel: whether several threads share the work on the CPU, each with its own buffers. This helps only if a slice takes a
+    millisecond or more, since handing over Python's lock at every torch operation takes longer than an operation on a small slice.
     """
     count = len(output)
     step = min(step, count)
@@ -120,16 +119,18 @@ def sum_chunks(
 
 
 def widen(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Write values into a float64 buffer and return it. float16 is first cast to float32: torch vectorises only these two steps."""
+    """Write values into a float64 buffer and return it. float16 is first cast to float32, because torch vectorizes only these two
+    steps.
+    """
     return into.copy_(values.float() if values.dtype == torch.float16 else values)
 
 
 def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
-    """Return the sums over one chunk of the outputs, computed from the reference r and a small difference Δ = candidate -
-    reference. r, delta: float64, contiguous; Δ is overwritten. This takes fewer operations than `sums_of_any`.
+    """Return the sums over some elements of the outputs if the differences Δ = candidate - reference are small. This is faster than
+    `sums_of_any`.
 
-    Returns None if Δ is not finite, or so large that computing the candidate's sums from r and Δ would lose digits. Such a chunk
-    needs `sums_of_any`.
+    r: the reference. delta: Δ, which is overwritten. Both are float64 and contiguous. Returns None if Δ is not finite, or so large
+    that computing the candidate's sums from r and Δ would lose digits.
     """
     r, delta = r.view(-1), delta.view(-1)
     sums = [torch.dot(delta, delta), torch.dot(r, r), torch.dot(r, delta)]
@@ -142,8 +143,8 @@ def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
 
 
 def sums_of_any(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
-    """Return the sums over one chunk of the outputs: of the reference's values r and the candidate's values c, both float64. They
-    may differ by any amount, and may be infinite or NaN. `sums_of_small` is the faster function for the usual case.
+    """Return the sums over some elements of the outputs, which may differ by any amount, and may be infinite or NaN. r: the
+    reference. c: the candidate. Both are float64. `sums_of_small` is faster.
     """
     r, c = r.view(-1), c.view(-1)
     finite = torch.isfinite(r) & torch.isfinite(c)

@@ -42,20 +42,21 @@ _DP_PERCENTILES = {**_KL_PERCENTILES, "p75": 0.75, "p25": 0.25}
 
 
 class OutputMetrics:
-    """Collects the results of comparing the model's main output, one sequence at a time, and computes metrics over all sequences.
+    """Compares the main outputs of the reference and the candidate, one sequence at a time, and computes metrics over all
+    sequences.
 
     Sequences may be added in any order: sums are always computed in the order of the sequence numbers.
     """
 
     def __init__(self, classes_dim: int | None, picture_range: tuple[float, float] | None = None) -> None:
-        """Create an empty collection. classes_dim: the output dimension along which logits lie, or None for no distribution.
-        picture_range: if the output is a picture, the values of black and of full brightness.
+        """Start without sequences. classes_dim: the output dimension along which logits lie, or None if the output is no
+        distribution. picture_range: if the output is a picture, the pixel values of black and of full brightness.
         """
         self.classes_dim = classes_dim
         self._picture_range = picture_range
         self._pictures: dict[int, PictureSums] = {}
         self.sequences: dict[int, SequenceFigures] = {}
-        """The comparisons of single sequences with the reference, keyed by sequence number."""
+        """The comparison of the two outputs on each sequence, keyed by sequence number."""
 
     def add(
         self,
@@ -65,11 +66,11 @@ class OutputMetrics:
         number: int | None = None,
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Add one sequence: the reference's and the candidate's output, of the same shape.
+        """Compare the reference's and the candidate's output for one sequence, which must have the same shape.
 
         next_tokens: the id of the correct next token at each position, int64 [batch, positions], or -100 if there is none. number:
-        the index of this sequence; if None, the sequence gets the next free index. kept: a mask of the positions to compare, bool
-        [batch, positions]; if None, all.
+        the number of this sequence; if None, the number of sequences added before. kept: a mask that is True at the positions to
+        compare, bool [batch, positions]; if None, all are compared.
 
         Raises:
             ValueError: The shapes differ.
@@ -93,7 +94,7 @@ class OutputMetrics:
             self._pictures[place] = picture_sums(reference, candidate, *self._picture_range)
 
     def result(self) -> OutputDrift:
-        """Return the metrics over all sequences added until now."""
+        """Return the metrics over all sequences that were added."""
         sequences = [sequence for _, sequence in sorted(self.sequences.items())]
         sums = ElementSums()
         for sequence in sequences:
@@ -162,13 +163,13 @@ class OutputMetrics:
 
 
 def compared_rows(output: torch.Tensor, classes_dim: int | None, kept: torch.Tensor | None = None) -> torch.Tensor:
-    """Return an output of any shape as a matrix [rows, width] or, if it holds logits of distributions, [positions, classes]. It is
-    a view if all positions are kept and the classes are the last dimension.
+    """Return an output of any shape as a matrix: [positions, classes] if it holds logits of distributions, otherwise [rows, width].
+    If `kept` is None and the classes are the last dimension, it is a view.
 
-    classes_dim: the dimension of the classes (from 0), or None if the output has no distributions. kept: a mask of the positions to
-    compare, bool [batch, positions], for the first two dimensions of the output; if None, all positions. In a model that finds an
-    answer in a text, the classes are the positions at which the answer may start. A position that is not kept then gets the logit
-    minus infinity.
+    classes_dim: the dimension of the classes (from 0), or None if the output has no distributions. kept: a mask that is True at the
+    positions to compare, bool [batch, positions], for the first two dimensions of the output; if None, all are compared. In a model
+    that finds an answer in a text, the classes are the positions at which the answer may start. The others then get the logit minus
+    infinity.
     """
     if kept is not None and classes_dim in (0, 1):
         output = output.masked_fill(~kept.reshape(*kept.shape, *[1] * (output.ndim - 2)), -math.inf)
@@ -181,7 +182,9 @@ def compared_rows(output: torch.Tensor, classes_dim: int | None, kept: torch.Ten
 
 
 def sqnr_db(energy: float, noise: float) -> float:
-    """Return 10 log10(energy / noise) in dB: infinity if the noise is 0, minus infinity if it is infinite or the energy is 0."""
+    """Return 10 log10(energy / noise) in dB. It is infinite if the noise is 0, and minus infinity if the noise is not finite or the
+    energy is 0.
+    """
     if noise == 0.0:
         return math.inf
     if math.isnan(noise) or math.isinf(noise):
@@ -202,7 +205,7 @@ def _standard_error(values: torch.Tensor) -> float | None:
 
 
 def _quantile(ordered: torch.Tensor, q: float) -> float:
-    """Return the quantile `q` (0 to 1) of sorted values, with linear interpolation. torch.quantile is limited to 2^24 values."""
+    """Return the quantile `q` (0 to 1) of sorted values, with linear interpolation. torch.quantile takes at most 2^24 values."""
     rank = q * (len(ordered) - 1)
     low = math.floor(rank)
     high = min(low + 1, len(ordered) - 1)
@@ -211,10 +214,10 @@ def _quantile(ordered: torch.Tensor, q: float) -> float:
 
 
 def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:
-    """Return the minimum, median, maximum and percentiles of values, keyed by `prefix` and their names, as in `kl_max`.
+    """Return the minimum, median, maximum and percentiles of values. prefix: the start of the keys, such as "kl" for `kl_max`.
 
-    percentiles: the name (such as p999) and quantile (0 to 1) of each percentile. If there are too few values, percentiles are
-    None.
+    percentiles: the quantile (0 to 1) of each percentile, keyed by name, such as "p999". With fewer than 100 values, percentiles
+    are None.
     """
     ordered = values.sort().values
     enough = len(ordered) >= FEWEST_FOR_PERCENTILES
@@ -234,7 +237,8 @@ def _root_mean_square(dp: torch.Tensor) -> dict[str, float | None]:
 
 
 def _perplexities(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float | None]:
-    """Return the perplexities of both models, their ratio, difference and standard errors.
+    """Return the perplexities of reference and candidate, their ratio, difference and correlation, and standard errors, keyed by
+    name.
 
     log_p, log_q: the reference's and the candidate's log-probabilities of the correct tokens, [tokens].
     """

@@ -1,13 +1,13 @@
-"""How alike two pictures are, or the frames of two videos: the peak signal-to-noise ratio and the structural similarity.
+"""Computes how similar two pictures or videos are: the peak signal-to-noise ratio and the structural similarity.
 
 With pixels r of the reference and c of the candidate, scaled to 0 to 1 and clipped to this range as for saving:
 
     PSNR = 10 log10(1 / mean((c - r)²)), in dB
     SSIM = mean of (2 μr μc + C1) (2 σrc + C2) / ((μr² + μc² + C1) (σr² + σc² + C2))
 
-The means μ, variances σ² and covariances are those in a window of 11 x 11 pixels with Gaussian weights (σ = 1.5); C1 = 0.01² and
-C2 = 0.03². That is the SSIM of Wang, Bovik, Sheikh and Simoncelli (2004), for each channel by itself, where the whole window lies
-in the picture.
+The means μ, variances σ² and covariances are those in a window of 11 x 11 pixels with Gaussian weights (σ = 1.5); C1 = 0.01² and C2
+= 0.03². That is the SSIM of Wang, Bovik, Sheikh and Simoncelli (2004), computed for each channel separately, over the windows that
+lie completely in the picture.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from torch.nn.functional import conv2d
 _WINDOW, _SIGMA = 11, 1.5
 _C1, _C2 = 0.01**2, 0.03**2
 _CHUNK = 16
-"""The number of planes (a channel of a picture) that are compared at once."""
+"""Number of planes (channels of pictures) that are compared at once."""
 
 
 @dataclass(slots=True)
 class PictureSums:
-    """Sums over the pixels of pictures, from which `psnr_db` and `ssim` follow."""
+    """Sums over the pixels of pictures, from which `psnr_db` and `ssim` are computed."""
 
     pixels: int = 0
     squares: float = 0.0
-    """The sum of (c - r)²."""
+    """The sum of (c - r)², for pixels r of the reference and c of the candidate."""
     windows: int = 0
     similarity: float = 0.0
-    """The sum of the SSIMs of all windows."""
+    """The sum of the structural similarity (SSIM) of all windows."""
 
     def add(self, other: PictureSums) -> None:
-        """Add the sums over further pictures."""
+        """Add `other`, the sums over further pictures, to these sums."""
         self.pixels += other.pixels
         self.squares += other.squares
         self.windows += other.windows
@@ -44,19 +44,19 @@ class PictureSums:
 
     @property
     def psnr_db(self) -> float:
-        """The PSNR in dB: infinity for equal pictures, NaN if the candidate has values that are NaN."""
+        """The peak signal-to-noise ratio in dB: infinity for equal pictures, NaN if the candidate has NaN."""
         if not self.squares:
             return math.inf
         return 10 * math.log10(self.pixels / self.squares) if math.isfinite(self.squares) else math.nan
 
     @property
     def ssim(self) -> float | None:
-        """The mean SSIM, at most 1. None if the pictures are smaller than a window."""
+        """The mean structural similarity, at most 1. None if the pictures are smaller than a window of 11 x 11 pixels."""
         return self.similarity / self.windows if self.windows else None
 
 
 def picture_sums(reference: torch.Tensor, candidate: torch.Tensor, low: float, high: float) -> PictureSums:
-    """Compare two tensors of pictures, [..., height, width]. low, high: the values of black and of full brightness."""
+    """Compare two tensors of pictures, [..., height, width]. low, high: the pixel values of black and of full brightness."""
     sums = PictureSums()
     planes = [each.detach().cpu().flatten(0, -3) for each in (reference, candidate)]
     for one, other in zip(*(torch.split(each, _CHUNK) for each in planes), strict=True):
@@ -71,7 +71,9 @@ def picture_sums(reference: torch.Tensor, candidate: torch.Tensor, low: float, h
 
 
 def _similarity(r: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """Return the SSIM of every window of planes [planes, height, width]."""
+    """Return the structural similarity of every window of 11 x 11 pixels. r, c: planes of the reference and the candidate, [planes,
+    height, width]. Returns [planes, windows down, windows across].
+    """
     along = torch.exp(-((torch.arange(_WINDOW, dtype=torch.float64) - _WINDOW // 2) ** 2) / (2 * _SIGMA**2))
     along /= along.sum()
 

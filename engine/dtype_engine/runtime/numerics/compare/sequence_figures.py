@@ -1,11 +1,11 @@
-"""The comparison of one sequence: sums and divergences, computed from a reference output r and a candidate's output c. Logits have
-the shape [positions, classes].
+"""Compares two outputs for one sequence: sums and divergences of a reference's output r and a candidate's output c. Logits have the
+shape [positions, classes].
 
 With p = softmax(r), q = softmax(c) and Δ = c - r, the divergence at a position in nats is
 
     KL = Σ p (ln p - ln q) = ln Σ e^c - ln Σ e^r - Σ p Δ,    where 0 ln 0 = 0.
 
-Everything is computed in float64, whatever the dtypes of the outputs, in chunks of rows. The outputs are never copied as a whole.
+Everything is computed in float64, whatever the dtypes of the outputs, some rows at a time. The outputs are never copied as a whole.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from dtype_engine.runtime.numerics.compare.element_sums import (
 
 _LOG2_E = 1 / math.log(2)
 _CHUNK_ELEMENTS = 1 << 17
-"""Number of logits that are compared at once (a chunk). The chunk's float64 buffers (4 MB) fit in a cache that cores share; smaller
-chunks need more torch calls.
+"""Number of logits that are compared at once. Their float64 buffers (4 MB) fit in a cache that cores share. With fewer logits, more
+torch calls would be needed.
 """
 _GPU_CHUNK_ELEMENTS = 1 << 22
-"""Number of logits that are compared at once (a chunk) on a GPU, where the chunk's float64 buffers need 100 MB."""
+"""Number of logits that are compared at once on a GPU, where their float64 buffers need 100 MB."""
 _RESULTS = 9
-"""Number of float64 values that are stored per position until all positions have been compared."""
+"""Number of float64 values that are stored for each position until all positions have been compared."""
 
 
 @dataclass(slots=True)
 class PositionFigures:
-    """Metrics for each position of one sequence, on the CPU. The tensors are float64 [positions], except where stated otherwise."""
+    """Metrics at each position of one sequence, on the CPU. The tensors are float64 [positions], unless stated otherwise."""
 
     kl: torch.Tensor
-    """The KL divergence in nats, NaN at positions where the reference has NaN or plus infinity."""
+    """The KL divergence in nats. It is NaN at positions where the reference has NaN or plus infinity."""
     same_top: torch.Tensor
-    """Whether the class with the largest logit is the same in both outputs: bool [positions]. If several logits are equally large,
-    the first counts.
+    """Whether the class with the largest logit is the same in both outputs: bool [positions]. Of equally large logits, the first
+    counts.
     """
     log_p: torch.Tensor
-    """The reference's log-probability of the correct next token, at the positions that have a next token."""
+    """The reference's log-probability of the correct next token, at the positions that have one: float64 [scored positions]."""
     log_q: torch.Tensor
     """The candidate's log-probability of the correct next token, at the same positions as `log_p`."""
 
 
 @dataclass(slots=True)
 class SequenceFigures:
-    """The comparison of the candidate's output with the reference's on one sequence."""
+    """The comparison of the candidate's output with the reference's for one sequence."""
 
     rows: int
     sums: ElementSums
     positions: PositionFigures | None
-    """The results at each position, or None if the outputs are not logits."""
+    """The metrics at each position, or None if the outputs are not logits."""
     left_out: int = 0
     """Number of positions that were not compared because a mask marks them as padding."""
 
@@ -68,8 +68,8 @@ class SequenceFigures:
 def sequence_figures(
     reference: torch.Tensor, candidate: torch.Tensor, distribution: bool, labels: torch.Tensor | None = None
 ) -> SequenceFigures:
-    """Return the comparison of two outputs [rows, width] of any floating dtypes. The computation runs on the candidate's device, or
-    on the CPU if the device has no float64.
+    """Compare two outputs [rows, width] of any floating dtypes. The computation runs on the candidate's device, or on the CPU if
+    that device does not support float64.
 
     distribution: whether the outputs are logits over classes. labels: the id of the correct next token for each row, int64 [rows],
     or -100 for none.
