@@ -1,1 +1,1 @@
-"""A session: one open model, its recipe, and its measurements."""
+"""Holds one open model with its recipe and its measurements: a session."""

@@ -1,4 +1,4 @@
-"""Applies recipes to a live model, with undo and redo."""
+"""Applies recipes to a model in memory, with undo and redo."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class Casting:
-    """Casts a live model's weights by recipes, and keeps the history of recipes for undo and redo."""
+    """Casts a model's weights in place by recipes, and keeps the history of recipes for undo and redo."""
 
     def __init__(self, model: LiveModel) -> None:
         self._model = model
@@ -23,8 +23,9 @@ class Casting:
         """The dtype of every tensor under the current recipe."""
 
     def use(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
-        """Apply a recipe without adding a step that `undo` can revert. Raises Cancelled. Raises UserError, with the model as it
-        was, if the device lacks a dtype or memory, and TooSlow, before anything is changed, if a pattern takes too long to match.
+        """Apply a recipe without adding a step that `undo` can revert. Raises Cancelled if `cancelled()` becomes True; TooSlow,
+        before anything is changed, if a pattern takes too long to match; and UserError, after restoring the previous casts, if the
+        device lacks a dtype or memory.
         """
         plan = make_plan(self._model.tree, recipe)
         plan.refuse_too_slow()
@@ -37,9 +38,7 @@ class Casting:
             raise
 
     def push(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
-        """Apply a recipe as a step that `undo` can revert. Raises Cancelled. Raises TooSlow, before anything is changed, if a
-        pattern takes too long to match.
-        """
+        """Apply a recipe as a step that `undo` can revert. Raises what `use` raises."""
         make_plan(self._model.tree, recipe).refuse_too_slow()
         pushed = self._history.push(recipe)
         try:
@@ -51,7 +50,7 @@ class Casting:
 
     def add(self, rule: Rule) -> None:
         """Add a rule to the current recipe and cast the model, as a step that `undo` can revert. Raises UserError if the rule
-        matches nothing, and Cancelled. Raises TooSlow, before anything is changed, if a pattern takes too long to match.
+        matches nothing, and TooSlow, before anything is changed, if a pattern takes too long to match.
         """
         recipe = self.plan.recipe.then(rule)
         plan = make_plan(self._model.tree, recipe)
@@ -74,7 +73,7 @@ class Casting:
 
     @contextmanager
     def putting_back(self) -> Iterator[None]:
-        """Cast the model by the current recipe again when the block ends, whatever the block has cast."""
+        """Cast the model by the current recipe again after the `with` block, which may have cast it differently."""
         try:
             yield
         finally:

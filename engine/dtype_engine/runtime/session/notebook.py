@@ -1,5 +1,5 @@
-"""Adds `__repr__` and `_repr_html_` to result classes. The result classes do not define these methods themselves, because they must
-not import the code that writes reports.
+"""Adds `__repr__` and `_repr_html_` to result classes. These classes do not define the methods themselves, because they must not
+import the code that writes reports.
 """
 
 from __future__ import annotations

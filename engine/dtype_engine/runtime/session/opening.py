@@ -1,4 +1,4 @@
-"""Opens a session for a model that the user named, or for a live module."""
+"""Opens a session for a model that the user named, or for an `nn.Module` in memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def import_loaders() -> None:
 
 
 def threads_each(threads: int | None, processes: int) -> int:
-    """Return how many threads each of several processes gets if they share `threads` threads. None: torch's default number of
-    threads.
+    """Return how many threads each of several processes gets if they share `threads` threads. None stands for torch's default
+    number.
     """
     return max(1, (threads or torch.get_num_threads()) // processes)
 
@@ -49,11 +49,11 @@ def open_session(
     """Open a model: load it and create its inputs. No tensor is cast yet.
 
     Args:
-        model: A path, a Hugging Face id, `file.py:Name` or `package.module:Name`; None for the demo; or a live module. It
+        model: A path, a Hugging Face id, `file.py:Name` or `package.module:Name`; None for the demo; or an `nn.Module`. It
             is not copied: it is set to evaluation mode, and later casts change it in place.
-        options: How to open and run it.
+        options: How to open and run the model.
         inputs: The inputs: a dict (keyword arguments), a tuple (positional arguments), a tensor, or a list of these, one per call.
-        on_step: Called with a description of each step.
+        on_step: Called with a description of each step, such as "importing transformers".
         refused: Called with the reason if the inputs in `options` do not fit. The session then opens with default inputs. If None,
             the error is raised.
 
@@ -84,8 +84,8 @@ def open_session(
 
 
 def _set_reference(live: LiveModel, options: Options, on_step: OnStep) -> None:
-    """Set the reference of a model, from which drift is measured, to what `options.reference` says. Raises UserError if it names
-    another checkpoint that can't be compared with the model.
+    """Set the reference model, against which drift is measured, to the one that `options.reference` names. Raises UserError if it
+    is another checkpoint that can't be compared with the model. on_step: called with a description of each step.
     """
     if options.reference == STORED:
         live.reference = STORED

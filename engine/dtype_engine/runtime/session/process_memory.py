@@ -1,4 +1,4 @@
-"""The memory of the process according to the operating system, in bytes."""
+"""Reads the memory of this process from the operating system, in bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProcessMemory:
     """The memory of a process in bytes. A value is None if the system does not report it."""
 
     rss: int
-    """The size of the resident set."""
+    """The size of the resident set: all memory of the process that is in RAM."""
     anonymous: int | None
     """The part of the resident set that is not backed by a file."""
     mapped: int | None
@@ -36,8 +36,8 @@ class ProcessMemory:
 
 
 def process_memory(files: Iterable[Path] = ()) -> ProcessMemory:
-    """Return the resident memory of this process now, and its peak. files: the checkpoint's files, of which the mapped pages are
-    given apart.
+    """Return the current and peak resident memory of this process. files: the checkpoint's files, whose mapped pages are also
+    counted separately, as `mapped`.
     """
     if not sys.platform.startswith("linux"):
         memory = psutil.Process().memory_info()
@@ -47,7 +47,9 @@ def process_memory(files: Iterable[Path] = ()) -> ProcessMemory:
 
 
 def reset_peak_rss() -> None:
-    """Reset the peak resident set to the current one (on Linux, by writing 5 to /proc/self/clear_refs; elsewhere do nothing)."""
+    """Reset the peak resident set to the current one, by writing 5 to /proc/self/clear_refs. This works only on Linux; elsewhere,
+    nothing is done.
+    """
     if sys.platform.startswith("linux"):
         try:
             Path("/proc/self/clear_refs").write_text("5")
@@ -56,16 +58,16 @@ def reset_peak_rss() -> None:
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Reset the peak memory of the process and of a device."""
+    """Reset the peak memory of this process and of a device to the current values."""
     reset_peak_rss()
     reset_peak(device)
 
 
 def memory_stats(model: LiveModel, plan: Plan, kept_outputs: tuple[int, int] | None) -> MemoryStats:
-    """Return the current number of bytes of a model's weights under a plan, of the process, and of the model's device.
+    """Return the current number of bytes of a model's weights under a plan, of this process, and of the model's device.
 
-    kept_outputs: the number of bytes of the outputs that are kept for later measurements, and the limit for this number; None if
-    nothing was measured yet.
+    kept_outputs: the number of bytes of the module outputs that are kept for later measurements, and the limit for this number;
+    None if nothing was measured yet.
     """
     process = process_memory(model.files)
     kept, budget = kept_outputs or (None, None)
@@ -104,7 +106,7 @@ def _status() -> dict[str, int]:
 
 
 def _mapped(files: Iterable[Path]) -> int:
-    """Return the number of resident bytes mapped from these files. In /proc/self/smaps (see proc(5)), the entry of each mapping
+    """Return the number of resident bytes mapped from the given files. In /proc/self/smaps (see proc(5)), the entry of a mapping
     begins with a line that ends with the path of its file.
     """
     wanted = [re.escape(str(path.resolve()).encode()) for path in files]

@@ -1,4 +1,4 @@
-"""Saves the pictures that the reference and the candidate make, to look at them side by side."""
+"""Saves the pictures that the reference run and the candidate run produce, to look at them side by side."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from dtype_engine.runtime.session.session import Session
 
 
 def save_pictures(session: Session, folder: Path, force: bool) -> list[Path]:
-    """Run the reference and the candidate once more on every input, and write their pictures to `folder` as `1-reference.png`,
-    `1-candidate.png`, and so on. Of a video, the first frame is written. Returns the files.
+    """Do a reference run and a candidate run on every input, and write their pictures to `folder` as `1-reference.png`,
+    `1-candidate.png`, and so on. Of a video, the first frame is written. Returns the paths of the files.
 
-    force: whether to replace files. Raises UserError if the model makes no pictures, or for a file that exists or can't be written.
+    force: whether to replace existing files. Raises UserError if the model produces no pictures, if a file exists, or if it can't
+    be written.
     """
     pixels = getattr(type(session.model.module), "picture_range", None)
     if pixels is None:
@@ -38,8 +39,8 @@ def save_pictures(session: Session, folder: Path, force: bool) -> list[Path]:
 
 
 def _write(file: Path, output: torch.Tensor, low: float, high: float) -> None:
-    """Write the first picture of a batch. output: [batch, channels, height, width], with another dimension before or after the
-    channels for the frames of a video. low, high: the values of black and of full brightness.
+    """Write the first picture of a batch. output: [batch, channels, height, width]; for videos, another dimension before or after
+    the channels holds the frames. low, high: the pixel values of black and of full brightness.
     """
     from PIL import Image
 

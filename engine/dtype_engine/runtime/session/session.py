@@ -1,4 +1,6 @@
-"""The session: one open model and all operations on it. It is the synchronous public API. The worker uses nothing else."""
+"""Defines `Session`: one open model and all operations on it, as a synchronous public API. The worker that serves the app uses only
+this API.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ T = TypeVar("T")
 
 
 def reading_weights(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
-    """Decorate a method that reads weights: it raises UserError if the weights files have changed since they were opened."""
+    """Decorate a method that reads weights: it raises UserError if the weights' files have changed since they were opened."""
 
     @functools.wraps(method)
     def reads(self: Session, /, *arguments: P.args, **named: P.kwargs) -> T:
@@ -86,7 +88,7 @@ def reading_weights(method: Callable[Concatenate[Session, P], T]) -> Callable[Co
 
 
 class Session:
-    """A live model, its current recipe, and its measurements. `dtype_engine.open` returns one.
+    """An open model, its current recipe, and its measurements. `dtype_engine.open` returns one.
 
     Methods that read weights raise UserError if the model's files have changed since they were opened.
 
@@ -102,25 +104,25 @@ class Session:
         self.model = model
         self.options = options
         self.settings = options.settings
-        """The settings for running the candidate. They may be replaced between measurements."""
+        """The settings of candidate runs. They may be replaced between measurements."""
         if inputs is not None:
             inputs = with_next_tokens(model, with_labels(model, inputs) if options.metrics else inputs)
         self.inputs = inputs
-        """The inputs for running the model, or None if it can't be run."""
+        """The inputs on which the model is run, or None if it can't be run."""
         self.why_no_forward: str | None = None
-        """Why the model can't be run, or None if it can: a sentence with placeholders, which the app or the command line replaces
-        by a key or an option.
+        """A sentence that says why the model can't be run, or None if it can. It has placeholders, which the app replaces by keys
+        and the command line by options.
         """
         self.scanned: ScanReport | None = None
-        """The last scan, which `predict` and `search` use."""
+        """The result of the last scan, which `predict` and `search` use. None if there was none."""
         self._casting = Casting(model)
         self._behavior = ModelBehavior()
         self._meter: DriftMeter | None = None
         self._metrics: MetricMeter | None = None
         self._floor: tuple[Inputs, ClassesDim, NoiseFloor] | None = None
         self._parts: tuple[Recipe, RunSettings, Inputs, dict[Part, PartDrift]] | None = None
-        """The recipe, settings and inputs of the last attribution of drift, and its measurements if it was cancelled
-        (`Attribution.known`). None if there was no attribution yet.
+        """The recipe, settings and inputs of the last attribution of drift to modules, and the measurements that it has made
+        (`Attribution.known`). A cancelled attribution continues with these. None if there was no attribution yet.
         """
         self._scan = LastScan()
         if inputs is None:
@@ -278,7 +280,7 @@ class Session:
         return self._casting.redo()
 
     def putting_back(self) -> AbstractContextManager[None]:
-        """Return a context manager that undoes all casts made in its block: at the end, the current recipe is applied again.
+        """Return a context manager that undoes the casts made in its `with` block: at the end, the current recipe is applied again.
 
         Example:
             >>> name = next(iter(session.model.weights))
@@ -291,14 +293,14 @@ class Session:
 
     @reading_weights
     def lost_values(self, cancelled: IsCancelled = never, plan: Plan | None = None) -> tuple[ValueLoss, ...]:
-        """Find the weights in which a cast makes values infinite or zero. Rounding is not a loss.
+        """Find the weights in which a cast makes values infinite or zero, or saturates them. Rounding is not a loss.
 
         Args:
             cancelled: Checked between tensors.
-            plan: The plan whose losses are counted; by default, that of the current recipe.
+            plan: The plan whose casts are examined; by default, that of the current recipe.
 
         Returns:
-            One entry for each weight that loses values, with the number of lost values of each kind.
+            One entry for each weight that loses values, with the numbers of values that overflow, saturate or become zero.
 
         Raises:
             Cancelled: `cancelled()` returned True.
@@ -311,13 +313,13 @@ class Session:
         return self.model.lost_values(None if plan is None else plan.dtypes, cancelled)
 
     def predict(self, recipe: Recipe | None = None) -> Prediction:
-        """Predict the drift of a recipe: the sum of the scores that the last scan gave to the weights which the recipe casts.
+        """Predict the drift of a recipe: the sum of the scores that the last scan gave to the weights that the recipe casts.
 
         Args:
             recipe: The recipe; by default, the current one.
 
         Returns:
-            The drift in the scan's unit. Raises UserError if there is no scan, or if it lacks a dtype of the recipe.
+            The drift in the unit of the scan. Raises UserError if there is no scan, or if it lacks a dtype of the recipe.
 
         Example:
             >>> _ = session.scan(["bfloat16"], draws=1)
@@ -330,7 +332,8 @@ class Session:
         return predict(self.tree, plan, self.scanned, self.scanned.scores())
 
     def front(self, constraints: Constraints | None = None) -> ParetoFront:
-        """Compute the Pareto front of the model's bytes and the predicted drift from the last scan.
+        """Compute the Pareto front: the recipes that no other beats in both the model's bytes and the drift that the last scan
+        predicts.
 
         Args:
             constraints: The weights that stay as stored, share a dtype, or may have only certain dtypes.
@@ -404,7 +407,8 @@ class Session:
 
     @reading_weights
     def export_contents(self, cancelled: IsCancelled = never) -> Contents:
-        """Return the tensors that `export` writes. The model runs if a format needs activation scales. Raises what `export` raises.
+        """Return the tensors that `export` writes, before they are computed. The model runs if a format needs activation scales.
+        Raises what `export` raises.
 
         Example:
             >>> session.export_contents().nbytes == session.plan.planned_bytes
@@ -430,7 +434,7 @@ class Session:
         return with_cache_scales(contents, self.tree, caches, self._behavior.cache_amax, file_name)
 
     def need_inputs(self) -> Inputs:
-        """Return the inputs with which the model is run. Raises NoForward if the model can't be run.
+        """Return the inputs on which the model is run. Raises NoForward if the model can't be run.
 
         Example:
             >>> len(session.need_inputs().batches)
@@ -483,7 +487,9 @@ class Session:
         return dataclasses.replace(report, metrics=changes)
 
     def _metric_meter(self) -> MetricMeter | None:
-        """Return the meter of the user's metrics, or None if `Options.metrics` is empty. Raises UserError and NoForward."""
+        """Return the object that measures the user's metrics, or None if `Options.metrics` is empty. Raises UserError if a metric
+        can't be loaded, and NoForward if the model can't be run.
+        """
         if self._metrics is None and self.options.metrics:
             loaded, data = load_metrics(self.options.metrics), self.need_inputs()
             if self.options.data:
@@ -496,7 +502,7 @@ class Session:
         self, on_progress: OnParts = ignore, cancelled: IsCancelled = never, on_causes: OnCauses = ignore
     ) -> AttributionReport:
         """Attribute the drift of the current recipe to modules. For each module, the model runs with this module as the recipe
-        casts it and all other modules as in the reference.
+        casts it and all other modules as in the reference run.
 
         Args:
             on_progress: Called with the number of runs already done and the number of all runs.
@@ -504,7 +510,8 @@ class Session:
             on_causes: Called after each run with the contributions found so far.
 
         Returns:
-            The contributions, largest first, and their sum. Raises what `drift` raises, and UserError under `torch.autocast`.
+            The drift that each module causes, largest first, and the sum. Raises what `drift` raises, and UserError under
+            `torch.autocast`.
 
         Example:
             >>> _ = session.cast("*.layers.0.mlp", "int8")
@@ -514,8 +521,8 @@ class Session:
         return self.attribution().report(on_progress, cancelled, on_causes=on_causes)
 
     def attribution(self) -> Attribution:
-        """Return an `Attribution`, which measures how much of the current recipe's drift each module causes. If an earlier one for
-        the same recipe, settings and inputs was cancelled, it continues where that one stopped.
+        """Return an `Attribution`, which measures how much of the current recipe's drift each module causes. If an earlier
+        attribution for the same recipe, settings and inputs was cancelled, the new one continues where it stopped.
 
         Example:
             >>> session.attribution().rules == tuple(map(str, session.recipe.rules))
@@ -528,14 +535,14 @@ class Session:
 
     @reading_weights
     def floor(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> NoiseFloor:
-        """Measure the noise floor: the drift between two runs of the reference that add the same numbers in a different order.
+        """Measure the noise floor: the drift between two reference runs that add the same numbers in a different order.
 
         Args:
             on_progress: Called with the number of runs already done and an estimate of the number of all runs.
             cancelled: Checked between module calls.
 
         Returns:
-            For each metric, the worst value of all variants of the reference. The noise floor is measured only once for the current
+            For each metric, the worst value among all orders that were tried. The noise floor is measured only once for the current
             inputs. Raises what `drift` raises.
 
         Example:
@@ -557,7 +564,7 @@ class Session:
 
         Args:
             report: A measurement of the current recipe.
-            on_trial: Called with the number of remedies already tried and the number of all remedies.
+            on_trial: Called with the number of sets of rules already tried and the number of all sets.
             cancelled: Checked between module calls.
 
         Returns:
@@ -577,7 +584,7 @@ class Session:
     def loss_remedy(
         self, report: DriftReport | None, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> LossRemedy | None:
-        """Find rules that keep the values which the current recipe makes infinite or zero.
+        """Find rules that preserve the values that the current recipe makes infinite or zero.
 
         Args:
             report: A measurement of the current recipe, for comparison with the drift under the new rules. If None, the rules are
@@ -610,7 +617,7 @@ class Session:
             cancelled: Checked between weights.
 
         Returns:
-            One entry for each weight, in the model's order. Empty if the reference has the model's own weights. Raises Cancelled.
+            One entry for each weight, in the model's order. Empty if `Options.reference` names no checkpoint. Raises Cancelled.
 
         Example:
             >>> session.weight_differences()
@@ -620,7 +627,7 @@ class Session:
 
     @reading_weights
     def flow(self, cancelled: IsCancelled = never) -> tuple[ImplicitCastStats, ...]:
-        """Find all implicit casts in a forward pass over the first input.
+        """Find all implicit casts (changes of dtype inside operations) in a forward pass over the first input.
 
         Args:
             cancelled: Checked between module calls.
@@ -646,14 +653,14 @@ class Session:
         prompt: str | None = None,
         on_text: OnText = ignore,
     ) -> tuple[Generation, ...]:
-        """Continue every input with the reference and with the candidate, by greedy decoding.
+        """Continue every input in a reference run and in a candidate run, by greedy decoding.
 
         Args:
             tokens: The maximum number of tokens to generate for each input.
-            prompt: A text to continue in place of the inputs. Pictures and sounds among the inputs stay.
+            prompt: A text to continue instead of the inputs' texts. Pictures and sounds among the inputs stay.
             on_tokens: Called with the run ("reference" or "candidate"), the number of generated tokens, and the total maximum.
             cancelled: Checked after every token.
-            on_text: Called after every token with a function that returns the texts of the prompt until now.
+            on_text: Called after every token with a function that returns the texts generated until now.
 
         Returns:
             Both texts for each input. Raises what `drift` raises, and NoForward also for a model that can't generate.
@@ -673,14 +680,15 @@ class Session:
 
     @reading_weights
     def activation_memory(self, context: int, batch: int = 1) -> ActivationMemory:
-        """Measure the memory that a pass over a prompt needs beside the weights and the KV cache, in the stored dtypes.
+        """Measure the memory that a forward pass over a prompt needs in addition to the weights and the KV cache, in the stored
+        dtypes.
 
         Args:
-            context: Tokens of each sequence. They are random.
+            context: The number of tokens in each sequence. The tokens are random.
             batch: The number of sequences.
 
         Returns:
-            The bytes at the peak, and the module that runs there. Raises NoForward if the model can't run on such inputs.
+            The bytes at the peak, and the module that runs at that time. Raises NoForward if the model can't run on such inputs.
 
         Example:
             >>> session.activation_memory(64).module
@@ -692,15 +700,15 @@ class Session:
     def estimated_activations(
         self, contexts: Sequence[int], batch: int = 1, cancelled: IsCancelled = never
     ) -> tuple[ActivationMemory, ...]:
-        """Estimate what `activation_memory` measures at several contexts, without running the model.
+        """Estimate what `activation_memory` measures for several context lengths, without running the model.
 
         Args:
-            contexts: Tokens of each sequence.
+            contexts: The numbers of tokens in each sequence.
             batch: The number of sequences.
             cancelled: Checked between two contexts.
 
         Returns:
-            An upper estimate for each context. Raises NoForward if the operations of a pass depend on values.
+            An upper estimate for each context. Raises NoForward if the operations of a forward pass depend on values.
 
         Example:
             >>> [peak.context for peak in session.estimated_activations([64, 128])]
@@ -724,7 +732,7 @@ class Session:
         cancelled: IsCancelled = never,
         repeats: int = REPEATS,
     ) -> SpeedReport:
-        """Time whole forward passes in the reference's dtype, with the stored weights, and with the cast weights.
+        """Time whole forward passes of the reference, of the model with its stored weights, and of the model with its cast weights.
 
         Args:
             on_passes: Called with the variant that is being timed, the number of finished passes, and the number of all passes.
@@ -752,7 +760,7 @@ class Session:
         on_estimate: OnEstimate = ignore,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
-        """Score how much each weight matters in each of `dtypes`, with everything else as in the reference.
+        """Score how much drift each weight would add in each of `dtypes`, if everything else stayed as in the reference run.
 
         The current recipe does not affect the scan. A cancelled scan continues when it is started again with the same arguments.
 
@@ -781,8 +789,8 @@ class Session:
             return self.scanned
 
     def scan_task(self, dtypes: Sequence[str], draws: int | None, exact: bool, save: Path | None) -> ScanTask:
-        """Return the scan that `scan` runs, so that a caller can run it in parts. Equal arguments return the same scan. Raises what
-        `scan` raises.
+        """Return the scan that `scan` runs, as an object that can be run in parts. Equal arguments return the same object. Raises
+        what `scan` raises.
 
         Example:
             >>> session.scan_task(["bfloat16"], None, False, None).pending()
@@ -798,14 +806,14 @@ class Session:
         measure: bool = False,
         cancelled: IsCancelled = never,
     ) -> SearchReport:
-        """Find the best recipe under one limit, with the scores of the last scan.
+        """Find the best recipe under one limit, either `budget` or `max_drift`, with the scores of the last scan.
 
         Args:
             budget: The maximum size of the whole model, in bytes, as "12GiB", or as "45%" of the stored bytes. The result is the
                 recipe with the lowest predicted drift.
-            max_drift: The maximum predicted drift. The result is the recipe with the fewest bytes.
-            constraints: The weights that stay as stored, share a dtype, or may have only certain dtypes. With a context, the bytes
-                include the KV caches, which get those formats that were scanned.
+            max_drift: The maximum predicted drift, in the unit of the scan. The result is the recipe with the fewest bytes.
+            constraints: The weights that stay as stored, share a dtype, or may have only certain dtypes. With a context length, the
+                bytes include the KV caches, whose formats are then chosen among those that were scanned.
             measure: Whether to also apply the recipe and measure its drift.
             cancelled: Checked between module calls of the measurement.
 
@@ -846,11 +854,11 @@ class Session:
 
     @reading_weights
     def use_inputs(self, options: Options, cancelled: IsCancelled = never) -> None:
-        """Run the model on the inputs in `options` from now on. Other fields of `options` are not used.
+        """Run the model on the inputs in `options` from now on. To check them, a reference run over one batch is done first. If the
+        user supplied tensors, it covers one batch of each shape.
 
         Args:
-            options: The options with the inputs. The reference first runs one batch or, if the user supplied tensors, one batch
-                of each shape.
+            options: The options with the inputs. Their other fields are not used.
             cancelled: Checked between module calls.
 
         Raises:
@@ -881,8 +889,8 @@ class Session:
 
     @property
     def kept_outputs(self) -> tuple[int, int] | None:
-        """The number of bytes of the outputs that are kept for later measurements, and the limit for this number; None before the
-        first measurement.
+        """The number of bytes of the module outputs that are kept for later measurements, and the limit for this number. None
+        before the first measurement.
 
         >>> de.open().kept_outputs  # nothing is measured
         """

@@ -1,1 +1,1 @@
-"""Verifies an export against its source. The export and the source are read by loaders that the exporter does not use."""
+"""Verifies an exported checkpoint against its source. Both are read by loaders that the exporter does not use."""

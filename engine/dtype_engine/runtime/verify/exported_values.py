@@ -19,22 +19,22 @@ from dtype_engine.core.text import printable
 
 @dataclass(slots=True)
 class ExportedValues:
-    """The tensors and metadata of an export."""
+    """The tensors and metadata of an exported checkpoint."""
 
     read: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
     """Functions that each read one tensor, keyed by tensor name."""
     metadata: dict[str, str] = field(default_factory=dict)
-    """The metadata in the headers of all files."""
+    """The merged metadata of the headers of all weights files."""
     misplaced: dict[str, str] = field(default_factory=dict)
-    """The tensors for which the index names the wrong file, each with a description of the problem."""
+    """Describes, for each tensor that the index file assigns to a wrong file, what is wrong, keyed by tensor name."""
 
 
 def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedValues:
-    """Return the tensors of all weights files of an export, which are read on use. In a pipeline, the name of a tensor begins with
-    the name of its component.
+    """Open all weights files of an exported checkpoint. The tensors are read on use. In a pipeline, the name of a tensor begins
+    with the name of its component, such as "unet.".
 
-    copied: paths of files that were copied from the source, which are skipped. Raises UserError if there are no weights files, or
-    if safetensors can't read one of them.
+    copied: paths, relative to `folder`, of files that were copied from the source; these are skipped. Raises UserError if there are
+    no weights files, or if safetensors can't read one of them.
     """
     exported = ExportedValues()
     parts = [("", folder)]

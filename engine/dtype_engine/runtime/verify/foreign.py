@@ -1,6 +1,7 @@
-"""Compares a checkpoint that another program wrote with its source: which tensors are exact casts, and how far off the others are.
+"""Compares a checkpoint that another program wrote with the checkpoint from which it was made (the source): which tensors are exact
+casts, and how far the others differ.
 
-Nothing says how such a checkpoint was made, so each tensor is compared with the source cast to the tensor's own dtype.
+Nothing says how the other program made its tensors, so each tensor is compared with the source cast to the tensor's own dtype.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ _PART = "part of a weight that is "
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The tensors of one model of a comparison (the checkpoint or its source), under the names that this model gives them."""
+    """The tensors of one of the two checkpoints that are compared, under the names that this checkpoint gives them."""
 
     stored: Mapping[str, tuple[str, tuple[int, ...]]]
-    """The stored dtype and the shape of each tensor, keyed by name. The dtype is a name in `core.dtypes` or of a block format of
-    GGUF.
+    """The stored dtype and the shape of each tensor, keyed by name. The dtype is a name in `core.dtypes` or a block
+    format of GGUF.
     """
     read: Callable[[str], torch.Tensor]
-    """A function that reads a tensor's values by its name."""
+    """Returns the values of the tensor with a given name."""
     unchecked: tuple[str, ...] = ()
     decoded: frozenset[str] = frozenset()
-    """The tensors whose values `read` computes from codes and scales, or from blocks."""
+    """Names of the tensors whose values `read` computes from codes and scales, or from blocks."""
     parts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Two texts for each stored tensor of a weight that this program can't decode, keyed by the tensor's name: the name that the
-    weight had before it was quantized, and a phrase that describes the weight.
+    """The stored tensors of weights that this program can't decode, keyed by name, each with two texts: the name that the weight
+    had before it was quantized, and a phrase that describes the weight.
     """
 
 
 def _of_checkpoint(checkpoint: Checkpoint, trust: bool) -> _Side:
-    """Return the tensors of a checkpoint. Plain tensors are read with loaders of other packages. Weights that are stored as codes
+    """Open a checkpoint for the comparison. Plain tensors are read with loaders of other packages. Weights that are stored as codes
     are decoded.
 
     trust: whether a pickle may run any code. Raises UserError if a file can't be read.
@@ -92,8 +93,9 @@ def compare_foreign(
 ) -> CastReport:
     """Compare each tensor of the checkpoint at `path`, a folder or a file, with the tensor of the same name in `source`.
 
-    Weights that the architecture ties are compared under any of their names. Raises UserError if the checkpoint or the source can't
-    be read, or if they have no name in common, and Cancelled.
+    Weights that the architecture ties are compared under any of their names. on_bytes: called with the number of bytes compared
+    until now and the number of all bytes. Raises UserError if the checkpoint or the source can't be read, or if they have no name
+    in common, and Cancelled if `cancelled()` becomes True.
     """
     started = time.perf_counter()
     other, checkpoint = open_checkpoint(path, options.trust_pickle), source.open()
@@ -153,11 +155,11 @@ def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 class _Pairs:
-    """Assigns to each tensor of the compared checkpoint the tensor of the source with which it is compared.
+    """Assigns to each tensor of the checkpoint (`theirs`) the tensor of the source (`ours`) with which it is compared.
 
     same: the tensor's name in the source, keyed by its name in the checkpoint. extra: names of the checkpoint that the source
-    lacks. undecoded: the weights that can't be compared, because this program can't decode their values in the checkpoint or in the
-    source. Each has a phrase that describes it.
+    lacks. undecoded: the weights that this program can't decode in the checkpoint or in the source, keyed by name, each with a
+    phrase that describes it.
     """
 
     def __init__(self, theirs: _Side, ours: _Side, tree: Tree) -> None:
@@ -178,15 +180,15 @@ class _Pairs:
         self.extra = [name for name in unknown if name not in theirs.parts and name not in self.undecoded]
 
     def _name_in(self, side: _Side, name: str) -> str | None:
-        """Return the name under which the checkpoint or source `side` has the tensor `name`: the same name, or another name of the
-        same tied weight. None if it lacks this tensor.
+        """Return the name of a tensor in the checkpoint or source `side`: `name` itself, or another name of the same tied weight.
+        None if `side` lacks this tensor.
         """
         info = self._tree.canonical(name)
         return next((each for each in (name, *(info.names if info is not None else ())) if each in side.stored), None)
 
     def only_in_source(self) -> list[TensorDifference]:
-        """Return a difference for each tensor of the source that the checkpoint lacks. A tied weight is not reported if the
-        checkpoint has it under another of its names.
+        """Return a finding for each tensor of the source that the checkpoint lacks. A tied weight is not reported if the checkpoint
+        has it under another of its names.
         """
         ours, kept, found = self._ours, set(self.same.values()), []
         for name in ours.stored:
@@ -204,10 +206,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _compare(name: str, found: str, theirs: _Side, ours: _Side) -> ComparedTensor:
-    """Compare a tensor of the checkpoint with the source's tensor, which has the same shape, some elements at a time. Returns how
-    many elements differ from the source's values cast to the checkpoint's dtype, and the largest difference.
+    """Compare a tensor of the checkpoint with the source's tensor of the same shape, some elements at a time. Returns how many
+    elements differ from the source's values cast to the checkpoint's dtype, and the largest difference.
 
-    name, found: the tensor's names in the checkpoint and in the source.
+    name, found: the tensor's names in the checkpoint and in the source. theirs, ours: the checkpoint and the source.
     """
     (dtype, _), (source_dtype, _) = theirs.stored[name], ours.stored[found]
     before, after = ours.read(found).reshape(-1), theirs.read(name).reshape(-1)
@@ -225,7 +227,7 @@ def _compare(name: str, found: str, theirs: _Side, ours: _Side) -> ComparedTenso
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return for each element whether two tensors of the same dtype are equal there: their bits are equal, or both are NaN."""
+    """Return for each element of two tensors of the same dtype whether its bits are equal or it is NaN in both: bool [elements]."""
     equal = (_bits(one) == _bits(other)).all(dim=1)
     if one.is_floating_point() and not bool(equal.all()):
         equal |= torch.isnan(one.to(torch.float32)) & torch.isnan(other.to(torch.float32))
@@ -233,7 +235,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the largest |Δ| of two tensors, in float64. It is infinity if a value that is not finite differs."""
+    """Return the largest |Δ| of two tensors, computed in float64. It is infinite if the tensors differ where one is not finite."""
     if one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)):
         return 0.0
     wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64

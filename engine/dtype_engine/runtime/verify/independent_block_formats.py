@@ -1,4 +1,4 @@
-"""An independent implementation of the block formats, for comparisons with exports. It uses tables and numpy, follows the
+"""Quantizes to block formats independently of the exporter, to check its results. This file uses tables and numpy, follows the
 definitions in the docstrings of `runtime/formats/`, and shares no code with that package.
 """
 
@@ -20,9 +20,10 @@ _AT_ONCE = 1 << 22
 def quantize_blocks_independently(
     values: torch.Tensor, dtype: str, shared: float | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Quantize a weight to a block format. Returns the tensors that its file must hold, in the order of `core.block_formats.parts`.
+    """Quantize a weight to a block format. Returns the tensors that a file must hold for it, in the order of
+    `core.block_formats.parts`.
 
-    shared: the largest finite |value| of all weights that share a tensor scale with this one; if None, it does not share its scale.
+    shared: the largest finite |value| of all weights that have a common tensor scale with this one; if None, it has its own.
     """
     row = dtypes.BY_NAME[dtype]
     blocks = row.blocks
@@ -80,7 +81,7 @@ def _tensor_scale(largest: float) -> Any:
 
 
 def _in_blocks(matrix: Any, blocks: Blocks) -> Any:
-    """Pad a matrix with zeros to whole blocks. Returns it as [blocks down, rows of a block, blocks across, columns of a block]."""
+    """Pad a matrix with zeros to whole blocks. Returns [blocks down, rows of a block, blocks across, columns of a block]."""
     height, width = matrix.shape
     more = (-height % blocks.rows, -width % blocks.columns)
     padded = np.pad(matrix, ((0, more[0]), (0, more[1])))
@@ -136,7 +137,7 @@ def _scales(matrix: Any, element: dtypes.DType, blocks: Blocks, of_tensor: Any) 
 
 def _codes(matrix: Any, element: dtypes.DType, blocks: Blocks, scale: Any, zero: Any) -> Any:
     """Return the codes of a matrix before packing, uint8 [rows, width]: the bits of floats, or integers minus the smallest possible
-    one. element: the block format. scale, zero: the factors and the zero points from `_scales`.
+    integer. element: the block format. scale, zero: the factors and the zero points that `_scales` returns.
     """
     height, width = matrix.shape
     with np.errstate(over="ignore"):
@@ -161,7 +162,7 @@ def _codes(matrix: Any, element: dtypes.DType, blocks: Blocks, scale: Any, zero:
 
 
 def _values(name: str) -> Any:
-    """Return all magnitudes of a small float format, indexed by the code without its sign bit. name: the format."""
+    """Return all nonnegative values of a small float format in ascending order, indexed by their codes. name: the format."""
     element = dtypes.BY_NAME[name]
     bias = 7 if name == "float8_e4m3fn" else (1 << (element.exponent - 1)) - 1
     steps = 1 << element.mantissa
@@ -173,8 +174,8 @@ def _values(name: str) -> Any:
 
 
 def _nearest(magnitudes: Any, name: str) -> Any:
-    """Return the code of the value nearest to each magnitude. On a tie, the even code wins. NaN has an arbitrary code. name: the
-    format.
+    """Return for each magnitude the code of the nearest value in a float format. In a tie, the even code is chosen. NaN gets an
+    arbitrary code. name: the format.
     """
     values = _values(name)
     between = (values[1:] + values[:-1]) / 2

@@ -1,7 +1,7 @@
-"""Reads the values of a source with loaders of other packages: torch.load, safetensors' safe_open, gguf's reader.
+"""Reads the tensors of a source checkpoint with loaders of other packages: torch.load, safetensors' safe_open, gguf's reader.
 
-Exports are compared with these values. This file shares no code with the reader that the exporter uses. Otherwise, a mistake in the
-reader would affect both sides of the comparison and remain undetected.
+Exports are compared with these values. This file shares no code with the reader that the exporter uses. Otherwise, a mistake in
+that reader would affect both sides of the comparison and remain undetected.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dtype_engine.runtime.model.mmap_reader import read_encoded
 
 @dataclass(frozen=True, slots=True)
 class SourceValues:
-    """The tensors of a source, each of which is read on use."""
+    """The tensors of the source of an export. Each is read on use."""
 
     names: frozenset[str]
     read: Callable[[str], torch.Tensor]
-    """A function that reads a tensor by its name."""
+    """Returns the tensor with a given name."""
     unchecked: tuple[str, ...] = ()
     """Sentences for the user about properties of the export that can't be verified with these values."""
 
@@ -37,8 +37,8 @@ class SourceValues:
 def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_component: bool = False) -> SourceValues:
     """Open the files of a checkpoint for reading single tensors.
 
-    wanted: the names of the weights, which show which entry of a pickle holds them. trust: whether a pickle may run any code.
-    by_component: whether names begin with the folder of their file, as in a diffusers pipeline. Raises UserError if a loader can't
+    wanted: the names of the weights, to find the mapping inside a pickle that holds them. trust: whether a pickle may run any code.
+    by_component: True if names begin with the folder of their file, as in a diffusers pipeline. Raises UserError if a loader can't
     read its file.
     """
     try:
@@ -54,9 +54,10 @@ def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_co
 def with_decoded(
     values: SourceValues, decoded: Mapping[str, EncodedWeight], renamed: Mapping[str, str]
 ) -> SourceValues:
-    """Return the values of a source in which some weights are decoded. Another program has quantized these weights. Each of them
-    replaces the tensors from which it is decoded. decoded: these weights, by name. renamed: the model's names of other tensors, by
-    their names in the files.
+    """Return the values of a source with some weights decoded that another program quantized. Each decoded weight replaces its
+    stored tensors, such as codes and scales.
+
+    decoded: these weights, keyed by name. renamed: the model's names of other tensors, keyed by their names in the files.
     """
     parts = {tensor.name for weight in decoded.values() for tensor in weight.tensors}
     own = {name: stored for stored, name in renamed.items()}
@@ -72,7 +73,7 @@ def with_decoded(
 
 
 def of_module(module: torch.nn.Module) -> SourceValues:
-    """Return the current values of a module that the user's Python code has built."""
+    """Return the current values of a module that the user's Python code has built, as the source of an export."""
     state = {name: value.detach() for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     return SourceValues(
         frozenset(state),
@@ -101,7 +102,7 @@ def _of_pickles(files: tuple[Path, ...], wanted: frozenset[str], trust: bool) ->
 
 
 def _mapped(file: Path) -> bool:
-    """Return whether to memory-map a file: it is an uncompressed zip archive, and its size exceeds half of the free memory."""
+    """Return whether to memory-map a file: True if it is an uncompressed zip archive larger than half of the free memory."""
     import psutil
 
     if 2 * file.stat().st_size < psutil.virtual_memory().available or not zipfile.is_zipfile(file):
@@ -111,7 +112,7 @@ def _mapped(file: Path) -> bool:
 
 
 def _entry(pickled: Any, wanted: frozenset[str]) -> dict[str, torch.Tensor]:
-    """Find the mappings in a pickle, and return the one that contains most of the `wanted` names."""
+    """Return the mapping inside a pickle, at any depth, that contains most of the `wanted` tensor names."""
     if isinstance(pickled, torch.Tensor):
         return {"tensor": pickled.detach()}
     best: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Verifies that an exported checkpoint is the source cast by its recipe. It compares every tensor, bit for bit, one at a time."""
+"""Verifies that an exported checkpoint is the source cast by its recipe. Every tensor is compared bit for bit, one at a time."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of
 
 CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]
 """A function that compares the tensors of an export with its source in other processes. It yields pairs in any order: the indexes
-of some tensors in `Contents.items`, and for each of them what is wrong with it, or None if it is correct.
+of some tensors in `Contents.items`, and for each of these tensors what is wrong with it, or None if it is correct.
 """
 _HEAD, _TAIL = 1 << 20, 1 << 16
-"""Numbers of bytes at the start and at the end of a file that its fingerprint covers. The header is at the start."""
+"""The fingerprint of a file covers its first `_HEAD` bytes, which include the header, and its last `_TAIL` bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +50,15 @@ class OpenExport:
     """An export and its source, both open for comparison."""
 
     contents: Contents
-    """The plan of the export, computed again from the source: what the files should contain."""
+    """What the export's files should contain, computed again from the source."""
     source: SourceValues
     exported: ExportedValues
     largest: dict[tuple[str, ...], float] = field(default_factory=dict)
     """Caches the largest |value| of tensors with a common scale, keyed by the tuple of their names."""
 
     def problems(self, indexes: Sequence[int], cancelled: IsCancelled = never) -> list[str | None]:
-        """Compare some tensors of the export, given by their indexes in `contents.items`. Returns what is wrong with each, or None.
-        Raises UserError, Cancelled.
+        """Compare some tensors of the export, given by their indexes in `contents.items`. Returns for each tensor what is wrong
+        with it, or None. Raises UserError if a file can't be read, and Cancelled if `cancelled()` becomes True.
         """
         found = []
         for index in indexes:
@@ -68,7 +68,9 @@ class OpenExport:
         return found
 
     def _shared(self, item: ExportTensor) -> float | None:
-        """Return the largest finite |value| of all tensors that share this item's scale, or None if it has a scale of its own."""
+        """Return the largest finite |value| of all tensors that have a common scale with a tensor, or None if it has its own. item:
+        what the export should hold for the tensor.
+        """
         if item.shared is None:
             return None
         names = item.shared.names
@@ -77,7 +79,9 @@ class OpenExport:
         return self.largest[names]
 
     def _difference(self, item: ExportTensor) -> str | None:
-        """Compare one tensor with its plan and its source. Returns what is wrong with it, or None if nothing is."""
+        """Compare one tensor of the export with what `contents` says and with its source. Returns what is wrong with
+        it, or None.
+        """
         for index, entry in enumerate(item.entries):
             if entry.name not in self.exported.read:
                 return "has no scales" if index else "is missing"
@@ -103,8 +107,10 @@ class OpenExport:
         return None
 
     def _scale_problem(self, entry: TensorEntry, item: ExportTensor) -> str | None:
-        """Check the scale of a layer's inputs. Returns what is wrong with it, or None. If the weight is exported as stored and the
-        source has an input scale, both scales must be equal. Otherwise the scale must be finite and positive.
+        """Check the exported scale of a layer's inputs. Returns what is wrong with it, or None. If the weight is exported as stored
+        and the source has an input scale, both scales must be equal. Otherwise the scale must be finite and positive.
+
+        entry: the scale's tensor in the export. item: what the export should hold for the weight.
         """
         scale = self.exported.read[entry.name]()
         if item.dtype == item.stored and entry.name in self.source.names:
@@ -116,8 +122,8 @@ class OpenExport:
         )
 
     def _expected(self, item: ExportTensor) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that the file should hold for an item, computed from the source's values, without code of the
-        exporter.
+        """Compute the tensors that the export should hold for a weight from the source's values, without code of the exporter.
+        item: the weight's dtype, shape and names there.
         """
         values = tuple(map(self.source.read, _names_read(item)))
         if item.copied or (item.has_scales and item.dtype == item.stored):
@@ -130,7 +136,9 @@ class OpenExport:
 
 
 def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
-    """Open an exported folder and its source checkpoint. Raises UserError, also if the source is not a checkpoint."""
+    """Open an exported folder and its source checkpoint. Raises UserError if one of them can't be read, or if the source is not a
+    checkpoint.
+    """
     checkpoint = source.open()
     if checkpoint is None:
         raise UserError(f"{source.title} is code: what it makes can only be compared in one process")
@@ -140,8 +148,8 @@ def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
 
 
 def fingerprint(contents: Contents, folder: Path) -> str:
-    """Return a hash of an export and its source, with which workers check that they compare the same files. It covers the planned
-    tensors, and the size, beginning and end of each weights file.
+    """Return a hash of an export and its source. Several workers compare it to check that they verify the same files. It covers the
+    planned tensors, and the size, beginning and end of each weights file.
     """
     found = hashlib.sha256()
     for item in contents.items:
@@ -168,9 +176,10 @@ def verify(
     """Compare an exported folder with `source` cast by the folder's recipe. The folder and the source are read with loaders that
     the exporter does not use.
 
-    drift: whether to also run the export and the cast source; the drifts of both from the reference must be equal. elsewhere: a
-    function that compares the tensors in other processes; the source must then be a checkpoint. Raises UserError if the folder or
-    the source can't be read, NoForward if the model can't be run for `drift`, and Cancelled.
+    drift: whether to also run the export and the cast source; the drifts of both from the reference must be equal. on_bytes: called
+    with the number of bytes compared until now and the number of all bytes. elsewhere: a function that compares the tensors in
+    other processes; the source must then be a checkpoint. Raises UserError if the folder or the source can't be read, NoForward if
+    the model can't be run for `drift`, and Cancelled if `cancelled()` becomes True.
     """
     started = time.perf_counter()
     file = read_recipe_file(folder / "recipe.yaml")
@@ -221,10 +230,12 @@ def compare(
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> tuple[TensorDifference, ...]:
-    """Return the differences between an export and the plan in `contents`, applied to the source's values.
+    """Return the differences between an export and what `contents` says that it should hold. folder: the export.
 
-    Only names, dtypes and shapes come from the plan. Casts are computed without the code of the exporter, with `Tensor.to` or, for
-    formats with scales, by their formula. Tensors are read one at a time. Raises UserError if a file can't be read, and Cancelled.
+    Only names, dtypes and shapes come from `contents`. Values are computed from the source without the code of the exporter, with
+    `Tensor.to` or, for formats with scales, by their formula. Tensors are read one at a time. on_bytes: called with the number of
+    bytes compared until now and the number of all bytes. elsewhere: a function that compares the tensors in other processes. Raises
+    UserError if a file can't be read, and Cancelled if `cancelled()` becomes True.
     """
     exported = _read(folder, contents)
     opened = OpenExport(contents, source, exported)
@@ -251,7 +262,7 @@ def compare(
 
 
 def _as_exported(options: Options, file: RecipeFile) -> Options:
-    """Return the options with their settings replaced by those in the export's recipe file, if it has settings."""
+    """Return the options with the run settings that the export's recipe file contains, if it contains any."""
     return options if file.settings is None else dataclasses.replace(options, settings=file.settings)
 
 
@@ -270,8 +281,8 @@ def _read(folder: Path, contents: Contents) -> ExportedValues:
 
 
 def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
-    """Return the source's tensors that are missing in the export. A tensor that was left out because it is tied to a written tensor
-    counts as missing only if the values of the two tensors differ.
+    """Return a finding for each tensor of the source that the export lacks. A tensor that was left out because it is tied to a
+    written tensor is reported only if the values of the two tensors differ.
     """
     written = {item.name for item in contents.items} | {entry.name for item in contents.items for entry in item.entries}
     differences = []
@@ -287,7 +298,9 @@ def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
 
 
 def _names_read(item: ExportTensor) -> tuple[str, ...]:
-    """Return the names of the source's tensors that are needed to compute this item, including scales if the source has them."""
+    """Return the names of the source's tensors from which an exported weight is computed, including scales if the source has them.
+    item: what the export should hold for the weight.
+    """
     if item.copied or (item.has_scales and item.dtype == item.stored):
         entries = item.entries if item.input_scale is None else item.entries[:-1]
         return tuple(entry.name for entry in entries)
@@ -302,7 +315,7 @@ def quantize_independently(
     scale = max |w| / (the dtype's largest value), per channel (dimension 0) or per tensor, over finite values only. The scale is 1
     if all values are zero. It is never below float32's smallest normal value, and never so large that the largest code times the
     scale is infinite. Codes are w / scale, clamped and rounded half to even; NaN is 0 in int8. shared: the largest |w| of all
-    tensors that share the scale; if None, the tensor has a scale of its own.
+    tensors that have a common scale with this one; if None, it has its own.
     """
     row = dtypes.BY_NAME[dtype]
     wide = values.to(torch.float32)
@@ -322,7 +335,9 @@ def quantize_independently(
 
 
 def _torch_shape(entry: TensorEntry) -> tuple[int, ...]:
-    """Return the shape of a file's tensor in torch, where one element of `float4_e2m1fn_x2` holds two values."""
+    """Return the shape that torch gives a tensor of a file. For `float4_e2m1fn_x2`, the last dimension is half as long as in the
+    file, because torch counts a byte with two values as one element.
+    """
     halved = entry.dtype == "float4_e2m1fn_x2" and entry.shape
     return (*entry.shape[:-1], entry.shape[-1] // 2) if halved else entry.shape
 
@@ -337,8 +352,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Tensor, cast: bool) -> str | None:
-    """Return a sentence that says how many elements of two tensors differ, or None if they are equal. cast: whether the tensor was
-    cast, so that all bit patterns of NaN count as equal.
+    """Return a sentence that says how many elements of two tensors differ, or None if they are equal. entry: describes the tensor
+    in the export. cast: whether the tensor was cast, so that all bit patterns of NaN count as equal.
     """
     if expected.numel() != stored.numel() or expected.dtype != stored.dtype:
         return f"{entry.name} has {expected.numel()} values in the source"
@@ -351,8 +366,8 @@ def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Ten
 
 
 def _calibrated(contents: Contents) -> tuple[str, ...]:
-    """Return a sentence which says that activation scales were only checked to be finite and positive, since they come from
-    calibration inputs and can't be recomputed. Returns () if the export has none.
+    """Return a notice that activation scales were only checked to be finite and positive, since they come from calibration inputs
+    and can't be recomputed. Returns () if the export has no such scales.
     """
     count = sum(item.input_scale is not None and item.dtype != item.stored for item in contents.items)
     if not count:
@@ -363,8 +378,8 @@ def _calibrated(contents: Contents) -> tuple[str, ...]:
 
 
 def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:
-    """Return a sentence that lists the files of an export that were not compared: they hold no weights, and the source has no such
-    files. Returns () if there are none.
+    """Return a notice that lists the files of an export that were not compared, because they hold no weights and the source has no
+    such files. Returns () if there are none.
     """
     known = {"README.md", "recipe.yaml", *(path for _, path in contents.layout.copied)}
     others = sorted(
@@ -387,9 +402,11 @@ def drift_of_export(
     options: Options,
     cancelled: IsCancelled = never,
 ) -> OutputDrift:
-    """Return the drift of an export. The candidate is the module that is loaded from the export; the reference is the model from
-    which the export was made. session: the open source of the export. source: where it was opened from. Raises UserError if the two
-    models do not have the same weights.
+    """Measure the drift of an export. The candidate is the model that is loaded from the export. The reference is the model from
+    which the export was made.
+
+    session: the open source of the export. source: where it was opened from. exported: the files of the export. Raises UserError if
+    the two models do not have the same weights.
     """
     model, inputs = session.model, session.inputs
     if model.checkpoint is not None:
