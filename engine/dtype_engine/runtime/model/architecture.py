@@ -184,9 +184,6 @@ def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...])
 
 
 def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the class names in the entry `architectures` of a configuration, and notices for the user if it is not a list of
-    names.
-    """
     listed = config.get("architectures")
     if listed is None or (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
         return tuple(listed or ()), ()

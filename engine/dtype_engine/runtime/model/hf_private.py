@@ -262,7 +262,6 @@ def other_attention(module: nn.Module) -> Iterator[str | None]:
 
 
 def _configs(module: nn.Module) -> list[Any]:
-    """Return every configuration in a transformers model, including those of its submodels."""
     configs: dict[int, Any] = {}
     waiting = [config for part in module.modules() if (config := getattr(part, "config", None)) is not None]
     while waiting:

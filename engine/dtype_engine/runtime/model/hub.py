@@ -84,7 +84,6 @@ def _kernels(written: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, 
 
 
 def _parts(config: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """Yield a configuration and all its nested configurations, each once. seen: the `id`s of those that were yielded already."""
     seen = set() if seen is None else seen
     if id(config) in seen or not hasattr(config, "to_diff_dict"):
         return

@@ -174,7 +174,7 @@ class Weight:
         cast only rounds. The result is cached.
 
         cast: True if the weight currently has this dtype. The current data is then examined instead of casting again, and must not
-        change during the call. Raises Cancelled if `cancelled()` becomes True.
+        change during the call. Raises Cancelled.
         """
         if dtype == self.info.dtype:
             return None
@@ -377,8 +377,7 @@ class LiveModel:
 
         planned: the dtype of each weight, keyed by name. on_progress: called as `on_progress(done, total)` after each weight, with
         numbers of weights. caches: the formats of the KV caches, keyed by cache tensor; None leaves them unchanged. The old data of
-        a weight is freed before the next weight is cast. If `cancelled()` becomes True, raises Cancelled between two weights; a
-        later call continues from there.
+        a weight is freed before the next weight is cast. Raises Cancelled between two weights; a later call continues from there.
         """
         if caches is not None:
             self.cache_formats = dict(caches)
@@ -429,8 +428,7 @@ class LiveModel:
         """Return, for each weight in which a cast does more than round, how many values become infinite or zero, or saturate. The
         counts are cached.
 
-        planned: the dtype of each weight, keyed by name; by default, the current dtypes. Raises Cancelled if `cancelled()` becomes
-        True.
+        planned: the dtype of each weight, keyed by name; by default, the current dtypes. Raises Cancelled.
         """
         losses = [
             weight.count_loss(weight.dtype if planned is None else planned[name], cancelled, cast=planned is None)

@@ -119,9 +119,6 @@ def _places(checkpoint: Checkpoint, names: list[str], other: Checkpoint, options
 
 
 def _made(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
-    """Build a checkpoint's module without data. Returns the module, and where each tensor of the checkpoint is loaded in it.
-    Returns None if the architecture is unknown or does not fit the files.
-    """
     try:
         return build_on_meta(checkpoint, options)
     except NoForward:  # the files' tensors do not fit the architecture

@@ -109,7 +109,6 @@ def _refuse_other_structure(other: LiveModel, live: LiveModel, sides: tuple[str,
 
 
 def _shapes(model: LiveModel) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each persistent tensor of a module, keyed by each of its names."""
     return {
         name: weight.stored.shape
         for weight in model.weights.values()

@@ -131,7 +131,6 @@ class BlockVisits:
         self._used[id(values)] = values
 
     def _ask(self, name: str) -> None:
-        """Let a background thread ask the operating system to read the pages of a block."""
         if self.keeps_pages or not hasattr(os, "posix_fadvise"):
             return
         self._asked = name
@@ -186,7 +185,6 @@ def blocks_of(
 
 
 def _each_file(ranges: Iterable[ByteRange], advise: Callable[[int, int, int], None]) -> None:
-    """Call `advise(file descriptor, start, bytes)` for all ranges, after joining ranges that touch each other."""
     if not hasattr(os, "posix_fadvise"):
         return
     by_file: dict[str, list[tuple[int, int]]] = {}

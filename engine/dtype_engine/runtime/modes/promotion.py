@@ -148,7 +148,6 @@ def _form(value: Any) -> Any:
 
 
 def _destination(name: str, args: Arguments, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the tensor to which a call writes in place or through `out`, or None if it returns a new tensor."""
     written = kwargs.get("out")
     if written is None and is_in_place(name) and args:
         written = args[0]

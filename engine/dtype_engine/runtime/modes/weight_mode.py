@@ -229,9 +229,6 @@ class WeightMode(TorchFunctionMode):
         return answer
 
     def _dtype_of(self, key: int, weight: Weight) -> torch.dtype:
-        """Return the dtype of the values that currently replace a weight: those that the model's code has written to the weight or,
-        if there are none, those of `value_of`. key: the `id` of the weight's tensor.
-        """
         return self.written[key].dtype if key in self.written else self.dtype_of(weight)
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
@@ -305,7 +302,6 @@ class WeightMode(TorchFunctionMode):
         return replace_tensors(args, {}, casts)[0]
 
     def _dtype_beside(self, tensor: torch.Tensor, activation: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a weight is used in an operation whose activation has the dtype `activation`."""
         key = id(tensor)
         if key not in self.replaced:
             return tensor.dtype
@@ -409,9 +405,6 @@ class WeightMode(TorchFunctionMode):
         return output
 
     def _indexed(self, args: Arguments, found: Mapping[int, Weight]) -> torch.Tensor | None:
-        """Return `weight[index]` if the call indexes a weight in `found` by an integer, and this part can be read without the
-        others. Otherwise, return None.
-        """
         key, index = id(args[0]), args[1]
         if isinstance(index, torch.Tensor) and not index.ndim and not index.is_floating_point():
             index = int(index)
@@ -423,7 +416,6 @@ class WeightMode(TorchFunctionMode):
         return part
 
     def _activation_dtype(self, tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
-        """Return the promoted dtype of the float tensors that are not weights, or None if there are none."""
         floats = [tensor for tensor in tensors if tensor.is_floating_point() and not self.is_weight(tensor)]
         return promoted_dtype([tensor for tensor in floats if tensor.ndim] or floats) if floats else None
 
@@ -446,17 +438,11 @@ class WeightMode(TorchFunctionMode):
         return values
 
     def _value(self, key: int) -> torch.Tensor:
-        """Return the values that replace one weight where there is no activation: the model's code reads a property such as
-        `weight.T`, or writes to the weight. key: the `id` of the weight's tensor.
-        """
         return self.current_values({key: self.weights[key]}, None, "")[key]
 
     def _rounded(
         self, name: str, args: Arguments, kwargs: dict[str, Any], rounds: Rounds
     ) -> tuple[Arguments, dict[str, Any]]:
-        """Return the positional and keyword arguments with one operand rounded. Under autocast, it is first cast to autocast's
-        dtype.
-        """
         assert self.rounding is not None
         self.added = True
         kind = self.device.type
@@ -484,9 +470,6 @@ class WeightMode(TorchFunctionMode):
         return replace_tensors(args, kwargs, new)
 
     def _written_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the copy of a weight to which the forward pass writes. It is made at the first write. tensor: the weight's tensor
-        in the module.
-        """
         key = id(tensor)
         self.note_use(key)
         if key not in self.written:
@@ -497,7 +480,6 @@ class WeightMode(TorchFunctionMode):
         return self.written[key]
 
     def _keep_shared(self, destination: torch.Tensor) -> None:
-        """Save the values of the weights that share memory with `destination`, to which the forward pass is about to write."""
         base = base_of(destination)
         owner = destination if base is None else base
         given = self.standing_for.get(owner, self.standing_for.get(destination))
@@ -524,7 +506,6 @@ class WeightMode(TorchFunctionMode):
         self.replaced.add(key)
 
     def _sharing_memory(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the weights and the tensors in `kept` that share memory with a tensor."""
         if self._addresses is None:
             lasting = [*(weight.tensor for weight in self.weights.values()), *self.kept]
             self._addresses = sorted(((*_span(each), each) for each in lasting), key=lambda span: span[:2])

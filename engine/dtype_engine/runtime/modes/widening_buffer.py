@@ -54,7 +54,6 @@ class WidenedWeights:
         return math.prod(weight.reference.shape) * self._dtype_of(weight).itemsize
 
     def _is_worth_sharing(self, weight: Weight) -> bool:
-        """Return whether a weight is large, and a plain copy into the reused memory can widen it."""
         values = weight.reference
         return (
             not values.format

@@ -78,7 +78,7 @@ class LossCounter:
         """Return how many values the cast loses in the whole tensor, or None if it only rounds values. All elements must have been
         counted.
 
-        Raises Cancelled if `cancelled()` becomes True.
+        Raises Cancelled.
         """
         if not self._original.numel():
             return None
@@ -106,7 +106,7 @@ def count_losses(
     rounds values.
 
     name: the name of the tensor. cast: the result of the cast, or the codes for a dtype with scales; if None, this function does
-    the cast. Raises Cancelled if `cancelled()` becomes True.
+    the cast. Raises Cancelled.
     """
     counter = LossCounter(name, original, dtype)
 
@@ -144,9 +144,6 @@ def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
 
 
 def _quantize(original: torch.Tensor, dtype: str, on_rows: Callable[[int, torch.Tensor], None]) -> None:
-    """Quantize a tensor some rows at a time, and call `on_rows(start, codes)` for them. codes: the codes of these rows, flat.
-    start: the index of their first element in the flattened tensor.
-    """
     element = dtypes.BY_NAME[dtype]
     if element.blocks is None:
         quantize_in_blocks(original, dtype, on_rows)
@@ -249,9 +246,7 @@ def _lost_channels(nonzero: torch.Tensor, zero_after: torch.Tensor) -> int:
 
 
 def _channels_lost_by_cast(original: torch.Tensor | Values, dtype: str, cancelled: IsCancelled) -> int:
-    """Return the number of output channels in which a cast makes more than half of the nonzero values zero. Raises Cancelled if
-    `cancelled()` becomes True.
-    """
+    """Return the number of output channels in which a cast makes more than half of the nonzero values zero. Raises Cancelled."""
     rows, target = as_rows(original), torch_dtype(dtype)
     gone = 0
     for piece in row_slices(rows):

@@ -42,7 +42,7 @@ from dtype_engine.runtime.numerics.quantize import (
 
 def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancelled = never) -> WeightError:
     """Return the error of casting a tensor to `dtype` and back: the SQNR, and how many values overflow, saturate or underflow.
-    name: the tensor's name, for the result. Raises Cancelled if `cancelled()` becomes True.
+    name: the tensor's name, for the result. Raises Cancelled.
     """
     found: list[tuple[int, _Sums]] = []  # appended to from several threads
 
@@ -139,9 +139,6 @@ def _in_pieces(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
 
 
 def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
-    """Quantize a tensor some rows at a time to a block format, and call `on_piece` with these rows. It gets codes, which are not
-    multiplied by their scales.
-    """
     blocks = dtypes.BY_NAME[dtype].blocks
     assert blocks is not None
     count, height, width = matrices(tensor.shape, blocks.columns)
@@ -195,7 +192,7 @@ def exponents(name: str, tensor: torch.Tensor, cancelled: IsCancelled = never) -
     """Return how many values of a tensor have each exponent floor(log2 |x|). Zeros and values that are not finite are counted
     separately.
 
-    name: the tensor's name, for the result. Raises Cancelled if `cancelled()` becomes True.
+    name: the tensor's name, for the result. Raises Cancelled.
     """
     counts: dict[int, int] = {}
     zeros = nonfinite = 0

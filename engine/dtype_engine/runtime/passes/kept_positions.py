@@ -93,9 +93,6 @@ def _is_of_decoder(name: str, call: int) -> bool:
 
 
 def _arguments(module: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return the arguments of a module call, keyed by name. Positional arguments that the module's signature does not name are
-    omitted.
-    """
     if not batch.args:
         return batch.kwargs
     try:

@@ -175,7 +175,6 @@ def clone_output(output: Any) -> Any:
 
 
 def _rebuilt(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a module's output in new containers, with each tensor replaced by `change(tensor)`."""
     if isinstance(output, torch.Tensor):
         return change(output)
     if isinstance(output, dict):

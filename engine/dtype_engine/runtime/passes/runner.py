@@ -259,30 +259,20 @@ class ForwardRunner:
         return context() if self._together is None else nullcontext(self._together.share(name, context))
 
     def _reusable(self, earlier: OutputCache, prefix: int) -> dict[tuple[str, int], int]:
-        """Return which of the first `prefix` module calls of an earlier pass to skip: a mapping from (module, number of its call)
-        to the index of the call in `earlier.calls`. It is empty if the model is stateful or was not observed.
-        """
         if self.behavior.stateful or not self.behavior.observed or not prefix:
             return {}
         return earlier.reusable_calls(prefix, self._calls.with_hooks(), self.behavior.writers)
 
     def _rounding(self) -> ActivationRounding | None:
-        """Return an object that rounds activations during one forward pass, or None if the settings do not quantize activations."""
         return ActivationRounding() if self.settings.quantize_activations == "weights" else None
 
     def _cache_rounding(self, inside: Callable[[str], bool]) -> CacheRounding | None:
-        """Return an object that rounds KV caches during one forward pass, or None if no rule gives a cache a format. inside:
-        returns whether the cache tensor with a given name is to be rounded.
-        """
         model = self.model
         if not model.cache_formats:
             return None
         return CacheRounding(model.cache_names, model.cache_formats, self.behavior.cache_amax, inside)
 
     def _refuse_unwritten(self, used: Collection[str]) -> None:
-        """Raise NoForward if a forward pass did not write to a KV cache for which the recipe has a format. used: the names of the
-        weights and cache tensors that the pass used.
-        """
         missing = [name for name in self.model.cache_formats if name not in used]
         if missing:
             raise NoForward(
@@ -291,7 +281,6 @@ class ForwardRunner:
             )
 
     def _input_dtype(self) -> torch.dtype | None:
-        """Return the dtype to which the float inputs of a candidate run are cast, or None if they keep their dtype."""
         if self.settings.float_inputs == "given":
             return None
         first = next((weight for weight in self.model.weights.values() if weight.info.castable), None)
@@ -384,9 +373,6 @@ def keeping_cache(batch: Batch) -> Batch:
 
 
 def _new_cache(forms: dict[str, str], options: PassOptions) -> OutputCache | None:
-    """Return a new cache for the module outputs of a pass, or None if the options keep no outputs. forms: a string that identifies
-    the current values of each weight, keyed by the weight's name.
-    """
     if not options.cache_bytes:
         return None
     return OutputCache(forms, options.cache_bytes, options.cached)

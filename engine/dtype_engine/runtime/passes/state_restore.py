@@ -267,9 +267,6 @@ class _State:
 
 
 def _changed(holder: dict[str, Any], had: dict[str, Any]) -> Iterator[Any]:
-    """Yield the values that differ between the dict `holder` and its saved copy `had`: the current and the saved value of each
-    differing key.
-    """
     for name in holder.keys() | had.keys():
         if holder.get(name) is not had.get(name):
             yield from (holder.get(name), had.get(name))
@@ -282,7 +279,6 @@ def _has_tensor(value: Any, depth: int = _DEPTH) -> bool:
 
 
 def _caches_tensors(cached: Any) -> bool:
-    """Return whether a function's `functools` cache holds a tensor, among the arguments or the results."""
     if not cached.cache_info().currsize:
         return False
     seen, waiting = set[int](), [(cached, _DEPTH)]

@@ -23,9 +23,8 @@ class Casting:
         """The dtype of every tensor under the current recipe."""
 
     def use(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
-        """Apply a recipe without adding a step that `undo` can revert. Raises Cancelled if `cancelled()` becomes True; TooSlow,
-        before anything is changed, if a pattern takes too long to match; and UserError, after restoring the previous casts, if the
-        device lacks a dtype or memory.
+        """Apply a recipe without adding a step that `undo` can revert. Raises Cancelled; TooSlow, before anything is changed, if a
+        pattern takes too long to match; and UserError, after restoring the previous casts, if the device lacks a dtype or memory.
         """
         plan = make_plan(self._model.tree, recipe)
         plan.refuse_too_slow()

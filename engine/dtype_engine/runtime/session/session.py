@@ -140,7 +140,6 @@ class Session:
         )
 
     def _repr_html_(self) -> str:
-        """Return the HTML that a notebook shows for the session."""
         return session_html(self.model.title, self.tree, self.plan, self._inputs_text())
 
     def _inputs_text(self) -> str:
@@ -487,9 +486,6 @@ class Session:
         return dataclasses.replace(report, metrics=changes)
 
     def _metric_meter(self) -> MetricMeter | None:
-        """Return the object that measures the user's metrics, or None if `Options.metrics` is empty. Raises UserError if a metric
-        can't be loaded, and NoForward if the model can't be run.
-        """
         if self._metrics is None and self.options.metrics:
             loaded, data = load_metrics(self.options.metrics), self.need_inputs()
             if self.options.data:

@@ -95,7 +95,7 @@ def compare_foreign(
 
     Weights that the architecture ties are compared under any of their names. on_bytes: called with the number of bytes compared
     until now and the number of all bytes. Raises UserError if the checkpoint or the source can't be read, or if they have no name
-    in common, and Cancelled if `cancelled()` becomes True.
+    in common, and Cancelled.
     """
     started = time.perf_counter()
     other, checkpoint = open_checkpoint(path, options.trust_pickle), source.open()
@@ -201,7 +201,6 @@ class _Pairs:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor's elements: uint8 [elements, bytes of an element]."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).view(-1, tensor.element_size())
 
 

@@ -81,7 +81,6 @@ def _tensor_scale(largest: float) -> Any:
 
 
 def _in_blocks(matrix: Any, blocks: Blocks) -> Any:
-    """Pad a matrix with zeros to whole blocks. Returns [blocks down, rows of a block, blocks across, columns of a block]."""
     height, width = matrix.shape
     more = (-height % blocks.rows, -width % blocks.columns)
     padded = np.pad(matrix, ((0, more[0]), (0, more[1])))
@@ -194,7 +193,6 @@ def _packed(codes: Any, element: dtypes.DType, blocks: Blocks) -> torch.Tensor:
 
 
 def _words(codes: Any, bits: int) -> torch.Tensor:
-    """Pack non-negative codes into 32-bit words, with the first code in the lowest bits: int32 [rows, words]."""
     per_word = 32 // bits
     padded = np.pad(codes.astype(np.uint64), ((0, 0), (0, -codes.shape[1] % per_word)))
     parts = padded.reshape(len(codes), padded.shape[1] // per_word, per_word)

@@ -58,7 +58,7 @@ class OpenExport:
 
     def problems(self, indexes: Sequence[int], cancelled: IsCancelled = never) -> list[str | None]:
         """Compare some tensors of the export, given by their indexes in `contents.items`. Returns for each tensor what is wrong
-        with it, or None. Raises UserError if a file can't be read, and Cancelled if `cancelled()` becomes True.
+        with it, or None. Raises UserError if a file can't be read, and Cancelled.
         """
         found = []
         for index in indexes:
@@ -179,7 +179,7 @@ def verify(
     drift: whether to also run the export and the cast source; the drifts of both from the reference must be equal. on_bytes: called
     with the number of bytes compared until now and the number of all bytes. elsewhere: a function that compares the tensors in
     other processes; the source must then be a checkpoint. Raises UserError if the folder or the source can't be read, NoForward if
-    the model can't be run for `drift`, and Cancelled if `cancelled()` becomes True.
+    the model can't be run for `drift`, and Cancelled.
     """
     started = time.perf_counter()
     file = read_recipe_file(folder / "recipe.yaml")
@@ -235,7 +235,7 @@ def compare(
     Only names, dtypes and shapes come from `contents`. Values are computed from the source without the code of the exporter, with
     `Tensor.to` or, for formats with scales, by their formula. Tensors are read one at a time. on_bytes: called with the number of
     bytes compared until now and the number of all bytes. elsewhere: a function that compares the tensors in other processes. Raises
-    UserError if a file can't be read, and Cancelled if `cancelled()` becomes True.
+    UserError if a file can't be read, and Cancelled.
     """
     exported = _read(folder, contents)
     opened = OpenExport(contents, source, exported)
@@ -262,7 +262,6 @@ def compare(
 
 
 def _as_exported(options: Options, file: RecipeFile) -> Options:
-    """Return the options with the run settings that the export's recipe file contains, if it contains any."""
     return options if file.settings is None else dataclasses.replace(options, settings=file.settings)
 
 
@@ -298,9 +297,6 @@ def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
 
 
 def _names_read(item: ExportTensor) -> tuple[str, ...]:
-    """Return the names of the source's tensors from which an exported weight is computed, including scales if the source has them.
-    item: what the export should hold for the weight.
-    """
     if item.copied or (item.has_scales and item.dtype == item.stored):
         entries = item.entries if item.input_scale is None else item.entries[:-1]
         return tuple(entry.name for entry in entries)
@@ -335,15 +331,11 @@ def quantize_independently(
 
 
 def _torch_shape(entry: TensorEntry) -> tuple[int, ...]:
-    """Return the shape that torch gives a tensor of a file. For `float4_e2m1fn_x2`, the last dimension is half as long as in the
-    file, because torch counts a byte with two values as one element.
-    """
     halved = entry.dtype == "float4_e2m1fn_x2" and entry.shape
     return (*entry.shape[:-1], entry.shape[-1] // 2) if halved else entry.shape
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor's elements: uint8 [elements, bytes of an element]."""
     return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).view(-1, tensor.element_size())
 
 
