@@ -51,7 +51,7 @@ class Exported:
     """The absolute path of the export."""
     contents: str
     """A hash of the exported tensors' names, shapes and dtypes and of all weight files. A worker that finds a different hash
-    refuses them.
+    refuses the export.
     """
 
 

@@ -131,8 +131,8 @@ def drifts(
 ) -> Iterator[tuple[int, DriftReport]]:
     """Measure the drift of several recipes. Yields (index of the recipe, report) as soon as each recipe is measured.
 
-    recipes: each recipe with the run settings for its measurement. over: the workers that measure, or None to measure all recipes
-    in this session, which is left cast by the last one. Raises the errors of `Session.drift`.
+    recipes: each recipe with the run settings for its measurement. over: the workers that measure. If None, this session measures
+    all recipes, and its model stays cast by the last one. Raises the errors of `Session.drift`.
     """
     tasks = [RecipeDrift(*recipe) for recipe in recipes]
     if over is not None:
@@ -175,8 +175,8 @@ def causes(
 
 def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:
     """Return a function for `verify` to call, which compares the tensors of an export with their source on the workers of `pool`.
-    Its argument is the list of all exported tensors. It yields pairs: (indexes of some tensors in this list, and for each of them a
-    sentence that says what is wrong or None).
+    The function takes the list of all exported tensors. It yields pairs: indexes of some tensors in this list, and for each of them
+    None or a sentence that says what is wrong.
 
     threads: how many threads each worker uses. folder: the folder of the export. source: the checkpoint that was exported. options:
     how the workers open both.

@@ -67,7 +67,7 @@ class Constraints:
     """The dtypes that are allowed in addition to the stored dtype. If empty, all scanned dtypes are allowed."""
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Pairs (pattern, dtypes): a weight that matches the pattern may have only these dtypes. If several patterns match a weight,
-    the last one decides. Only if a pattern matches it may a norm, bias or router have a format with scales.
+    the last one decides. A norm, bias or router may have a format with scales only if one of these patterns matches it.
     """
     context: int | None = None
     """The number of tokens in each sequence of the KV caches. If it is given, the search also chooses the format of the KV caches,

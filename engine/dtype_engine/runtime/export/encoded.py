@@ -65,7 +65,7 @@ def _without_entries(config: dict[str, Any]) -> dict[str, Any]:
 
 def _with_plain_modules(checkpoint: Checkpoint, weights: Sequence[str]) -> dict[str, Any] | None:
     """Return the content of the source's config.json with the modules of `weights` listed as not quantized. Returns None if this is
-    impossible: the quantization method has no such list, or a weight belongs to an expert or not to a linear layer.
+    impossible, because the quantization method has no such list, or one of the weights belongs to an expert or to no linear layer.
     """
     changed = copy.deepcopy(checkpoint.config or {})
     settings = changed.get("quantization_config")

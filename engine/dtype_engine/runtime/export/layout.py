@@ -78,9 +78,9 @@ class Layout:
     """The files to copy unchanged: pairs (source file, path in the export)."""
     notices: tuple[str, ...] = ()
     class_name: str = ""
-    """The diffusers class that the configuration of a pipeline or component names; "" for the other kinds."""
+    """The diffusers class that the configuration of a pipeline or component names; "" for other kinds of export."""
     base: str = ""
-    """The base model that the configuration of an adapter names; "" for the other kinds."""
+    """The base model that the configuration of an adapter names; "" for other kinds of export."""
 
     def differences(self, folder: Path) -> Iterator[tuple[str, str]]:
         """Yield (path, what is wrong) for each copied file that is missing or different in the export `folder`."""
@@ -240,7 +240,6 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _is_weight(name: str) -> bool:
-    """Return whether a file name shows that the file holds weights or is an index of weights files."""
     return name.endswith(_WEIGHTS) or (
         name.endswith(".json") and (".safetensors.index" in name or ".bin.index" in name)
     )

@@ -76,8 +76,8 @@ one weight.
 
 
 Kind = tuple[str, bool]
-"""(format, whether the weight belongs to an expert): the properties of a weight that decide what transformers loads. Experts differ
-from linear layers in this, because transformers packs all experts of a layer into one weight.
+"""The properties of a weight that decide what transformers loads: (format, whether the weight belongs to an expert). transformers
+packs all experts of a layer into one weight, unlike linear layers.
 """
 
 

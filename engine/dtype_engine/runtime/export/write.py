@@ -79,8 +79,8 @@ class Progress:
 
 
 def header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Return (the first bytes of a safetensors file: the header's length and the header, the file offset at which each tensor
-    begins).
+    """Return the bytes with which a safetensors file begins (the header's length and the header), and the file offset at which each
+    tensor begins, by name.
 
     The order of the tensors is that of the safetensors library: the widest dtypes first, so that every tensor is aligned, and by
     name within a dtype. metadata: the texts of the header's entry `__metadata__`, by name.
@@ -248,7 +248,6 @@ def _write_codes(
 
 
 def _shared_amax(item: ExportTensor) -> float | None:
-    """Return the largest |value| of all tensors that have a common scale with this weight, or None if it has a scale of its own."""
     return item.shared.amax() if item.shared is not None else None
 
 
@@ -314,5 +313,4 @@ def _write(out: int, data: bytes | memoryview, at: int) -> None:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor as uint8 [nbytes] on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -194,7 +194,7 @@ _MAKERS: dict[str, Callable[[Any, _Draw, torch.Tensor], dict[str, Any]]] = {
     "DiTTransformer": _dit,
     "PixArt": _pixart,
 }
-"""The function that makes the arguments of one call, by the beginning of the name of the model's class. Its arguments are the
+"""By the beginning of the name of the model's class: the function that makes the arguments of one call of the model. It takes the
 model's configuration, the random generator and the time step.
 """
 

@@ -67,7 +67,8 @@ def described(pictures: list[Picture], options: Options) -> str:
 
 
 def make_pictures(model: LiveModel, options: Options) -> tuple[list[Picture], tuple[str, ...]]:
-    """Return (the user's pictures or a synthetic one, preprocessed for the model, phrases that say how they were created).
+    """Return two values: the user's pictures (or a synthetic one), preprocessed for the model; and phrases which say how they were
+    created.
 
     Raises UserError for a picture that can't be used, and NoForward if the model's processor returns no pixels.
     """

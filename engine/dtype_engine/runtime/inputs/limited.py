@@ -18,8 +18,8 @@ from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.runtime.inputs.limited_child import OUT_OF_MEMORY
 
 Conversation = tuple[str, list[dict[str, Any]], bool]
-"""(the conversation's origin, for error messages; its messages; whether the chat template adds the words with which the model's
-answer begins).
+"""A tuple of three values: the conversation's origin, for error messages; its messages; and whether the chat template adds the
+words with which the model's answer begins.
 """
 _CHILD = Path(__file__).with_name("limited_child.py")
 _MEMORY = 1 << 30
@@ -127,7 +127,7 @@ def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: Inpu
 
 def stays_in_limits(title: str, tokenizer: Any, texts: Sequence[str]) -> bool:
     """Return whether a tokenizer encodes and decodes the texts within the default limits. title: the name of the model, for errors.
-    Raises PartFails if the tokenizer fails for a different reason.
+    Raises PartFails if the tokenizer fails without reaching a limit.
     """
     try:
         try_tokenizer(title, tokenizer, texts, InputLimits())

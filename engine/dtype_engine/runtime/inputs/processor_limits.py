@@ -74,7 +74,6 @@ def _setting(processor: Any, name: str, default: int) -> int:
 
 
 def _objects(content: object) -> Iterator[dict[str, Any]]:
-    """Yield all JSON objects in `content`, at any depth."""
     if isinstance(content, dict):
         yield content
     for inner in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():

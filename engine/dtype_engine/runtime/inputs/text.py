@@ -108,8 +108,8 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 def sequence_length(model: LiveModel, options: Options) -> int:
-    """Return the maximum number of tokens in a sequence: the user's number or 512, if the model has that many positions. Raises
-    UserError if the user requests more than the model has.
+    """Return the maximum number of tokens in a sequence: the number that the user set or, without it, 512 or the number of the
+    model's positions, whichever is smaller. Raises UserError if the user set more than the model has.
     """
     named = int(getattr(text_config(model.module.config), "max_position_embeddings", 0) or _ANY_LENGTH)
     known = min(named, learned_positions(model.module) or _ANY_LENGTH)

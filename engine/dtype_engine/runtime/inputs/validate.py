@@ -70,7 +70,7 @@ def unknown_arguments(model: LiveModel, batch: Batch) -> tuple[list[str], list[s
 
 
 def with_labels(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Return the inputs, in which arguments that the forward pass does not take have become labels for the user's metrics."""
+    """Turn arguments that the forward pass does not take into labels for the user's metrics, and return the inputs."""
     batches = tuple(batch.with_labels(unknown_arguments(model, batch)[0]) for batch in inputs.batches)
     return dataclasses.replace(inputs, batches=batches)
 

@@ -157,7 +157,6 @@ def _pass(module: nn.Module, inputs: Mapping[str, Any], context: int, batch: int
 
 
 def _cache_tensors(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of the KV cache in a model's output."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
 

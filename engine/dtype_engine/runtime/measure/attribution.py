@@ -309,9 +309,9 @@ class Attribution:
         return PartDrift(drift, local)
 
     def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
-        """Run the model with cast weights only in the modules of `part`, or in all modules if it is None. Returns (the unit of the
-        drift, such as nats per token, the drift of the main output, the SQNR in dB of the part's own output if it is a single
-        module).
+        """Run the model with cast weights only in the modules of `part`, or in all modules if it is None. Returns three values: the
+        unit of the drift, such as nats per token; the drift of the main output; and the SQNR in dB of the part's own output, if it
+        is a single module.
         """
         comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__

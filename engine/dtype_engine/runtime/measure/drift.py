@@ -46,7 +46,9 @@ from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 MOST_KEPT = 2 << 30
-"""Default limit on the bytes of outputs kept between measurements. They hold some hundred tokens of a model with 1 B parameters."""
+"""Default limit on the bytes of outputs kept between measurements: enough for some hundred tokens of a model with 1 B
+parameters.
+"""
 
 _BYTES_SIDE_BY_SIDE = 12
 """How many bytes each element of an output needs while sequences run side by side: the float32 outputs of the reference and the
@@ -379,8 +381,8 @@ def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
 
 
 def _window_notices(model: LiveModel, inputs: Inputs, compared: Collection[int]) -> tuple[str, ...]:
-    """Return a notice for the user if KIVI rounds nothing, because no input is longer than the window of tokens that KIVI keeps
-    unrounded, or no input over which modules were compared. compared: the indexes of the inputs over which modules were compared.
+    """Return a notice for the user if KIVI, which keeps a window of the newest tokens unrounded, rounds nothing. This happens if
+    all inputs, or all inputs over which modules were compared (with the indexes `compared`), are shorter than the window.
     """
     kivi = sorted({name for name in model.cache_formats.values() if KV_FORMATS[name].scales == "kivi"})
     ids = (batch.kwargs.get("input_ids") for batch in inputs.batches)

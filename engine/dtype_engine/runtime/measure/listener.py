@@ -42,6 +42,6 @@ class MeasurementListener:
     """
     all_modules: Callable[[], bool] | None = None
     """A function that returns whether to compare modules in every sequence (True) or only in some (False). It is called before each
-    pass and at the end. If it returns True only then, the sequences without module comparison run again. If it is not set,
+    pass and at the end. If it returns True at the end, the sequences without module comparison run again. If it is not set,
     `Session.drift` uses its options.
     """

@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-evaluation-harness as metrics of a live model. The package `lm_eval` is imported on first use."""
+"""Runs tasks of EleutherAI's lm-evaluation-harness as metrics of a live model. The package `lm_eval` is imported on first use."""
 
 from __future__ import annotations
 

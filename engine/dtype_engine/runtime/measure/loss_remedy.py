@@ -21,8 +21,8 @@ from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.listener import MeasurementListener
 
 Count = Callable[[str, str], ValueLoss | None]
-"""A function `count(name, dtype)` that returns how many values of the named tensor are lost in a cast to `dtype`: become infinite
-or zero, or saturate. It returns None if the cast only rounds values.
+"""A function `count(name, dtype)`. It returns how many values of the named tensor are lost (become infinite or zero, or saturate)
+in a cast to `dtype`, or None if the cast only rounds values.
 """
 OnTrial = Callable[[int, int], None]
 
@@ -75,8 +75,8 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the nearest dtype that holds a tensor's values, so that a cast to it only rounds them. `dtype` is one that does not.
-    Returns `STORED` if no dtype with fewer bits than the stored one holds them. count: finds how many values a cast would lose.
+    """Return the nearest dtype that holds a tensor's values, which a cast to `dtype` loses, so that they are only rounded. Returns
+    `STORED` if no dtype with fewer bits than the stored one holds them. count: finds how many values a cast would lose.
     """
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:

@@ -1,4 +1,4 @@
-"""The noise floor of drift: how far two reference runs differ that add the same numbers in a different order.
+"""The noise floor of drift: how far two reference runs differ if they add the same numbers in a different order.
 
 A different attention kernel or batch size changes the last bits of float32 results. If the drift of a candidate is not above the
 noise floor, the candidate can't be distinguished from the reference.
@@ -104,8 +104,8 @@ def _run(runner: ForwardRunner, batch: Batch) -> Any:
 def _variants(
     runner: ForwardRunner, batch: Batch, reference: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Run the two variants of the reference run. Yields (the variant's name, its main output or None if the variant fails).
-    reference: the main output of the reference run itself.
+    """Rerun the reference with a different attention kernel, and with each input twice in a batch. Yields (the variant's name, its
+    main output or None if the variant fails). reference: the main output of the reference run.
     """
     with other_attention(runner.model.module) as attention:
         yield f"{attention} attention", _attempt(runner, batch, reference, 1) if attention else None

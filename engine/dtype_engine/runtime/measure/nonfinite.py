@@ -341,7 +341,6 @@ def _better_in_float32(
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in float32, or in float64 if it is in float64 already. torch has all kernels for these dtypes."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 

@@ -14,7 +14,9 @@ from dtype_engine.results.metrics import MetricChange
 
 Aggregate = Callable[[list[Any]], float]
 DRAWS = 200
-"""How many resamples of the examples estimate the error of a metric that is no mean. This estimate has a standard error of 5 %."""
+"""How many resamples of the examples estimate the error of a metric that is not a mean. This estimate has a standard error of 5
+%.
+"""
 
 
 @dataclass(slots=True)

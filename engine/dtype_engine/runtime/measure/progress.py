@@ -94,7 +94,6 @@ class _PassProgress(ModuleObserver):
         return observed
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
-        """Pass the experts that a router chose on to the observer."""
         self._observer.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: Any) -> None:

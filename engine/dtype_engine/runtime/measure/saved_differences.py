@@ -26,8 +26,6 @@ file, so frequent writes would be slow.
 
 
 class _File(msgspec.Struct):
-    """The content of a saved comparison of weights."""
-
     kind: str
     """Must be `_KIND`, which shows that this is a saved comparison."""
     files: list[tuple[str, int, int]]

@@ -115,7 +115,6 @@ def _timed(
 
 
 def _tokens(batch: Batch) -> int:
-    """Return the number of token positions in a batch, or 0 if its inputs are not tokens."""
     ids = batch.kwargs.get("input_ids")
     if ids is None and batch.args and isinstance(batch.args[0], torch.Tensor) and not batch.args[0].is_floating_point():
         ids = batch.args[0]

@@ -1,4 +1,4 @@
-"""Adapts metrics of the package torchmetrics to this program's metrics of examples. The package need not be installed."""
+"""Makes metrics of the package torchmetrics measurable example by example. The package need not be installed."""
 
 from __future__ import annotations
 

@@ -144,9 +144,8 @@ class TwoCheckpoints:
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> tuple[object, list[ByteRange]] | None:
-    """Return (how a checkpoint stores a weight, for example its format and shape, the byte ranges of its tensors in the files). Two
-    weights that are equal in the first part and in their bytes have equal values. Returns None if a tensor's bytes are not
-    contiguous in a file.
+    """Return how a checkpoint stores a weight (for example its format and shape), and the byte ranges of its tensors in the files.
+    Weights that are stored alike with equal bytes have equal values. Returns None if a tensor's bytes are not contiguous in a file.
     """
     own, encoded = checkpoint.quantized.get(name), checkpoint.encoded.get(name)
     if own is not None:

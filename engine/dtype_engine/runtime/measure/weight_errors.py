@@ -1,4 +1,6 @@
-"""Computes how much casting a checkpoint's tensors by a plan and back changes their values, directly from the files."""
+"""Computes the round-trip errors of a checkpoint's tensors: how much casting them by a plan changes their values. The tensors are
+read from the files, without loading the model.
+"""
 
 from __future__ import annotations
 

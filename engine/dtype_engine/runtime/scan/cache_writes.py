@@ -21,8 +21,8 @@ from dtype_engine.runtime.numerics.kv_rounding import round_cache
 
 @dataclass(slots=True)
 class CacheWrite:
-    """The keys or the values that one call of an attention module writes into a KV cache. The fields have the names of those of
-    `WeightOp` that the scan uses.
+    """The keys or the values that one call of an attention module writes into a KV cache. It has those fields of `WeightOp` that
+    the scan uses.
     """
 
     name: str
@@ -51,7 +51,9 @@ class CacheRecorder(CacheWatcher):
 
     names: CacheNames
     on_gradient: Callable[[Any, int, torch.Tensor], None]
-    """A function that is called in backward passes as `on_gradient(write, 0, gradient)`. 0 is the index of the only output."""
+    """A function that is called in backward passes as `on_gradient(write, 0, gradient)` for each `CacheWrite`. 0 is the index of
+    its only output.
+    """
     writes: list[CacheWrite] = field(default_factory=list)
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:

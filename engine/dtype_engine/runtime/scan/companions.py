@@ -1,4 +1,4 @@
-"""Finds the companions of a weight: if it is the smallest of several weights that one operation uses, these are the others. For
+"""Finds the companions of a weight. If an operation uses several weights, the companions of the smallest one are the others. For
 example, the companion of a bias is the matrix of its layer.
 
 An operation on float32 activations computes in 16 bits only if all its weights are in the same 16-bit dtype; otherwise, all values

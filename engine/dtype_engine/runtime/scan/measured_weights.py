@@ -1,9 +1,9 @@
 """Measures, in separate passes, the weights whose effect on the output a scan can't follow with gradients.
 
 An effect is not followed if the model writes to the weight, reads its values in Python (and would read others after a cast), uses
-it without gradients, or passes it to code whose operations no torch-function mode can intercept. `WeightOpRecorder.unfollowed`
-names the weights of which the first three are known. A weight of the last case has an estimate of 0, like a weight that the model
-does not use. To find out which of these weights are used, one pass casts all of them, or as many as fit into memory. If the output
+it without gradients, or passes it to code whose operations no torch-function mode can intercept. In the first three cases,
+`WeightOpRecorder.unfollowed` names the weight. In the last case, the weight has an estimate of 0, like a weight that the model does
+not use. To find out which of these weights are used, one pass casts all of them, or as many as fit into memory. If the output
 changes, further passes cast half of them, and so on.
 """
 

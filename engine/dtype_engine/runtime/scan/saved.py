@@ -109,7 +109,7 @@ class SavedScan:
     measured: dict[Key, tuple[float, float | None]] | None = None
     """The results of an exact scan: (score, standard error) by (weight, dtype). None for an estimated scan."""
     shard: Shard = WHOLE
-    """Which share of the whole scan the process that last saved the file was scanning."""
+    """The share of the whole scan that was assigned to the process which last saved the file."""
 
     @property
     def count(self) -> int:
@@ -121,12 +121,11 @@ class _TopKSample(msgspec.Struct):
     """A `TopKSample` (what was found for one sampled call of a router) in the form in which a saved scan has it."""
 
     place: int
-    """The index of the `topk` call in the pass (`TopKSample.index`)."""
     share: float
     margins: list[float]
     cost: float
     sums: list[tuple[str, str, float | None, float | None]]
-    """Rows of (weight, dtype, `TopKSample.squares`, `TopKSample.independent`)."""
+    """`TopKSample.squares` and `TopKSample.independent`, as rows of (weight, dtype, squares, independent)."""
 
 
 class _Sequence(msgspec.Struct):

@@ -97,8 +97,8 @@ def combine_scores(
     mean_between = statistics.fmean(between.values()) if between else 0.0
 
     def error_of(score: float, own: float, sequences: int, least: float = 0.0, more: float = 0.0) -> float:
-        """Return the standard error of `score`. own: the score's own variance between sequences. sequences: how many they are.
-        least: the lower limit of the variance. more: a variance to add. All variances are relative.
+        """Return the standard error of `score`. own: the score's own variance between sequences. sequences: the number of
+        sequences. least: the lower limit of the variance. more: a variance to add. All variances are relative.
         """
         prior = mean_between * count / sequences
         variance = (_PRIOR_FREEDOM * prior + (sequences - 1) * own) / (_PRIOR_FREEDOM + sequences - 1)

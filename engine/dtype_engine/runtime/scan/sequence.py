@@ -95,8 +95,8 @@ class SequenceScan:
     """
 
     def run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
-        """Scan the sequence `batch`, and return its sums. index: its index. sequences: the number of all sequences. Raises
-        NoForward, KernelError, Cancelled.
+        """Scan the sequence `batch`, and return its sums. index: the sequence's index among the inputs. sequences: the number of
+        all sequences. Raises NoForward, KernelError, Cancelled.
         """
         output, mode, writes = self._forward(batch)
         self._operations = [*mode.operations, *writes]
@@ -123,9 +123,6 @@ class SequenceScan:
         reference = _Reference(main.detach(), distribution)
 
         def drift(mode: ReferenceMode) -> float:
-            """Run a forward pass in a mode. Returns how far its output drifts from that of the reference run, summed over the
-            positions.
-            """
             if self.cancelled():
                 raise Cancelled
             output = main_output(self.runner.under(mode, partial(batch.run, module)))[1]

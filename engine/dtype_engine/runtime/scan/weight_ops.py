@@ -40,8 +40,8 @@ from dtype_engine.runtime.scan.routing import TopKCall, record_topk
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
 _COPIES_VALUES = frozenset({"numpy", "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"})
-"""Methods that torch refuses for a tensor with an autograd graph. Activations have one only in a scan, so the recorder calls these
-methods without it.
+"""Methods that torch refuses for a tensor with an autograd graph. Activations have one only in a scan, so the recorder detaches
+them for these methods.
 """
 _NO_VALUES = (str, torch.dtype, torch.Size, torch.device, type(None))
 """Types of results that say nothing about a weight's values, such as its shape or dtype. A call with such a result does not make a
@@ -73,7 +73,9 @@ class WeightOp:
     args: Arguments
     kwargs: dict[str, Any]
     sources: dict[int, WeightOrigin]
-    """How arguments were computed from weights, by the `id` of the argument. Arguments that no weight gives are left out."""
+    """How arguments were computed from weights, by the `id` of the argument. Arguments that do not come from a weight are left
+    out.
+    """
     outputs: list[torch.Tensor]
     dtypes_read: frozenset[str] = frozenset()
     """The weights whose dtype the model's code read just before this operation, probably to cast the activations to it, as in
@@ -131,7 +133,7 @@ class ValueRead:
     args: Arguments
     kwargs: dict[str, Any]
     source: tuple[int, WeightOrigin]
-    """(the `id` of the only tensor in `args` or `kwargs`, how this tensor was computed from the weight)."""
+    """The `id` of the only tensor in `args` or `kwargs`, and how this tensor was computed from the weight."""
     answer: bool | int
 
     def differs(self, value: torch.Tensor) -> bool:
@@ -187,8 +189,8 @@ class WeightOpRecorder(ReferenceMode):
         self._by_location = {
             _location(weight.tensor): key for key, weight in weights.items() if key not in self.replaced
         }
-        """The `id` of the tensor in `weights` or `_made` that is at a location in memory (see `_location`). With it, the recorder
-        recognizes a tensor made by `nn.Parameter(tensor)`, a call that no mode can intercept.
+        """For each location in memory (see `_location`): the `id` of the tensor in `weights` or `_made` that is there. With it, the
+        recorder recognizes a tensor made by `nn.Parameter(tensor)`, a call that no mode can intercept.
         """
         self._opaque: set[int] = set()
         """The `id`s of the weights to which the pass has written in a way that the recorder can't repeat on other values."""

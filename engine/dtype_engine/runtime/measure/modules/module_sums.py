@@ -62,7 +62,7 @@ class ModuleSums:
 
 def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torch.Tensor | None = None) -> ModuleSums:
     """Return sums, in float64, over all elements of two outputs of a module. The sums that only the metrics of the main output need
-    are left out, since they would take as long again.
+    are left out, since they would double the time.
 
     kept: a bool mask of the output's first dimensions; only these positions are compared. If None, all are compared.
     """
@@ -108,7 +108,6 @@ def _sums_on_accelerator(reference: torch.Tensor, candidate: torch.Tensor) -> El
 
 
 def _energy(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the squares of a flat float32 tensor in float64."""
     whole = len(values) // _ROW_ELEMENTS * _ROW_ELEMENTS
     rows, rest = values[:whole].view(-1, _ROW_ELEMENTS), values[whole:].double()
     norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1)

@@ -91,7 +91,9 @@ class RoutingComparer:
         self._changed[module.rpartition(".")[0]] = tokens
 
     def rerouted_by(self, module: str) -> int:
-        """Return the number of all tokens in the call of a router that was recorded, and 0 for every other module."""
+        """If the router `module` chose other experts for any token than in the reference run, return the number of all tokens in
+        its call. Otherwise, return 0.
+        """
         return self._changed.get(module.rpartition(".")[0], 0) if _ROUTER.search(module) else 0
 
     def is_shifted(self, module: str, output: torch.Tensor) -> bool:
