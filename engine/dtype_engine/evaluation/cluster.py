@@ -71,9 +71,7 @@ class DaskPool:
             raise UserError(f"the workers of {self.address} end while they work: {one_line(error)}") from None
 
     def _raise_lost(self) -> None:
-        """Raise a UserError which says that the scheduler has ended. Called when Dask has cancelled evaluations, because Dask does
-        that only when its scheduler ends.
-        """
+        """Raise a UserError which says that the scheduler has ended, the only reason for which Dask cancels evaluations."""
         raise UserError(
             f"the scheduler at {self.address} is gone; with --save, the same command goes on from what was done"
         )

@@ -91,9 +91,7 @@ def evaluate(evaluation: Evaluation) -> Evaluated:
 def perform(
     session: Session, task: Task, cancelled: IsCancelled
 ) -> ScannedSequence | MeasuredWeight | DriftReport | PartDrift:
-    """Run a task in an open session, and return its result, such as a DriftReport for the task RecipeDrift. Some tasks change the
-    session's recipe. Raises UserError, Cancelled.
-    """
+    """Run a task in an open session, and return its result. Some tasks change the session's recipe. Raises UserError, Cancelled."""
     from dtype_engine.runtime.scan.exact import ExactScan
 
     if isinstance(task, PartAlone):

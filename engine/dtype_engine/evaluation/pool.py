@@ -200,8 +200,8 @@ def _start_worker(stop: Event, workers: int, started: Synchronized[int], gpus: t
     """Prepare a new worker process: assign a GPU to it, make it ignore interrupts (Ctrl+C), and end it when its parent process
     ends.
 
-    stop: an event that is set to cancel the evaluations. workers: the number of processes that share the machine's memory. started:
-    the number of processes that the pool has started before this one. gpus: the names of all GPUs that the pool uses.
+    stop: set to cancel the evaluations. workers: how many processes share the machine's memory. started: how many processes the
+    pool has started before this one. gpus: the names of all GPUs that the pool uses.
     """
     with started.get_lock():
         index, started.value = started.value, started.value + 1

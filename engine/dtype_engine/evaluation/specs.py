@@ -88,8 +88,8 @@ class RecipeDrift:
 
 @dataclass(frozen=True, slots=True)
 class PartAlone:
-    """Task: measure how far the model's output drifts if the recipe casts only the given modules: a single module, or a subtree
-    with all its modules. `name` is the name of this module or of the subtree's root.
+    """Task: measure how far the model's output drifts if the recipe casts only the given modules: a single module, or all modules
+    of a subtree. `name` is the name of this module or of the subtree's root.
     """
 
     recipe: Recipe
@@ -100,8 +100,8 @@ class PartAlone:
 
 @dataclass(frozen=True, slots=True)
 class CompareTensors:
-    """Task: compare tensors of an export with the values that the export's recipe should give. `indexes` are the positions of these
-    tensors in the list of all exported tensors. The result has a sentence for each wrong tensor, and None for each right one.
+    """Task: compare tensors of an export with the values that the export's recipe should give. `indexes` are their positions in the
+    list of all exported tensors. The result has a sentence for each wrong tensor, and None for each right one.
     """
 
     indexes: tuple[int, ...]
@@ -134,8 +134,8 @@ class Evaluated:
 
 
 def other_versions(result: Evaluated) -> str:
-    """Return how the versions with which a result was computed differ from this process's: `process 17 on node3 has torch 2.10.0
-    (here 2.9.1)`. Only libraries that can affect metrics count. Returns "" if there is no difference.
+    """Return how the versions with which a result was computed differ from this process's, if that can affect metrics: `process 17
+    on node3 has torch 2.10.0 (here 2.9.1)`. Otherwise, return "".
     """
     own = versions()
     others = [

@@ -144,9 +144,7 @@ def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, st
 
 
 def _index(files: Files) -> str:
-    """Return the text of `model.safetensors.index.json` for the files of one folder, in the format of transformers and
-    diffusers.
-    """
+    """Return the text of `model.safetensors.index.json` for the files of one folder."""
     weight_map = {entry.name: name for name, items in files.items() for item in items for entry in item.entries}
     total = sum(item.nbytes for items in files.values() for item in items)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"

@@ -2,7 +2,7 @@
 
 A model has its weights in the top folder. A diffusers pipeline has a folder for each component and a `model_index.json` that names
 the components. A PEFT adapter has `adapter_config.json` and one weights file. Files without weights (schedulers, tokenizers,
-configurations) are copied unchanged, and a notice lists the files that are not copied.
+configurations) are copied unchanged. A notice lists the files that are not copied.
 """
 
 from __future__ import annotations

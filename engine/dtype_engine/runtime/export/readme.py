@@ -120,7 +120,6 @@ _ERRORS = (Outcome.FAILS_TO_LOAD, Outcome.FAILS_TO_RUN)
 
 
 def _kinds(contents: Contents) -> list[Kind]:
-    """Return the distinct pairs (format, whether it is an expert) of the weights with scales that other programs can read."""
     return sorted({(item.dtype, bool(item.packed_into)) for item in contents.items if item.portable})
 
 
@@ -136,7 +135,6 @@ def _quantised_before(contents: Contents) -> str | None:
 
 
 def _from_pretrained_lines(contents: Contents) -> list[str]:
-    """Return the README's lines on what transformers' `from_pretrained` loads from the export."""
     if not any(item.has_scales for item in contents.items) and (how := _quantised_before(contents)):
         return [
             f"Its weights are {escaped(how)} already, as they were in the source. `from_pretrained` of transformers loads them",

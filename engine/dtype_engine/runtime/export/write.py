@@ -40,9 +40,7 @@ _BLOCK = 1 << 20
 _MOST_THREADS = 4
 """The maximum number of threads that write a file. More threads would mostly wait for the disk, and each has its own buffers."""
 _LOOK_S = 0.2
-"""The maximum number of seconds for which the main thread waits before it looks again whether the writing threads are done. Between
-two waits, Python can handle a signal such as Ctrl-C.
-"""
+"""How many seconds, at most, the main thread waits for the writing threads before it lets Python handle a signal such as Ctrl-C."""
 
 
 class Progress:

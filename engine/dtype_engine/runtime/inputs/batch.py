@@ -19,9 +19,7 @@ from dtype_engine.runtime.model.torch_private import WithoutModes
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The inputs of one forward pass: its positional arguments `args` and keyword arguments `kwargs`, with what is known about
-    them.
-    """
+    """The inputs of one forward pass: its positional arguments (`args`), its keyword arguments (`kwargs`) and facts about them."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)

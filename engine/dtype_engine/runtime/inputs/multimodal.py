@@ -109,7 +109,6 @@ def text_rows(
 
 
 def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, str]]:
-    """Return pairs of a picture and a text. The shorter list is repeated, so that every picture and every text is in a pair."""
     count = max(len(pictures), len(texts))
     return [(pictures[index % len(pictures)], texts[index % len(texts)]) for index in range(count)]
 

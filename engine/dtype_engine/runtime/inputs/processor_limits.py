@@ -18,7 +18,6 @@ from dtype_engine.runtime.model.live import LiveModel
 FILES = ("processor_config.json", "preprocessor_config.json")
 _LARGEST = 16 << 20
 _HIGHEST_RATE = 1_000_000
-"""The highest sample rate in hertz that a feature extractor may name."""
 _COUNTS = frozenset({"num_additional_image_tokens", "image_seq_length", "image_seq_len", "num_image_tokens"})
 """The names of the settings that are a number of tokens. All settings in `_SIZES` are a number of pixels, samples, bins or
 seconds.
@@ -68,7 +67,6 @@ def made_features(extractor: Any, samples: int) -> int:
 
 
 def _setting(processor: Any, name: str, default: int) -> int:
-    """Return the processor's setting `name` as an integer, or `default` if the setting is missing, 0 or not a number."""
     value = getattr(processor, name, None)
     return int(value) if value and isinstance(value, (int, float)) else default
 

@@ -175,7 +175,6 @@ def _checked(path: Path, value: Any) -> Any:
 
 
 def _as_ids(batch: Batch) -> Batch:
-    """Return the batch with its token ids cast to int64, the dtype that embeddings accept."""
     kwargs = {
         name: value.long()
         if name in ID_ARGUMENTS and isinstance(value, torch.Tensor) and value.dtype in _INTEGERS

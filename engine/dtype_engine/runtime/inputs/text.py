@@ -109,7 +109,7 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
 
 def sequence_length(model: LiveModel, options: Options) -> int:
     """Return the maximum number of tokens in a sequence: the number that the user set or, without it, 512 or the number of the
-    model's positions, whichever is smaller. Raises UserError if the user set more than the model has.
+    model's positions if that is smaller. Raises UserError if the user set more than the model has.
     """
     named = int(getattr(text_config(model.module.config), "max_position_embeddings", 0) or _ANY_LENGTH)
     known = min(named, learned_positions(model.module) or _ANY_LENGTH)
@@ -230,9 +230,8 @@ def apply_chat_template(
 
 
 def refuse_long(samples: Sequence[TextSample], texts: Sequence[str], limits: InputLimits) -> None:
-    """Raise UserError for a text that would be over the limit on tokens if each token had `CHARACTERS_PER_TOKEN` characters. Also
-    raise it for a text with half of a surrogate pair, which `\\ud800` in JSON makes. samples: where the texts come from, for
-    errors.
+    """Raise UserError for a text that would be over the limit on tokens if each token had `CHARACTERS_PER_TOKEN` characters, and
+    for a text with half of a surrogate pair, which `\\ud800` in JSON makes. samples: where the texts come from, for errors.
     """
     for sample, text in zip(samples, texts, strict=True):
         if any("\ud800" <= character <= "\udfff" for character in text):

@@ -230,7 +230,6 @@ class Attribution:
             raise NoForward("there are no inputs to run the model on")
 
     def _base(self, runner: ForwardRunner, batch: Batch, budget: int) -> _Base:
-        """Do the reference run on one batch, and keep at most `budget` bytes of its outputs."""
         recorder = ModuleRecorder(budget // 2)
         options = PassOptions(learns=True, cache_bytes=budget // 2)
         call = runner.reference_call(batch)
@@ -340,8 +339,6 @@ class Attribution:
 
 
 class _LocalError(ModuleObserver):
-    """Compares the outputs of one module during a pass with the outputs of the same module in the reference run."""
-
     def __init__(self, module: str | None) -> None:
         self.module = module
         self.reference: dict[tuple[str, int], torch.Tensor] = {}

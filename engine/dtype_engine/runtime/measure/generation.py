@@ -80,7 +80,6 @@ def why_no_text(module: Any) -> str | None:
 
 
 def _own_generate(module: Any) -> bool:
-    """Return whether the model's class defines its own `generate`, as captioning models such as BLIP do."""
     from transformers import GenerationMixin
 
     return type(module).generate is not GenerationMixin.generate
@@ -107,8 +106,6 @@ def _prompt(batch: Batch, inputs: Inputs) -> Batch:
 
 @dataclass(slots=True)
 class _Growing:
-    """The part of a text that a model has generated so far."""
-
     tokenizer: Any
     ids: torch.Tensor
     """The token ids generated so far, int64 [tokens]."""

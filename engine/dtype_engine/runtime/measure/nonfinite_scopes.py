@@ -70,7 +70,6 @@ def scopes(
 
 
 def _rule(pattern: str, dtype: str) -> Callable[[], Scope]:
-    """Return a function that makes a set of one rule: cast what `pattern` matches to `dtype`."""
     return lambda: (Rule.make(pattern, dtype),)
 
 

@@ -67,10 +67,8 @@ def compare(name: str, reference: Examples, candidate: Examples) -> MetricChange
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Return the sample standard deviation of `values`, or NaN if a value is not finite."""
     return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether an example has equal values in both runs. NaN equals NaN."""
     return bool(one == other) or (one != one and other != other)

@@ -12,14 +12,13 @@ squared error of the first sequence's own mean, computed by batch means over blo
 positions are alike.
 
 A measurement may stop at the first sequence whose error is small enough, which favors errors that are too small by chance. The
-error is therefore corrected, so that the mean over all sequences is within two errors in about 95 of 100 cases. The first
-correction is that of Student's t-distribution, with n - 1 + `_PRIOR_FREEDOM` degrees of freedom. The second is `log_normal_error`,
-because drifts of sequences are positive and skewed.
+error is therefore corrected, so that the mean over all sequences is within two errors in about 95 of 100 cases: first for Student's
+t-distribution, with n - 1 + `_PRIOR_FREEDOM` degrees of freedom, then by `log_normal_error`, because drifts of sequences are
+positive and skewed. `make benchmarks` prints how often the mean over all sequences is within two of these errors.
 
-`make benchmarks` prints how often the mean over all sequences is within two of these standard errors of the estimate. The estimate
-has two limits. First, it assumes that sequences are random samples of one type of text, so they must be run in an order spread over
-the text (`plan.running_order`). Second, in a mixture of experts with changed routing, one position in a thousand may carry most of
-the KL. Estimates from a few sequences are then wrong (in half of our first tests), so no error is given for such a model.
+The estimate has two limits. First, it assumes that sequences are random samples of one type of text, so they must be run in an
+order spread over the text (`plan.running_order`). Second, in a mixture of experts with changed routing, one position in a thousand
+may carry most of the KL. Estimates from a few sequences are then often wrong, so no error is given for such a model.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from dtype_engine.results.weights import WeightDifference
 _KIND = "dtype-engine weights"
 """The value of the entry `kind`, which marks a file as a saved comparison."""
 _LARGEST = 1 << 30
-"""The maximum size, in bytes, of a saved comparison that is read."""
 _EVERY = 300
 """The minimum time between two writes of the file while the comparison runs, in tenths of a second. Each write replaces the whole
 file, so frequent writes would be slow.

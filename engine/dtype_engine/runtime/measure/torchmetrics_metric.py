@@ -22,7 +22,7 @@ def is_torchmetrics(value: Any) -> bool:
 
 def per_example(metric: Any) -> tuple[Callable[[Any, dict[str, Any]], list[Any]], Aggregate]:
     """Split a torchmetrics metric into two functions. The first returns the metric's state after each example by itself, given the
-    model's output and its inputs; the second computes the metric from such states.
+    model's output and its inputs. The second computes the metric from these states.
 
     The metric is updated with the main output and the labels among the inputs. If both have positions, the classes are moved to the
     second dimension, where torchmetrics expects them. Raises UserError for inputs without labels.
@@ -61,8 +61,6 @@ def per_example(metric: Any) -> tuple[Callable[[Any, dict[str, Any]], list[Any]]
 
 
 class _State:
-    """The state of a torchmetrics metric after a single example."""
-
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = {
             name: value if isinstance(value, torch.Tensor) else list(value) for name, value in values.items()

@@ -36,8 +36,6 @@ rounded.
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A range of rows of a weight: `count` rows from the row `first` on."""
-
     reader: RowReader
     first: int
     count: int

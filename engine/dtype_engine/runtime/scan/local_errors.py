@@ -141,8 +141,8 @@ class _Rerun:
                 self._recompute(key, source, errors.stored(source.weight), "float32")
 
     def _recompute(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
-        """Recompute an argument of the operation after a weight has got new values, because the argument was computed from this
-        weight, for example by transposing it. Returns the `id` of the new argument.
+        """Recompute an argument of the operation that was computed from a weight (for example by transposing it) from new values of
+        the weight. Returns the `id` of the new argument.
 
         key: the `id` of the old argument. source: how it was computed. value, dtype: the new values of the weight, and their dtype.
         """

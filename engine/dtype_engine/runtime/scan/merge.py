@@ -12,7 +12,6 @@ from dtype_engine.runtime.scan import saved as scan_file
 from dtype_engine.runtime.scan.saved import SavedScan
 
 _NAMED = 12
-"""Maximum number of names that one error message lists."""
 
 
 def merge(files: Sequence[Path]) -> SavedScan:

@@ -94,8 +94,7 @@ def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> li
 
 def record_topk(index: int, args: Arguments, kwargs: Mapping[str, Any]) -> TopKCall | None:
     """Return a record of one `topk` call with its margins (for each token, the k-th largest score minus the next one). Returns None
-    if the call selects all scores, or if no weight influences them. index: the number of earlier `topk` calls in the pass. args,
-    kwargs: the arguments of the call.
+    if the call selects all scores, or if no weight influences them. index: the number of earlier `topk` calls in the pass.
     """
     arguments = _topk_arguments(args, kwargs)
     if arguments is None or not arguments[0].requires_grad:

@@ -40,9 +40,7 @@ _LARGEST = 4 << 30
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Identifies the model, inputs, dtypes and settings of a scan, so that only its own results are read. `model` and `inputs` are
-    hashes.
-    """
+    """Identifies the model, inputs, dtypes and settings of a scan. `model` and `inputs` are hashes."""
 
     model: str
     inputs: str
@@ -78,7 +76,6 @@ def _first_bytes(tensor: CheckpointTensor) -> torch.Tensor:
 
 
 def _digest(value: Any, into: Any) -> None:
-    """Update the hash object `into` with a value and with all tensors in it."""
     if isinstance(value, torch.Tensor):
         into.update(f"{value.dtype} {tuple(value.shape)}".encode())
         into.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

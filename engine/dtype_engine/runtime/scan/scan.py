@@ -3,10 +3,9 @@
 To second order, KL divergence is half the squared change of the logits, weighed by their Fisher information F = diag(p) - ppᵀ,
 where p is the reference's softmax. For each sequence, probes v = (diag(√p) - p√pᵀ) ξ are drawn at the logits, where ξ are random
 (Rademacher) signs, so that E[vvᵀ] = F. Backpropagation gives g, the gradient of v·logits with respect to the output of an operation
-that uses a weight. Δ is the local error, the change of that output if only this operation runs in a candidate dtype. With Σ over
-the sequence and over all uses of the weight, ½ E[(Σ g·Δ)²] is the KL divergence. (Labels drawn from p have the same Fisher
-information and so the same mean, but if p is nearly certain, that estimate depends on a few unlikely labels.) If the output is not
-a distribution, v is Gaussian, and E[(Σ g·Δ)²] divided by the output's energy is the relative squared error.
+that uses a weight. Δ is the local error: the change of that output if only this operation uses the cast weight. With Σ over the
+sequence and over all uses of the weight, ½ E[(Σ g·Δ)²] is the KL divergence. If the output is not a distribution, v is Gaussian,
+and E[(Σ g·Δ)²] divided by the output's energy is the relative squared error.
 
 The method uses Fisher (Gauss-Newton) sensitivities for mixed precision, as HAWQ-V2 does (Dong et al., 2020), and Hutchinson's
 random signs (1990) as probes. HAWQ multiplies the mean trace of a layer's Hessian by the squared error of its weights. Here the

@@ -110,8 +110,8 @@ class WeightOp:
 
 @dataclass(frozen=True, slots=True)
 class _Remembered:
-    """A note that an autograd graph keeps instead of a view of a weight's values, if the model is larger than memory. It says how
-    to read the values and make the view again.
+    """Stands for a view of a weight's values in an autograd graph, if the model is larger than memory. It says how to read the
+    values and make the view again.
     """
 
     weight: Weight
@@ -473,7 +473,6 @@ def _location(tensor: torch.Tensor) -> _Place | None:
 
 
 def _writes_first(name: str, args: Arguments) -> bool:
-    """Return whether an operation writes to its first argument, a tensor."""
     return is_in_place(name) and bool(args) and isinstance(args[0], torch.Tensor)
 
 
