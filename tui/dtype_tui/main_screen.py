@@ -173,7 +173,7 @@ class MainScreen(Screen[None]):
         return CommandWords(self.controller, self.tree_view)
 
     def lay_out(self, size: Size) -> None:
-        """Place the tree and the panes as fits a terminal of this size."""
+        """Arrange the tree and the panes to fit a terminal of this size."""
         self.set_class(size.width < SMALLEST[0] or size.height < SMALLEST[1], "small")
         narrow = size.width < NARROW_BELOW
         self.set_class(narrow, "narrow")

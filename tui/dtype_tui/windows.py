@@ -36,7 +36,7 @@ class _LastGeneration:
 
 
 class Windows:
-    """Opens windows. push: shows a screen, and calls a given function with the screen's result when it closes."""
+    """Opens windows. push: a function that shows a screen, and calls a given function with the screen's result when it closes."""
 
     def __init__(self, controller: Controller, tree: ModuleTree, push: Callable[..., object]) -> None:
         self._controller = controller

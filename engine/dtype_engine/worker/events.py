@@ -321,8 +321,8 @@ class Composed(Event, frozen=True):
 
 
 class ScanUpdated(Event, frozen=True):
-    """Reports a scan's current estimates of how much drift each cast of one weight causes. They do not depend on the current
-    recipe. finished: whether all of the scan's inputs were run.
+    """Reports a scan's current estimates of the drift if only one weight is cast, for each weight and dtype. They do not depend on
+    the current recipe. finished: whether all of the scan's inputs were run.
     """
 
     report: dtype_engine.results.scan.ScanReport

@@ -29,8 +29,9 @@ class FrameReader:
         self._buffer = bytearray()
 
     def find_mark(self, compressed: bool) -> bool:
-        """Skip everything before the mark, such as a login shell's text. Returns False if the stream ends without a mark.
-        compressed: whether the rest of the stream is compressed. Raises WireError if no mark comes within a megabyte.
+        """Skip everything before the mark with which messages begin; a login shell, for example, may print text before it. Returns
+        False if the stream ends without a mark. compressed: whether the rest of the stream is compressed. Raises WireError if no
+        mark comes within a megabyte.
         """
         while (index := self._buffer.find(MARK)) < 0:
             if len(self._buffer) > _MOST_BEFORE_THE_MARK:
@@ -84,8 +85,8 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Writes messages to a stream. write: a function that writes all the bytes it is given. It raises OSError if nobody reads the
-    stream any more. compressed: whether to compress everything after the mark.
+    """Writes messages to a stream. write: a function that writes all bytes it is given, or raises OSError if the stream has no
+    reader any more. compressed: whether to compress the messages.
     """
 
     def __init__(self, write: Callable[[bytes], object], compressed: bool = False) -> None:
@@ -93,7 +94,7 @@ class FrameWriter:
         self._compressor = zlib.compressobj() if compressed else None
 
     def mark(self) -> None:
-        """Write the mark that precedes the first message."""
+        """Write the mark, a fixed sequence of bytes after which the messages begin."""
         self._write(MARK)
 
     def put(self, message: bytes) -> None:

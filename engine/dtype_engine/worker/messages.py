@@ -156,8 +156,8 @@ class AnswerDecoder:
             raise WireError(str(error)) from None
 
     def _tree_of(self, kind: type, value: object) -> Tree:
-        """Return the tree that an event contains, built from the `TreePart` messages before the event. msgspec calls this as its
-        `dec_hook` for the field, whose encoded `value` is None. Raises ValueError for a field of another type.
+        """Return the tree of an event, built from the `TreePart` messages before the event. msgspec calls this as its `dec_hook`
+        for the event's field of type `Tree`, whose encoded value is None. Raises ValueError for a field of another type.
         """
         if kind is not Tree or value is not None:
             raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")

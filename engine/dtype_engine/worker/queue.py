@@ -1,9 +1,9 @@
 """Decides which command runs next, and which commands are superseded, refused or dropped, by pure functions on a frozen queue.
 
 Commands run in this order: new inputs, measurements, follow-ups of a measurement, and then all others in the order of arrival. A
-newer recipe or newer inputs stop a running command that would come after them, except a save. The stopped command runs again later,
-unless it is superseded. A command that the user stops does not run again. The noise floor is measured when no other command is
-waiting, and any other command stops it.
+newer recipe or newer inputs stop a running command that would come after them, except a save or a download. The stopped command
+runs again later, unless it is superseded. A command that the user stops does not run again. The noise floor is measured when no
+other command is waiting, and any other command stops it.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def finish(
 
 
 def reported(queue: Queue) -> Queue:
-    """Return the queue without the commands of which the app already knows that they were refused, stopped or dropped. While a
-    command is running, the stopped and dropped commands are kept, because they are reported only once it has ended.
+    """Return the queue after the app was told which commands were refused, stopped or dropped: these lists are empty. While a
+    command is running, `stopped` and `dropped` are kept, because they are reported only once it has ended.
     """
     if queue.running is not None:
         return replace(queue, refused=())

@@ -183,7 +183,9 @@ class Worker(Engine):
         return model.downloaded
 
     def _next(self) -> tuple[Queue, CancelToken] | None:
-        """Wait for a command. Returns the queue with that command running, and its cancel token, or None on closing."""
+        """Wait for a command. Returns the queue with this command running, and its cancel token. Returns None if the worker is
+        closed.
+        """
         with self._changed:
             if not self._queue.waiting and not self._closing.is_set():
                 self._memory.busy.clear()

@@ -29,7 +29,7 @@ _MOST_APPS = 16
 
 
 class GuardedServer(Server):
-    """Serves the app below a secret path, and only to its own pages.
+    """Serves the app below a secret path, and only to pages that the server itself has delivered.
 
     A person who controls the app has the user's rights. A listening port is open to the other users of this machine, and to any web
     page in the user's own browser: pages may open web sockets to any address, and a name on the internet can resolve to 127.0.0.1
@@ -42,7 +42,7 @@ class GuardedServer(Server):
     Attributes:
         token: The secret path.
         most_strangers: How many strangers' connections may be open. If one more is opened, the oldest is closed.
-        stranger_seconds: After so many seconds a stranger's connection is closed.
+        stranger_seconds: How many seconds a stranger's connection may stay open.
         most_apps: How many pages may have the app open. Each has processes of its own for the app and its engine.
     """
 

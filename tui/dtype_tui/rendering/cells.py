@@ -80,8 +80,8 @@ def bar(share: float, width: int) -> str:
 
 def meter(share: float, width: int, colour_name: str) -> list[tuple[str, str]]:
     """Return a low bar of `width` cells that is filled in steps of half a cell, as pairs (text, style). Its empty part is a line at
-    the bottom, so that the bar can be read without colors. share: the filled part, from 0 to 1. Any larger share than 0 fills half
-    a cell at least.
+    the bottom, so that the bar can be read without colors. share: the filled part, from 0 to 1. If it is above 0, at least half a
+    cell is filled.
     """
     halves = min(2 * width, max(round(2 * width * share), 1 if share > 0 else 0))
     filled = "▄" * (halves // 2) + "▖" * (halves % 2)

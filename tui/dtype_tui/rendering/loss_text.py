@@ -45,8 +45,8 @@ def loss_rows(
     """Return rows (label, text) of the Drift pane about tensors in which casts make values infinite or zero or clip them: how many
     values, and rules that prevent this.
 
-    lost: the tensors, or None if they are unknown. reason: why they are unknown. remedy: the rules. remedy_next: whether the next
-    press of the key for remedies applies `remedy`.
+    lost: the tensors, or None if they are unknown. reason: why they are unknown. remedy: rules that prevent it, if they are known.
+    remedy_next: whether the next press of the key for remedies applies `remedy`.
     """
     if lost is None:
         return [("values", printable(reason, 300))] if reason else []

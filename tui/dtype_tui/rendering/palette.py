@@ -86,7 +86,9 @@ THEMES = _theme("dtype-dark", 0), _theme("dtype-light", 1)
 
 
 def cursor_variables(dark: bool) -> dict[str, str]:
-    """Return the variables of a theme's style sheet that give the line under the cursor in every list its background."""
+    """Return the variables of a style sheet that set the background of the cursor's line in every list. dark: whether the theme is
+    dark.
+    """
     tint = _TABLE["blue"][0 if dark else 1]
     return {
         "block-cursor-background": tint,
@@ -97,7 +99,9 @@ def cursor_variables(dark: bool) -> dict[str, str]:
 
 
 def colour(dtype: str) -> str:
-    """Return the name of the color of a dtype's family. Formats with blocks have the color of their elements' number type."""
+    """Return the name of the color of a dtype's family. A block format, such as MXFP4, has the color of the number type of its
+    elements.
+    """
     row = dtypes.BY_NAME.get(dtype)
     if dtype in _HUES or row is None:
         return _HUES.get(dtype, "bright_white")
@@ -120,7 +124,7 @@ def ramp(word: Word) -> str:
 
 def sqnr_colour(sqnr_db: float, limits: Iterable[tuple[float, Word]]) -> str:
     """Return the name of the color for a module's SQNR, such as "yellow". sqnr_db: the SQNR in dB; NaN has the color of the worst
-    word. limits: the minimum SQNR in dB of each word, such as (40.0, "small"), with the best word first.
+    rating. limits: the minimum SQNR in dB of each rating, such as (40.0, "small"), the best first.
     """
     return ramp(next((word for least, word in limits if sqnr_db >= least), "broken"))
 

@@ -34,7 +34,8 @@ _MOST_OF_A_PIECE = 1000
 
 
 class GenerationScreen(ModalScreen[None]):
-    """Asks for a prompt and a length, and shows both texts as they are generated. The first token that differs is in brackets.
+    """Asks for a prompt and a length, and shows the texts of the reference and the candidate as they are generated. The first token
+    that differs is in brackets.
 
     wanted: the prompt and length that the user requested last, or None. Unless it is None, the window generates texts at once.
     texts: the texts that were generated for this request, if the recipe and the settings are still the same. start: called with the

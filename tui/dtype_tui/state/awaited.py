@@ -26,7 +26,7 @@ class AwaitedResults:
         self._pending: set[tuple[Command, Recipe, RunSettings]] = set()
 
     def ask(self, command: Command) -> None:
-        """Send a command unless the engine has not yet answered the same command for the same recipe and settings."""
+        """Send a command. Do nothing if the engine has yet to answer the same command for the same recipe and settings."""
         experiment = self._controller.experiment
         key = (command, experiment.recipe, experiment.settings)
         if key in self._pending:

@@ -347,7 +347,9 @@ class Controller:
         self._changed()
 
     def set_budget(self, budget: int | None) -> None:
-        """Show the largest context at which weights, KV cache and activations fit in `budget` bytes. None: show none."""
+        """Show the largest context at which weights, KV cache and activations fit in `budget` bytes. If `budget` is None, show
+        none.
+        """
         self.experiment.budget = budget
         self._changed()
 

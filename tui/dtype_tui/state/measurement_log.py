@@ -135,7 +135,7 @@ def metric_names(entries: Iterable[MeasuredRecipe]) -> tuple[str, ...]:
 
 
 def mark(index: int) -> str:
-    """Return the character that names the measurement at this index of the history on the screen."""
+    """Return the character that stands for a measurement on the screen. index: the index of the measurement in the history."""
     return _MARKS[index] if index < len(_MARKS) else "+"
 
 

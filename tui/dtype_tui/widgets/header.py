@@ -31,8 +31,8 @@ class _Part:
 
 
 def header_line(experiment: Experiment, width: int) -> Text:
-    """Return the line of `width` cells: the model at the left, bytes and verdict at the right. The model, the verdict and the bytes
-    are the last parts to be left out in a narrow terminal.
+    """Return the line of `width` cells: the model at the left, the bytes and a rating of the drift at the right. In a narrow
+    terminal, these are the last parts to be left out.
     """
     left, right = _about_model(experiment, width), [*_about_bytes(experiment, width), *_about_drift(experiment)]
     shown: list[_Part] = []

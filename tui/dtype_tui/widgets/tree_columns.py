@@ -13,7 +13,7 @@ COLUMNS = ("params", "bytes", "drift")
 EDGE = 2
 """Cells at the left of every row: the edge of the cursor's row, and the mark of a row that a typed rule would match."""
 _WIDE = 92
-"""Minimum width of the tree for the number of parameters and for shares in the dtype column."""
+"""Minimum width in cells of the tree for a column of parameter counts and a wide dtype column."""
 _STEP = 6
 """The width of the name column is a multiple of this, so that the columns rarely move when a node opens."""
 _LEAST_NAME = 24
@@ -30,10 +30,10 @@ class Columns:
     parameters: int = 0
     size: int = 0
     share: int = 0
-    """The bar of a node's share of its parent's bytes."""
+    """The bar that shows a node's share of its parent's bytes."""
     drift: int = 0
     track: int = 0
-    """The bar of a module's SQNR."""
+    """The bar that shows a module's SQNR."""
     other: int = 0
     """The SQNR under the baseline recipe."""
     change: int = 0

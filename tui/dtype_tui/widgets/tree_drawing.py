@@ -121,8 +121,9 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowS
 
 
 def _add_name(line: _Line, experiment: Experiment, row: Row, end: int, state: RowState) -> None:
-    """Add the name column of a row: ▾ or ▸ for an open or closed node, the name, a mark if casts lose values in the node, and the
-    text after the name. Text up to the name has a single style, because every change of style costs bytes when the cursor moves.
+    """Add the name column of a row: ▾ or ▸ for an open or closed node, the name, a mark if casts make weight values infinite or
+    zero, and the text after the name. Text up to the name has a single style, because every change of style costs bytes when the
+    cursor moves.
     """
     twist, label, about = _name(experiment, row, end, state)
     lit, strong = state.lit or state.inside > 0, row.depth == 0 or state.under_cursor
@@ -182,7 +183,9 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
 
 
 def _cache_words(cache: Sequence[KVCacheTensor], node: Module) -> str:
-    """Return the size for one token of a tensor of a KV cache, such as `[2 heads × 64]`. Returns "" for any other node."""
+    """Return the size of a KV cache tensor for one token, such as `[2 heads × 64]`. Returns "" if `node` is not the node of a
+    single such tensor.
+    """
     if len(cache) != 1 or node.children:
         return ""
     tensor = cache[0]
@@ -204,8 +207,8 @@ def _class_words(row: Row) -> str:
 
 
 def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
-    """Add the dtype column: a module's dtypes, or a tensor's cast, such as `f32→bf16`. For a tensor, the layers that share its
-    scale follow. If the reference is another checkpoint, the dtype in that checkpoint comes first.
+    """Add the dtype column: a module's dtypes, or a tensor's cast, such as `f32→bf16`. If the reference is another checkpoint, the
+    tensor's dtype in that checkpoint comes first. If a weight shares its scale with other layers, their names follow.
     """
     if cache := experiment.caches.get(row.name):
         _add_mix(line, experiment.cache_totals(cache), end)
@@ -232,7 +235,7 @@ def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
 
 def _add_mix(line: _Line, totals: Totals, end: int) -> None:
     """Add a module's dtypes: the badge of its only dtype or, if there are several, a bar with a section for each, and the name of
-    the first.
+    the largest.
     """
     shares = totals.mix()
     if len(shares) == 1:

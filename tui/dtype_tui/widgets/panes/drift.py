@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _LABEL = len("perplexity ")
 _SECOND = 18
-"""Width in cells of the first of two columns of figures, with its label."""
+"""Width in cells of the first of two columns of figures, including labels."""
 _GAP = 2
 _SECOND_LABEL = len("max |Δ| ")
 _MOST_WORST = 3
@@ -166,7 +166,7 @@ class DriftPane(Pane):
         """Yield lines about what the user has to see first: weight values that casts make infinite or zero, outputs that are not
         finite, and limits that the user set.
 
-        The former are known before the drift is, and even if the drift can't be measured.
+        The weight values are known before the drift is, and even if the drift can't be measured.
         """
         results = self.experiment.results
         for label, words in loss_rows(
@@ -261,7 +261,7 @@ def _dimmed(line: Text) -> Text:
 
 
 def _kl_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) -> Text:
-    """Return the line with the mean KL, next to the mean KL of the previous recipe (`before`). extent: the inputs that it
+    """Return the line with the mean KL, next to the mean KL of the previous recipe (`before`). extent: the inputs that the KL
     covers.
     """
     assert output.kl_mean is not None
@@ -279,7 +279,9 @@ def _kl_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) ->
 
 
 def _sqnr_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) -> Text:
-    """Return the line with the SQNR, next to the SQNR of the previous recipe (`before`). extent: the inputs that it covers."""
+    """Return the line with the SQNR, next to the SQNR of the previous recipe (`before`). extent: the inputs that the SQNR
+    covers.
+    """
     earlier = before.sqnr_db if before is not None else None
     figure = change(
         decibels(earlier).removesuffix(" dB") if earlier is not None else None,
