@@ -238,8 +238,8 @@ class DtypeApp(BaseApp[None]):
         return super().deliver_screenshot(*arguments, **named)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action is available, and shown in Textual's panel of keys. It is not if the session is read-only and
-        refuses the action.
+        """Return whether an action is available and shown in Textual's panel of keys. A read-only session hides the actions that it
+        refuses.
         """
         return not (self.launch.read_only and refuses(action)) and super().check_action(action, parameters)
 

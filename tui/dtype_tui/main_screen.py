@@ -535,7 +535,6 @@ class MainScreen(Screen[None]):
         self.set_focus(self.tree_view)
 
     def _leave_zoom(self) -> None:
-        """If a pane is shown alone, show everything again, because something is about to happen in the tree."""
         if self.has_class("zoomed"):
             self.action_zoom()
 
@@ -547,8 +546,8 @@ class MainScreen(Screen[None]):
         self._windows.help(self._chosen_keys, (*self.side.panes, self.depth, self.trade_off), hidden)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action is available, and shown in Textual's panel of keys. It is not if the session is read-only and
-        the action is one of `HIDDEN`.
+        """Return whether an action is available and shown in Textual's panel of keys. A read-only session hides the actions in
+        `HIDDEN`.
         """
         return not (self.controller.read_only and action.replace("_", "-") in HIDDEN)
 

@@ -86,9 +86,7 @@ def _shown_whole(event: object) -> Iterator[tuple[int, int]]:
 
 
 def check_kv_cache(cache: KVCache) -> None:
-    """Check the dtype, the lengths and the tensor sizes in a description of a KV cache that an engine has sent. Raises ValueError
-    for impossible values, such as a negative size.
-    """
+    """Raise ValueError if the description of a KV cache has impossible values, such as an unknown dtype or a negative size."""
     if cache.dtype is not None:
         _check_dtypes((cache.dtype,))
     if not 0 < (cache.longest or 1) < 1 << 40:

@@ -204,8 +204,8 @@ class MeasureSpeed(Command, frozen=True):
 
 
 class EstimateActivations(Command, frozen=True):
-    """Estimate the peak memory of activations in forward passes over `batch` sequences. `contexts` lists the lengths of the
-    sequences, in tokens, for which to estimate it.
+    """Estimate the peak memory of activations in forward passes over `batch` sequences, for each sequence length (in tokens) in
+    `contexts`.
     """
 
     name = "activations"

@@ -43,8 +43,8 @@ ENGINE_ENDED = 70
 
 
 class NoAnswer(UserError):
-    """Raised if the started process closes its output without a message of dtype-engine. status: the exit status of the process, or
-    None while it is running. words: its status and the last line of its standard error, as text.
+    """Raised if the started process closes its output without a message of dtype-engine. status: its exit status, or None while it
+    is running. words: the status and the last line of standard error, as text.
     """
 
     def __init__(self, message: str, status: int | None, words: str) -> None:

@@ -85,8 +85,8 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Writes messages to a stream. write: a function that writes all bytes it is given, or raises OSError if the stream has no
-    reader any more. compressed: whether to compress the messages.
+    """Writes messages to a stream. write: a function that writes all bytes it is given, and raises OSError if the reader is gone.
+    compressed: whether to compress the messages.
     """
 
     def __init__(self, write: Callable[[bytes], object], compressed: bool = False) -> None:

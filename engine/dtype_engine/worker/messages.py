@@ -182,7 +182,6 @@ class AnswerDecoder:
             self._tensors.append(before if before == tensor else tensor)  # sharing them saves 60 MiB for 90,000
 
     def _made_tree(self) -> Tree:
-        """Return a tree built from the `TreePart` messages that have arrived since the last tree."""
         modules, tensors, with_classes = self._modules, self._tensors, self._with_classes
         self._modules, self._tensors, self._bytes = [], [], 0
         if len({name for tensor in tensors for name in tensor.names}) < sum(len(tensor.names) for tensor in tensors):

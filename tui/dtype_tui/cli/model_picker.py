@@ -97,7 +97,6 @@ class ModelPicker(BaseApp[str]):
         self.call_after_refresh(self._fill)
 
     def _filter(self, text: str) -> None:
-        """Show the models that contain the typed text, ignoring upper and lower case, and move the cursor to the first."""
         if self.query(OptionList):
             self.query_one("#says", Static).update("")
             self._fill(keep_cursor=False)

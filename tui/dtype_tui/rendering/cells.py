@@ -42,8 +42,8 @@ def wrap_dotted(name: str, width: int) -> str:
 
 
 def drift_text(drift: ModuleDrift | None) -> str:
-    """Return a module's SQNR in dB without the unit, such as "41.3". In place of a number, the text may be a word of at most seven
-    cells, such as "exact" or "inf/nan".
+    """Return a module's SQNR in dB without the unit, such as "41.3", or a word of at most seven cells, such as "exact" or
+    "inf/nan".
     """
     if drift is None:
         return ""

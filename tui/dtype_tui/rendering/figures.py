@@ -16,7 +16,7 @@ def scientific(value: float, digits: int = 2) -> str:
 
 
 def change(before: str | None, now: str, worsened: bool) -> Text:
-    """Return a figure beside its earlier value, with a mark that says whether it is worse or better: `2.20e-5 → 2.61e-5 ▲`.
+    """Return a figure beside its earlier value, and a mark for worse or better: `2.20e-5 → 2.61e-5 ▲`.
 
     before: the earlier figure. If it is None or the same as `now`, only `now` is returned. worsened: whether the drift has grown.
     """

@@ -151,7 +151,6 @@ class CausesScreen(ChoiceScreen[str]):
         )
 
     def _progress(self) -> str:
-        """Return a sentence about the progress of measuring the causes. If this is not running, the sentence says why."""
         activity = self._controller.activity
         what, share = activity.now()
         if self._ended or not what:
@@ -215,7 +214,6 @@ class CausesScreen(ChoiceScreen[str]):
         widget.update(plot((Series(whole), Series(own, "o", "bold")), linear_axes([*whole, *own]), *size, names=starts))
 
     def _modules_with_weights(self) -> list[str]:
-        """Return the names of the measured modules that themselves hold tensors, in the order of the forward pass."""
         modules = self._experiment.tree.modules
         return [name for name in self._results.modules if name in modules and modules[name].tensors]
 

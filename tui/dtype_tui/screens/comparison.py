@@ -27,7 +27,7 @@ MOST_ROWS = 300
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A recipe that is compared with another one, and what is known about it."""
+    """One recipe of a comparison, and what is known about it."""
 
     title: str
     """The short name of the recipe in the window's headings."""

@@ -137,7 +137,6 @@ class Controller:
     def _handle_end(
         self, event: events.InputsRefused | events.Saved | events.Failed | events.Refused | events.Stopped
     ) -> None:
-        """Tell the user that a save has ended, or that a job has failed or was refused or stopped, and update the state."""
         match event:
             case events.InputsRefused() | events.Refused():
                 self.notify(event.message, "error")
@@ -182,7 +181,6 @@ class Controller:
             self._start_with_preset()
 
     def _start_with_preset(self) -> None:
-        """Apply the preset from the command line, unless the preset has already been applied."""
         if self._preset is None:
             return
         from dtype_engine.recipe.presets import PRESETS

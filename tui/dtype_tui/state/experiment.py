@@ -272,8 +272,8 @@ class Experiment:
         return self._change(self.history.redo)
 
     def _change(self, change: Callable[[], bool]) -> bool:
-        """Call `change`, which changes the history of rules and returns whether it did. If the recipe has changed, too, and not
-        only disabled rules, plan again. Returns the result of `change`.
+        """Call `change`, which changes the history of rules and returns whether it did. If enabled rules have changed, plan again.
+        Returns the result of `change`.
         """
         before = self.recipe
         changed = change()

@@ -35,7 +35,7 @@ class Launch:
     """The tokens of each sequence for which the bytes of KV caches are shown, or None for the default."""
     batch: int = 1
     budget: int | None = None
-    """The bytes into which the model is to fit when it is served, or None if the user gave no such number."""
+    """The bytes into which the model is to fit when it is served, or None if the user gave no budget."""
     recipe: Recipe = field(default_factory=Recipe)
     """The rules from the command line, which are appended to the rules of `preset` or of `saved`."""
     preset: str | None = None

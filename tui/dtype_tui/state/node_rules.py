@@ -53,7 +53,7 @@ def reference_rule(tree: Tree, node: str, reference: str = "float32") -> Rule:
     its other tensors are stored in float32, the rule keeps the node as stored; otherwise it casts the node to float32. For a KV
     cache, the rule removes the cache's format.
 
-    reference: the name of the reference, such as "float32" or "as stored (bfloat16)".
+    reference: its name, such as "float32" or "as stored (bfloat16)".
     """
     stored = {tree.tensors[name].dtype for name in tensor_names(tree, node) if tree.tensors[name].castable}
     keeps = (

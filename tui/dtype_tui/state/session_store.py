@@ -86,8 +86,8 @@ class SavedSession:
 
     @property
     def valid_measurements(self) -> tuple[MeasuredRecipe, ...]:
-        """The saved measurements, if they still hold. Empty if a file of the model was written after the session was saved. Also
-        empty if this can't be determined, for example because the clock was set back.
+        """The saved measurements. Empty if a file of the model was written after the session was saved, or if this can't be
+        determined, for example because the clock was set back.
         """
         if self.path is None or self.saved > datetime.now(UTC):
             return ()

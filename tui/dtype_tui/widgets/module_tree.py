@@ -156,7 +156,6 @@ class ModuleTree(ScrollView, can_focus=True):
         return made_for is None or made_for[0] is not self.experiment.plan or made_for[1] is not self._report
 
     def _find_folds(self) -> None:
-        """Find the folds again if the plan or the measurement has changed since they were last found."""
         experiment = self.experiment
         if self._folds_are_old:
             drift = {} if self._report is None else {module.name: module for module in self._report.modules}
@@ -197,7 +196,6 @@ class ModuleTree(ScrollView, can_focus=True):
         return self._folds.around(module) if self.folds else None
 
     def _unfold_above(self, name: str) -> None:
-        """Open every fold that contains a node or one of its ancestors."""
         if self.folds:
             for above in (name, *ancestors(name)):
                 module = self.experiment.tree.modules.get(above)
@@ -459,7 +457,6 @@ class ModuleTree(ScrollView, can_focus=True):
         self._repaint_changed()
 
     def _repaint_changed(self) -> None:
-        """Repaint only those parts of the visible lines that have changed. A measurement changes only a few cells."""
         for y in range(self.size.height):
             self._refresh_line(y)
 

@@ -256,7 +256,6 @@ def _add_pill(line: _Line, dtype: str, end: int) -> None:
 
 
 def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
-    """Add the number of parameters, the bytes, and the bar of the share of the parent's bytes."""
     whole = 0
     if cache := experiment.caches.get(row.name):
         parameters, size = "", experiment.cache_totals(cache).total_bytes
@@ -340,7 +339,6 @@ def _add_comparison(line: _Line, experiment: Experiment, row: Row, columns: Colu
 
 
 def _add_score(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
-    """Add the node's score for the dtype that the scan shows, and the score's bar."""
     number, share = experiment.scan.cell(row.nodes)
     name = heat(share)
     line.add(f"{number:>{columns.scan}}" + " " * min(1, columns.heat), _style(name) if number else PLAIN)

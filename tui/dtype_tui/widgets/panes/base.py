@@ -121,15 +121,14 @@ class Pane(Widget, can_focus=True):
         self.refresh()
 
     def watch_has_focus(self, has_focus: bool) -> None:
-        """Tell the main screen that the pane has got the focus, and redraw the pane. Textual calls this when the pane gets or loses
-        the focus.
+        """Redraw the pane, and tell the main screen if the pane got the focus. Textual calls this when the pane gets or loses the
+        focus.
         """
         if has_focus:
             self.post_message(self.Chosen(self))
         self.show_again()
 
     def _paint_changes(self) -> None:
-        """Paint the cells that differ from those that were painted last."""
         self.first = max(0, min(self.first, len(self._shown) - self.lines))
         before, self._painted = self._painted, [self._line(y).simplify() for y in range(self.size.height)]
         if len(before) != len(self._painted):

@@ -95,8 +95,8 @@ class DepthPane(Pane):
         return {drift.name: drift for drift in before.modules} if before is not None else {}
 
     def _worst_note(self, names: Sequence[str], whole: Sequence[tuple[float, float]]) -> Sequence[Note]:
-        """Return a note about the module that drifts most. It stands at the x of the plotted layer that contains the module, and at
-        the y of the module's own SQNR. Empty if there is no such module.
+        """Return a note about the module that drifts most: at the x of the plotted layer that contains it, and at the y of its own
+        SQNR. Empty if there is no such module.
         """
         worst = self.experiment.results.worst_modules(1)
         if not worst or worst[0].nonfinite:

@@ -295,7 +295,6 @@ def _sqnr_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) 
 
 
 def _metric_line(metric: MetricChange) -> Text:
-    """Return the line of a metric of the user: the reference's value, the candidate's, and their difference."""
     error = "" if metric.error is None else f" ± {metric.error:.1g}"
     return Text.assemble(
         (f"{printable(metric.name, 24)} ", "dim"),

@@ -170,8 +170,8 @@ class RecipePane(Pane):
         )
 
     def _saved_by(self, at: int | None) -> str:
-        """Return as text how many bytes a rule saves on the tensors whose dtype it decides, such as "-6.40 MiB", or "" if it saves
-        none. at: the index of the rule in the recipe; None if it is disabled.
+        """Return as text how many bytes a rule saves on the tensors whose dtype it decides, such as "-6.40 MiB", or "" if none. at:
+        the rule's index in the recipe, or None if it is disabled.
         """
         plan, tree = self.experiment.plan, self.experiment.tree
         if self._saved is None or self._saved[0] is not plan:
