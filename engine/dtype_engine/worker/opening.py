@@ -103,7 +103,7 @@ def refuse_unmatched(source: Source, options: Options, recipe: Recipe) -> None:
 
 
 def emit_inputs(session: Session, emit: Callable[[events.Event], None]) -> None:
-    """Call `emit` with an event that describes the inputs of a model that can be run."""
+    """Call `emit` with an event that describes the model's inputs. Does nothing if the model can't be run."""
     summary = session.inputs_reading
     if summary is not None:
         emit(events.InputsReady(summary))

@@ -361,12 +361,10 @@ def configured() -> Config:
 
 
 def _options() -> dict[str, str]:
-    """Return a mapping from each option's name on the command line, without dashes, to the name of its parameter in click, such as
-    `keep` to `reference_bytes`.
-    """
+    """Map each option's name without dashes, such as `keep`, to its parameter's name in click, such as `reference_bytes`."""
     return {name: option.name for name, option in click_options().items() if option.name}
 
 
 def click_options() -> dict[str, click.Option]:
-    """Return a mapping from each option's name on the command line, without dashes, to the option."""
+    """Map each option's name without dashes to click's object for the option."""
     return {option.opts[0].lstrip("-"): option for option in command.params if isinstance(option, click.Option)}

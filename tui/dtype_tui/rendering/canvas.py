@@ -16,7 +16,6 @@ from dtype_tui.rendering.palette import TRACK
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit of each dot in a braille character, by row and column."""
 _BRAILLE = 0x2800
-"""The code of the empty braille character."""
 _GAP = 2
 """Minimum number of cells between two labels of the horizontal axis."""
 

@@ -1,4 +1,4 @@
-"""Short texts for figures in the panes."""
+"""Formats numbers for the panes."""
 
 from __future__ import annotations
 

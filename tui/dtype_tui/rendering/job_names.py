@@ -24,7 +24,9 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "weights": ("comparing the weights", "weights", "m compares them again"),
     "floor": ("measuring the noise floor", "noise floor", "the drift stays valid"),
 }
-"""Maps each job to three texts: its name while it runs, its name while it waits, and what to tell the user after it was stopped."""
+"""Maps each job, such as "scan", to three texts: its name while it runs, its name while it waits, and what to tell the user after
+it was stopped.
+"""
 
 
 def queue_words(running: str, waiting: Iterable[str]) -> str:

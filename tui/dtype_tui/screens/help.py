@@ -126,8 +126,8 @@ class HelpScreen(ModalScreen[None]):
         return page
 
     def _searched(self) -> list[Section]:
-        """Return the sections of keys that a search covers: the keys for the node under the cursor, the keys on the first page, and
-        the sections of the other windows. A key may be in two sections with different descriptions.
+        """Return the sections of keys that a search covers: those for the node under the cursor, those on the first page, and those
+        of all windows.
         """
         node = f"Here: {printable(self._node, 500)}"
         here = (node, [(_keys((name,), self._chosen), words) for name, words in self._node_keys])

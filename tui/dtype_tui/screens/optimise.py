@@ -141,9 +141,8 @@ class OptimiseScreen(ModalScreen[None]):
         return True
 
     def _cache_bytes(self, formats: Mapping[str, str]) -> int:
-        """Return the bytes of the KV caches at the current context. Returns 0 if the scan has no scores of caches, because the
-        front then leaves their bytes out. formats: the format of each cache tensor, by its name; a tensor without a format has the
-        dtype in which the model writes it.
+        """Return the bytes of the KV caches at the current context, or 0 if the scan has no scores of caches. formats: the format
+        of each cache tensor, by its name; a tensor without a format has the dtype in which the model writes it.
         """
         if not self.view.has_caches:
             return 0

@@ -49,6 +49,6 @@ class Overlay(ModalScreen[None]):
             yield Static(self._body, markup=False)
 
     def action_edge(self, last: bool) -> None:
-        """Scroll to the first or the last line."""
+        """Scroll to the last line if `last` is True, otherwise to the first."""
         box = self.query_one(VerticalScroll)
         box.scroll_to(y=box.max_scroll_y if last else 0, animate=False)

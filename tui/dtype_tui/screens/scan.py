@@ -287,5 +287,4 @@ def _shade(score: float, most: float) -> str:
 
 
 def _heat_style(share: float) -> Style:
-    """Return the style in which a score is drawn. share: the score on the scale from 0 to 1 of `_share`."""
     return Style(color=heat(share), bold=share > 0.75) if share > 0 else Style(dim=True)

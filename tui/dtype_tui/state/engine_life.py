@@ -64,7 +64,6 @@ class EngineLife:
             self._stop_ended()
 
     def _stop_ended(self) -> None:
-        """Record that no job is being stopped any more, and withdraw the offer to end the engine."""
         self._stopping, self.must_end = None, False
         if self._offer:
             self._withdraw(self._offer)

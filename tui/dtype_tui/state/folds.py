@@ -19,15 +19,17 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import ModuleDrift
 
 FEWEST = 4
-"""Minimum number of modules in a fold."""
+"""Minimum number of modules that are folded into one row."""
 NEAR_DB = 6.0
-"""Maximum difference in dB between the SQNRs of a fold's members. It corresponds to a factor of two in the amplitude of the error.
-The row shows the SQNR of the worst member; every other member is better by at most this much.
+"""Maximum difference in dB between the SQNRs of modules that are folded into one row: a factor of two in the amplitude of the
+error. The row shows the worst SQNR; all others are better by at most this much.
 """
 _INVISIBLE_DB = 80.0
-"""An SQNR above this number of dB counts as equal to it. Modules whose drift is invisible or zero can therefore share a fold."""
+"""An SQNR above this number of dB counts as equal to it. Modules whose drift is invisible or zero can therefore be folded into one
+row.
+"""
 _LONGEST_NAME = 2000
-"""Maximum number of characters of a fold's name, far below the maximum length of a pattern. If the name would be longer, modules
+"""Maximum number of characters of a fold's name, which is a pattern such as `model.layers.{2..9}`. If it would be longer, modules
 are not folded.
 """
 
@@ -35,8 +37,8 @@ Members = tuple[Module, ...]
 
 
 class Folds:
-    """The folds of a tree under one plan. A large checkpoint can have thousands of them, so those among a node's children are
-    found only when the node is opened.
+    """The folds of a tree under one plan, which are groups of alike neighbors that share a row. There can be thousands of them, so
+    those among a node's children are found only when the node is opened.
 
     planned: the planned dtype of each tensor, by tensor name. drift: the drift of each measured module, by module name. A module
     whose SQNR differs from its neighbors' by more than `NEAR_DB` is not folded with them. caches: the planned formats of KV
@@ -56,8 +58,8 @@ class Folds:
         self._below: dict[str, list[Members]] = {}
 
     def below(self, parent: Module) -> list[Members]:
-        """Return the children of a module in the order of the model. The members of a fold are one tuple. Every other child is a
-        tuple of its own.
+        """Return the children of a module in the order of the model. Children that are folded into one row are one tuple. Every
+        other child is a tuple of its own.
         """
         known = self._below.get(parent.name)
         if known is None:
@@ -65,7 +67,7 @@ class Folds:
         return known
 
     def around(self, module: Module) -> Members | None:
-        """Return the members of the fold that contains a module, or None if no fold contains it."""
+        """Return the modules that are folded into one row with `module`, or None if it is not folded."""
         parent = self._tree.modules[module.name.rpartition(".")[0]]
         return next(
             (members for members in self.below(parent) if len(members) > 1 and any(each is module for each in members)),
@@ -113,8 +115,8 @@ def _decibels(drift: ModuleDrift | None) -> float | None:
 
 
 def fold_name(members: Sequence[Module]) -> str:
-    """Return the name of the fold with these members, such as `model.layers.{2..9}`. If numbers are missing between them, the name
-    lists the ranges and numbers that are there, such as `model.layers.{{2..4},7,9}`.
+    """Return the name of the row into which these modules are folded, such as `model.layers.{2..9}`. If numbers are missing between
+    them, the name lists the ranges and numbers that are there, such as `model.layers.{{2..4},7,9}`.
     """
     runs: list[list[str]] = []
     for label in (member.label for member in members):
@@ -137,7 +139,9 @@ def _follows(one: str, other: str) -> bool:
 
 
 def fold_members(tree: Tree, node: str) -> Members:
-    """Return the members of the fold with this name, such as `model.layers.{2..9}`. Returns () if no fold has this name."""
+    """Return the modules that are folded into the row with this name, such as `model.layers.{2..9}`. Returns () if there is no such
+    row.
+    """
     parent = tree.modules.get(node.partition("{")[0].removesuffix("."))
     if "{" not in node or parent is None or node in tree.modules or tree.canonical(node) is not None:
         return ()
@@ -149,14 +153,16 @@ def fold_members(tree: Tree, node: str) -> Members:
 
 
 def modules_at(tree: Tree, node: str) -> Members:
-    """Return the module with this name, or all members of the fold with this name. Returns () for a tensor or an unknown name."""
+    """Return a tuple of the module with this name. If `node` names a row of folded modules, such as `layers.{2..9}`, return all of
+    them. Returns () for a tensor or an unknown name.
+    """
     module = tree.modules.get(node)
     return (module,) if module is not None else fold_members(tree, node)
 
 
 def patterns_for(tree: Tree, node: str) -> list[str]:
-    """Return patterns that match a node, from the most specific to the most general. node: the name of a module, a tensor or a
-    fold.
+    """Return patterns that match a node, from the most specific to the most general. node: the name of a module, a tensor, or
+    several modules, such as `layers.{2..9}`.
     """
     modules = modules_at(tree, node)
     class_name = modules[0].class_name if modules else None
@@ -166,7 +172,9 @@ def patterns_for(tree: Tree, node: str) -> list[str]:
 
 
 def node_label(tree: Tree, node: str) -> str:
-    """Return the last part of a node's name, such as `mlp`. For a fold, it is a range, such as `2 … 9`; for the root, ""."""
+    """Return the last part of a node's name, such as `mlp`. For folded modules, it is a range, such as `2 … 9`; for the root,
+    "".
+    """
     members = fold_members(tree, node)
     return fold_label(members) if members else node.rpartition(".")[2]
 

@@ -13,7 +13,9 @@ from dtype_tui.state.folds import modules_at
 
 
 def tensor_names(tree: Tree, node: str) -> set[str]:
-    """Return the canonical names of the tensors at or below a node. node: the name of a module, a tensor or a fold."""
+    """Return the canonical names of the tensors at or below a node. node: the name of a module, a tensor, or several modules, such
+    as `layers.{2..9}`.
+    """
     if modules := modules_at(tree, node):
         return {tensor.name for module in modules for tensor in tree.below(module.name)}
     found = tree.canonical(node)
@@ -48,12 +50,10 @@ def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int
 def reference_rule(tree: Tree, node: str, reference: str = "float32") -> Rule:
     """Return the rule that gives the tensors of a node the dtype that they have in the reference.
 
-    If the reference is the model as stored, the rule keeps the tensors as stored. Otherwise, a tensor that is stored in float64 has
-    float64 in the reference, and any other tensor has float32. A single rule can't give both. If a node has float64 tensors and all
-    its other tensors are stored in float32, the rule keeps the node as stored; otherwise it casts the node to float32. For a KV
-    cache, the rule removes the cache's format.
-
-    reference: its name, such as "float32" or "as stored (bfloat16)".
+    If the reference is the model as stored, the rule keeps the tensors as stored. Otherwise, the reference has float64 for tensors
+    that are stored in float64, and float32 for all others. A single rule can't give both: if a node has tensors in float64 and all
+    others in float32, the rule keeps them as stored; any other node is cast to float32. For a KV cache, the rule removes the
+    cache's format. reference: its name, such as "float32" or "as stored (bfloat16)".
     """
     stored = {tree.tensors[name].dtype for name in tensor_names(tree, node) if tree.tensors[name].castable}
     keeps = (

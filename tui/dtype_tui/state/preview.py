@@ -36,8 +36,8 @@ class Preview:
     uncastable: str
     """The name of the first tensor that matches but is not cast, and the reason, as text. "" if there is no such tensor."""
     overrides: str = ""
-    """Which rules decide now about tensors in `tensors` that the typed rule would give another dtype, and about how many, as text:
-    for example, `6 tensors of rule 1`. "" if there are none.
+    """Which rules decide now about the tensors whose dtype the typed rule would change, as text: for example,
+    `6 tensors of rule 1`. "" if there are none.
     """
     fused: str = ""
     """What happens to other weights if the rule casts only some of the weights that an inference runtime fuses into one, as text:

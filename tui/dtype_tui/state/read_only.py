@@ -8,8 +8,8 @@ from dtype_tui.config.key_names import name_of
 __all__ = ["HIDDEN", "READ_ONLY", "refuses"]
 
 HIDDEN = frozenset({"leave-with", "suspend-process", "tour"})
-"""The ids of the key bindings that a read-only session neither runs nor shows. Among them are the tour, which ends with saving a
-recipe, and suspending the app, which would give a viewer the shell from which the app was started.
+"""The ids of the key bindings that a read-only session neither runs nor shows. For example, suspending the app would give a viewer
+the shell from which it was started.
 """
 
 

@@ -11,9 +11,7 @@ from dtype_engine.recipe import Recipe, Rule
 
 @dataclass(frozen=True, slots=True)
 class ListedRule:
-    """A rule of a `RuleList`, with a mark that says whether it is enabled. A disabled rule casts nothing, and is not part of the
-    recipe.
-    """
+    """A rule of a `RuleList`, enabled or disabled. A disabled rule casts nothing, and is not part of the recipe."""
 
     rule: Rule
     enabled: bool = True

@@ -190,9 +190,8 @@ class ScanState:
         self.version += 1
 
     def cell(self, nodes: Sequence[str]) -> tuple[str, float]:
-        """Return what a row of the tree shows of the scan: (score as text, heat), or ("", 0.0) if there is no score. nodes: the
-        nodes that share the row; their scores are added. The score is that for the dtype `dtype`. The heat is a number from 0 to 1,
-        as `heat` returns it.
+        """Return what a row of the tree shows of the scan: the score as text, and the score on a scale from 0 to 1 (see `heat`).
+        Returns ("", 0.0) without a score. nodes: the nodes of the row, whose scores are added.
         """
         scores = [self.nodes[node] for node in nodes if node in self.nodes]
         return (figure(sum(scores)), self.heat(sum(scores))) if scores else ("", 0.0)

@@ -25,9 +25,9 @@ _BARS = (20, 12)
 class _Part:
     text: Text
     importance: int
-    """The parts with the lowest numbers are shown if not all parts fit."""
+    """If not all parts of the line fit, those with the lowest numbers are shown."""
     gap: int = 2
-    """The number of blanks before the part."""
+    """The number of blanks before this part of the line."""
 
 
 def header_line(experiment: Experiment, width: int) -> Text:

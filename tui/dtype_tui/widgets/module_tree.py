@@ -111,7 +111,7 @@ class ModuleTree(ScrollView, can_focus=True):
         """The widths in cells that the names of all rows need, as `needed_width` returns them."""
         self._opened = first_opened(experiment.tree)
         self._unfolded: set[str] = set()
-        """The names of the modules in open folds. Each of them has a row of its own."""
+        """The names of the modules in rows of folded modules that are open, so that each module has a row of its own."""
         self._report: DriftReport | None = None
         """The complete measurement whose SQNRs decide which modules are folded. Only the next complete measurement replaces it, so
         that rows do not come and go while the model is measured.
@@ -123,9 +123,7 @@ class ModuleTree(ScrollView, can_focus=True):
     # -- what is visible -----------------------------------------------------------------------------------------
 
     def rebuild(self) -> None:
-        """Rebuild the rows. The cursor stays on its node. If the node has no row any more, the cursor goes to the closest node or
-        fold above it that has one.
-        """
+        """Rebuild the rows. The cursor stays on its node or, if the node has no row any more, goes to the closest row above it."""
         self._make_rows()
         self._repaint_changed()
         self._show_cursor()
@@ -146,7 +144,7 @@ class ModuleTree(ScrollView, can_focus=True):
 
     @property
     def _is_remeasured(self) -> bool:
-        """Whether a complete measurement has arrived that did not decide the current folds yet."""
+        """Whether a complete measurement has arrived whose SQNRs have not been used yet to fold modules."""
         report = self.experiment.results.report
         return report is not None and report is not self._report
 
@@ -169,7 +167,7 @@ class ModuleTree(ScrollView, can_focus=True):
         return ordered(self.experiment, self._groups(parent), self.order)
 
     def _is_open(self, row: Row) -> bool:
-        """Return whether the rows below a module or a fold are shown. With a filter, all modules are open, and only folds can be
+        """Return whether the rows below `row` are shown. With a filter, all modules are open; only rows of folded modules can be
         closed.
         """
         if row.members:
@@ -177,9 +175,7 @@ class ModuleTree(ScrollView, can_focus=True):
         return bool(self.filter_text) or row.name in self._opened
 
     def _index_of(self, name: str) -> int:
-        """Return the index of the row of a node or fold. If it has no row, return that of the closest node or fold above it that
-        has one.
-        """
+        """Return the index of the row with this name or, if there is none, of the closest row above it."""
         index_of = {row.name: index for index, row in enumerate(self.rows)}
         members = fold_members(self.experiment.tree, name) if name not in index_of else ()
         if members:
@@ -202,8 +198,8 @@ class ModuleTree(ScrollView, can_focus=True):
                 self._unfolded.update(member.name for member in (module and self._folds.around(module)) or ())
 
     def fold(self, folds: bool) -> None:
-        """Choose whether neighbors that are alike share one row. Folds that the user opened are closed. folds: False gives each
-        neighbor a row of its own.
+        """Choose whether neighbors that are alike share one row (True), or each has a row of its own (False). Shared rows that the
+        user opened are closed.
         """
         self.folds = folds
         self._unfolded.clear()
@@ -287,9 +283,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.move_to(next((index for index, each in enumerate(self.rows) if each.name == row.name), self.cursor))
 
     def go_to(self, name: str) -> bool:
-        """Put the cursor on the node or fold with this name, and open all nodes and folds above it. Returns False if no node or
-        fold has this name.
-        """
+        """Put the cursor on the row with this name, and open all rows above it. Returns False if no node has this name."""
         tree, members = self.experiment.tree, fold_members(self.experiment.tree, name)
         if not members and name not in tree.modules and tree.canonical(name) is None:
             return False
@@ -442,7 +436,9 @@ class ModuleTree(ScrollView, can_focus=True):
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def refresh_changed(self) -> None:
-        """Redraw what has changed. If the plan has changed or a new measurement is complete, find the folds again before that."""
+        """Redraw what has changed. If the plan has changed or a new measurement is complete, modules that are alike are first
+        folded anew.
+        """
         # A measurement must not split the fold under the cursor. The next key would act on fewer modules than chosen.
         if self._is_remeasured and not (self.rows and self.current.members):
             self._report = self.experiment.results.report

@@ -42,7 +42,7 @@ class Columns:
 
     @property
     def before_bars(self) -> int:
-        """The total width of the columns that are tinted under the cursor. The bars and figures to their right are not tinted, so
+        """The total width of the columns that are tinted under the cursor. Bars and the numbers to their right are not tinted, so
         that they need not be redrawn when the cursor moves.
         """
         return self.name + self.dtype + self.parameters + self.size

@@ -148,8 +148,8 @@ def _add_name(line: _Line, experiment: Experiment, row: Row, end: int, state: Ro
 
 
 def _loss_mark(experiment: Experiment, row: Row) -> str:
-    """Return the mark of a node in which casts make values infinite or zero or clip them. For a fold, return how many members have
-    such a mark, as in "⚠ in 3 of 8". Returns "" if there are no such values.
+    """Return the mark of a node in which casts make values infinite or zero or clip them. For folded modules, return how many of
+    them have such a mark, as in "⚠ in 3 of 8". Returns "" if there are no such values.
     """
     marks = [mark for node in row.nodes if (mark := experiment.results.losses.marks.get(node))]
     return f"⚠ in {len(marks)} of {len(row.members)}" if marks and row.members else "".join(marks)
@@ -158,7 +158,7 @@ def _loss_mark(experiment: Experiment, row: Row) -> str:
 def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tuple[str, str, str]:
     """Return (▾ for an open or ▸ for a closed node, name, text after the name). Together they fit into `width` cells.
 
-    The text after the name is the module's class, the tensor's shape, or the number of a fold's members. For a tied weight, it also
+    The text after the name is the module's class, the tensor's shape, or the number of folded modules. For a tied weight, it also
     names the tensor to which the weight is tied.
     """
     width -= EDGE + 2 * row.depth + 3
@@ -283,8 +283,9 @@ def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -
 
 
 def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
-    """Return the drift that a row shows, or None if it is unknown. A module shows its own drift, a fold the drift of its worst
-    member, and the root that of the model's output. A tensor shows its difference from the reference checkpoint, if there is one.
+    """Return the drift that a row shows, or None if it is unknown. A module shows its own drift, folded modules the drift of the
+    worst of them, and the root that of the model's output. A tensor shows its difference from the reference checkpoint, if there is
+    one.
     """
     if row.tensor is not None:
         return experiment.results.weights.get(row.tensor.name)

@@ -36,12 +36,14 @@ class Row:
     depth: int
     """The level of the row in the tree: 0 for the root, and one more for each node and fold above the row."""
     module: Module
-    """The module of the row. For a tensor, this is the module that holds it; for a fold, it is the first member."""
+    """The module of the row: for a tensor, the one that holds it; for folded modules, the first of them."""
     tensor: TensorInfo | None = None
     members: Members = ()
-    """The members of the fold if the row is a fold, otherwise ()."""
+    """The modules that are folded into this row. Empty if the row is a single module or a tensor."""
     matches: int = 0
-    """Number of names inside the fold that match the filter. 0 unless the row is a closed fold."""
+    """How many names match the filter at or below the modules that are folded into this row. 0 if the row is open or has no folded
+    modules.
+    """
 
     @property
     def label(self) -> str:
@@ -49,7 +51,7 @@ class Row:
 
     @property
     def modules(self) -> Members:
-        """The row's module or, for a fold, all its members."""
+        """The module of the row or, if several modules are folded into it, all of them."""
         return self.members or (self.module,)
 
     @property
@@ -59,7 +61,7 @@ class Row:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The name of the node or, for a fold, the names of all its members."""
+        """The name of the node or, if several modules are folded into the row, their names."""
         return tuple(member.name for member in self.members) or (self.name,)
 
     @property
@@ -94,13 +96,13 @@ def first_opened(tree: Tree) -> set[str]:
 
 
 ChildrenOf = Callable[[Module], Iterable[Members]]
-"""A function that returns the children of a module in the order of their rows. The members of a fold are one tuple. Every other
-child is a tuple of its own.
+"""A function that returns the children of a module in the order of their rows. Children that are folded into one row are one tuple.
+Every other child is a tuple of its own.
 """
 
 
 def open_rows(tree: Tree, children_of: ChildrenOf, is_open: Callable[[Row], bool]) -> list[Row]:
-    """Return the rows without a filter. A node has a row if every node and fold above it is open."""
+    """Return the rows of the tree when no filter is set. A node has a row if all rows above it are open."""
     rows: list[Row] = []
     stack = [Row("", 0, tree.root)]
     while stack:
@@ -114,8 +116,8 @@ def open_rows(tree: Tree, children_of: ChildrenOf, is_open: Callable[[Row], bool
 def filtered_rows(
     tree: Tree, children_of: ChildrenOf, is_open: Callable[[Row], bool], matches: Iterable[str]
 ) -> list[Row]:
-    """Return the rows with a filter: those of the matching nodes and of all nodes above them. Rows in closed folds are left out.
-    matches: the names of the matching nodes.
+    """Return the rows of the tree when a filter is set: those of the matching nodes and of all nodes above them. Nodes inside
+    closed rows of folded modules are left out. matches: the names of the matching nodes.
     """
     counts = Counter(above for name in matches for above in (name, *ancestors(name)))
     rows: list[Row] = []
@@ -159,8 +161,8 @@ def matching(tree: Tree, text: str) -> list[str]:
 
 
 def ordered(experiment: Experiment, groups: list[Members], order: str) -> list[Members]:
-    """Return the children of a node in one of `ORDERS`. groups: the children in the order of the model, with the members of each
-    fold in one tuple. By bytes, a fold counts with the sum of its members; by drift, with its worst member.
+    """Return the children of a node in one of `ORDERS`. groups: the children in the order of the model; those that are folded into
+    one row are one tuple. Such a row is placed by the sum of its bytes or by its worst drift.
     """
     if order == "bytes":
         return sorted(groups, key=lambda group: -experiment.totals.of(group).total_bytes)

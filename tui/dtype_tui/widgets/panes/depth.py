@@ -88,7 +88,7 @@ class DepthPane(Pane):
         return self._names
 
     def _other_modules(self) -> Mapping[str, ModuleDrift]:
-        """Return the drift of the modules under the recipe whose dim line is drawn, by name."""
+        """Return the drift of the modules, by name, under the recipe that the dim line shows."""
         if self.experiment.baseline is not None:
             return self.experiment.baseline_modules
         before = self.experiment.before
@@ -114,7 +114,9 @@ class DepthPane(Pane):
 
 
 def _sqnr(drift: ModuleDrift | None) -> float:
-    """Return a module's SQNR in dB, or NaN if it is unknown or can't be drawn. It is infinite for a module that does not drift."""
+    """Return a module's SQNR in dB, or NaN if it is unknown or the output is not finite. It is infinite for a module that does not
+    drift.
+    """
     return math.nan if drift is None or drift.nonfinite or drift.sqnr_db is None else drift.sqnr_db
 
 

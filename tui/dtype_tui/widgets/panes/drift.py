@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _LABEL = len("perplexity ")
 _SECOND = 18
-"""Width in cells of the first of two columns of figures, including labels."""
+"""Width in cells of the first of two columns of metrics, including labels."""
 _GAP = 2
 _SECOND_LABEL = len("max |Δ| ")
 _MOST_WORST = 3
@@ -49,7 +49,7 @@ _BETWEEN = 3
 class DriftPane(Pane):
     """Shows how far the model's output under the current recipe is from that of the reference.
 
-    While a new recipe is cast and measured, the figures of the previous recipe stay, dimmed. The new figures are then compared with
+    While a new recipe is cast and measured, the metrics of the previous recipe stay, dimmed. The new metrics are then compared with
     them.
     """
 
@@ -70,7 +70,7 @@ class DriftPane(Pane):
     )
 
     def corner(self, activity: str) -> Text:
-        """Return how many inputs the figures cover. If the figures are those of the previous recipe, return what the engine is
+        """Return how many inputs the metrics cover. If the metrics are those of the previous recipe, return what the engine is
         doing.
         """
         results = self.experiment.results
@@ -217,7 +217,6 @@ class DriftPane(Pane):
         return before.output
 
     def _about(self, report: DriftReport) -> list[Text]:
-        """Return lines about the measurement: the noise floor, and what is unusual about the run."""
         floor = self.experiment.floor
         rows = []
         if report.reference not in dtypes.BY_NAME:
@@ -304,10 +303,9 @@ def _metric_line(metric: MetricChange) -> Text:
 
 
 def _other_figures(output: OutputDrift, has_kl: bool, columns: int) -> list[Text]:
-    """Return lines with the less important metrics of the output, two in each line if there is room for them in `columns` cells.
+    """Return lines with the less important metrics of the output, two in each line if `columns` cells have room for them.
 
-    has_kl: whether the output is a distribution. If so, the mean KL is shown elsewhere, otherwise the SQNR is; it is not repeated
-    here.
+    has_kl: whether the output is a distribution, so that the mean KL is shown elsewhere. Otherwise, the SQNR is.
     """
     values = [("cosine", f"{output.cosine:.6f}"), ("max |Δ|", f"{output.max_abs:.3g}")]
     if has_kl:

@@ -113,12 +113,12 @@ class SidePanes(Vertical):
             left += len(pane.title) + 3
 
     def after(self, pane: Pane) -> Pane | None:
-        """Return the pane below another one, or None after the last."""
+        """Return the pane below `pane`, or None if it is the last."""
         following = self.panes.index(pane) + 1
         return self.panes[following] if following < len(self.panes) else None
 
     def zoom(self, zoomed: bool) -> None:
-        """Show the active pane alone, or all panes again."""
+        """Show the active pane alone if `zoomed` is True, otherwise all panes."""
         self.set_class(zoomed, "zoomed")
         self.place()
 
