@@ -241,8 +241,8 @@ class Windows:
         self._push(JumpScreen(places), go)
 
     def help(self, chosen_keys: Mapping[str, str], panes: Sequence[Pane], hidden: Set[str]) -> None:
-        """Open the help. chosen_keys: the keys that the user has configured, by binding id. panes: the panes whose terms the help
-        explains. hidden: the ids of the bindings that the help leaves out.
+        """Open the help. chosen_keys: the user's own keys, by binding id. panes: the panes whose terms the help explains. hidden:
+        the ids of bindings to leave out.
         """
         from dtype_tui.screens.help import HelpScreen, keys_for_node
 

@@ -86,8 +86,8 @@ class ManyRuns:
         self._emit(events.ScanUpdated(report, True))
 
     def causes(self, session: Session, recipe: Recipe, token: CancelToken) -> AttributionReport:
-        """Return the modules in which the drift of the session's recipe arises. recipe: this recipe, which progress events name.
-        Raises the errors of `Session.causes`.
+        """Return the modules that cause the drift of the session's recipe. recipe: this recipe, which progress events name. Raises
+        the errors of `Session.causes`.
         """
         throttle = Throttle()
 

@@ -74,7 +74,7 @@ class TreePart(Message, frozen=True):
     modules: tuple[tuple[str, str | None, str | None], ...]
     """For each module: its name, its class, and the reason why it must stay in float32. The class or the reason may be None."""
     kv_cache: KVCache | None = None
-    """The tensors of the tree's KV cache. Only the first part has them."""
+    """The tensors of the tree's KV cache. Only the first of a tree's messages has them."""
 
 
 Request = commands.FromTheApp | SaveRequest | control.FromTheApp

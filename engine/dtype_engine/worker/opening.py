@@ -37,9 +37,7 @@ class OpenModel:
     why_closed: str = ""
     """Why the model could not be loaded, or "" if it was loaded."""
     downloaded: Source | None = None
-    """The whole model, after it was downloaded from the hub; None before. Until then, `source` has only the headers. It must be
-    opened next.
-    """
+    """The whole model, once it has been downloaded from a hub. It must be opened next, because `source` has only the headers."""
 
     @property
     def available(self) -> Available:

@@ -132,7 +132,7 @@ def finish(
 
 
 def reported(queue: Queue) -> Queue:
-    """Return the queue after the app was told which commands were refused, stopped or dropped: these lists are empty. While a
+    """Return the queue after the app was told which commands were refused, stopped or dropped: these fields are cleared. While a
     command is running, `stopped` and `dropped` are kept, because they are reported only once it has ended.
     """
     if queue.running is not None:

@@ -55,8 +55,8 @@ class SaveContext:
         return self.model.source.title
 
     def plan(self, tree: Tree) -> Plan:
-        """Return the dtype of every tensor of `tree` under the recipe. Raises TooSlow if a pattern takes too long to match, as the
-        plan would be incomplete.
+        """Return the dtype of every tensor of `tree` under the recipe. Raises TooSlow if a pattern takes too long to match, because
+        the plan would be incomplete.
         """
         plan = make_plan(tree, self.recipe)
         plan.refuse_too_slow()

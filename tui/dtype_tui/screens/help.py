@@ -249,8 +249,8 @@ def _groups(chosen: Mapping[str, str], hidden: Set[str]) -> list[Section]:
 def _block(
     title: str, rows: Iterable[tuple[str, str]], widest: int = _KEYS_WIDTH, width: int | None = None
 ) -> list[Text]:
-    """Return the lines of a heading and of the rows below it. rows: pairs (keys, description). widest: the width in cells of the
-    column of keys, at most. width: the page's width in cells; if None, descriptions are not wrapped.
+    """Return the lines of a heading and of the rows below it. rows: pairs (keys, description). widest: the maximum width in cells
+    of the column of keys. width: the page's width in cells; if None, descriptions are not wrapped.
     """
     listed = list(rows)
     keys_width = min(widest, max(len(keys) for keys, _ in listed))
@@ -261,8 +261,8 @@ def _block(
 
 
 def _row(keys: str, words: str, column: int, width: int) -> list[Text]:
-    """Return one entry as lines: the keys, and the description, which is wrapped and indented to `column`. width: the page's
-    width.
+    """Return an entry of the help as lines: its keys and its description (`words`), which is wrapped and indented to `column`.
+    width: the page's width.
     """
     wrapped = textwrap.wrap(words, width, initial_indent=" " * len(keys), subsequent_indent=" " * column)
     first, *more = wrapped or [keys]

@@ -83,7 +83,7 @@ class OptimiseScreen(ModalScreen[None]):
         the front. None if the cursor is on a drawn point.
         """
         self._rules: tuple[Solution, Recipe] | None = None
-        """The solution for which a recipe was computed last, and this recipe."""
+        """The plan on the front for which a recipe was computed last, and this recipe."""
         self._measured_caches: dict[Recipe, int] = {}
         """Total bytes of the KV caches under each measured recipe."""
         self._timer: Timer | None = None

@@ -421,10 +421,7 @@ class Controller:
         self._expect("write")
 
     def stop(self) -> None:
-        """Stop the engine's jobs.
-
-        If a job is still running although this method was called for it before, end the engine and start another one.
-        """
+        """Stop the engine's jobs. If a job still runs after an earlier call, end the engine and start another one."""
         if self.life.must_end:
             self.restart_engine()
         else:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.serving_memory import ActivationMemory, ServingMemory
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
-"""Events that are handled even if they belong to a recipe that is no longer the current one."""
+"""Types of events that are handled even if they belong to a recipe that is no longer the current one."""
 _MOST_MODULES_SIZE = 32 << 20
 """Maximum size, roughly in bytes, of the drift of all modules. A module counts as 100 plus the length of its name."""
 _MOST_OF_A_FAILURE = 2000
@@ -434,7 +434,7 @@ class Experiment:
 
     @property
     def baseline_mark(self) -> str:
-        """The baseline's mark in the history, such as `#4`, or "" without a baseline."""
+        """The mark of the baseline recipe in the history, such as `#4`, or "" if there is no baseline."""
         places = (index for index, entry in enumerate(self.measured) if self.is_baseline(entry))
         return next((f"#{mark(index)}" for index in places), "")
 

@@ -1,6 +1,6 @@
 """Everything that is known about the drift of the model's output and about memory, as rows of a label and a text.
 
-The panes show the most important figures. These rows are in the details of the model, and in a pane that is shown alone.
+The panes show only the most important metrics. These rows are in the details of the model, and in a pane that is shown alone.
 """
 
 from __future__ import annotations

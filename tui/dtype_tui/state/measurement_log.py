@@ -110,7 +110,7 @@ class ModuleLog:
 
 
 def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned_bytes: int) -> MeasuredRecipe:
-    """Return the entry of the history for a drift report. planned_bytes: the size of the model under the recipe."""
+    """Return a drift report as an entry of the history. planned_bytes: the size of the model under the recipe."""
     from dtype_engine.results.losses import severe  # imported late, for a faster first paint
 
     lost = severe(report.lost)

@@ -109,7 +109,8 @@ class Results:
 
 def sqnr_range(modules: Iterable[ModuleDrift]) -> tuple[float, float]:
     """Return the SQNRs in dB at which a module's bar is full and at which it is empty: the lowest and the highest SQNR of these
-    modules. The range is widened to contain `SQNR_FP8` and `SQNR_BF16`, so that all bars are short if no module drifts much.
+    modules. The range is widened to contain the SQNRs of rounding to fp8 and to bfloat16, so that all bars are short if no module
+    drifts much.
     """
     from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8
 

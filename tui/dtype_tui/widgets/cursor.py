@@ -30,8 +30,8 @@ def cursor_style(widget: Widget) -> Style:
 
 def over_cursor(widget: Widget, segments: list[Segment], until: int) -> Strip:
     """Return a line of a list as it is drawn under the cursor: tinted up to the column `until`, except badges, which keep their
-    colors. segments: the line, of which the first segment is the mark at the cursor's left edge. widget: the list, which has the
-    theme.
+    colors. segments: the line, of which the first segment is the mark at the cursor's left edge. widget: the list, whose theme
+    gives the tint.
     """
     over, column, drawn = cursor_style(widget), 0, []
     for segment in segments:

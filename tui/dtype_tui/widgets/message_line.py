@@ -20,8 +20,8 @@ class MessageLine(Static):
     In a window, the widget takes lines of its own at the bottom. On the main screen, it covers the end of the panes, but neither
     the line with the keys nor the tree.
 
-    in_place: whether the widget is on the main screen. It then takes its place in the layout even while it is hidden. Therefore the
-    other widgets do not move when a message appears, unless this message has more or fewer lines than the last one.
+    in_place: whether the widget is on the main screen. It then takes its place in the layout even while it is hidden, so that other
+    widgets move only if a message has more or fewer lines than the last one.
     """
 
     DEFAULT_CSS = """

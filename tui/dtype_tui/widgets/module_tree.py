@@ -111,7 +111,9 @@ class ModuleTree(ScrollView, can_focus=True):
         """The widths in cells that the names of all rows need, as `needed_width` returns them."""
         self._opened = first_opened(experiment.tree)
         self._unfolded: set[str] = set()
-        """The names of the modules in rows of folded modules that are open, so that each module has a row of its own."""
+        """The names of modules that are alike, but have a row each, because the user has opened the row into which they were
+        folded.
+        """
         self._report: DriftReport | None = None
         """The complete measurement whose SQNRs decide which modules are folded. Only the next complete measurement replaces it, so
         that rows do not come and go while the model is measured.
@@ -436,8 +438,8 @@ class ModuleTree(ScrollView, can_focus=True):
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def refresh_changed(self) -> None:
-        """Redraw what has changed. If the plan has changed or a new measurement is complete, modules that are alike are first
-        folded anew.
+        """Redraw what has changed. If the plan has changed or a new measurement is complete, first fold the modules that are alike
+        again.
         """
         # A measurement must not split the fold under the cursor. The next key would act on fewer modules than chosen.
         if self._is_remeasured and not (self.rows and self.current.members):

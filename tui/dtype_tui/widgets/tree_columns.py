@@ -11,11 +11,11 @@ from dtype_tui.widgets.tree_rows import Row
 COLUMNS = ("params", "bytes", "drift")
 """Columns that the user can hide. The name and the dtype are always shown."""
 EDGE = 2
-"""Cells at the left of every row: the edge of the cursor's row, and the mark of a row that a typed rule would match."""
+"""Number of cells at the left of every row, for the edge of the cursor and for the mark of a row that a typed rule would match."""
 _WIDE = 92
 """Minimum width in cells of the tree for a column of parameter counts and a wide dtype column."""
 _STEP = 6
-"""The width of the name column is a multiple of this, so that the columns rarely move when a node opens."""
+"""The width of the name column is a multiple of this number of cells, so that columns rarely move when a node opens."""
 _LEAST_NAME = 24
 _LEAST_ABOUT = len("failed here")
 _MOST_TRACK, _MOST_SHARE = 14, 8

@@ -199,7 +199,9 @@ def _cache_words(cache: Sequence[KVCacheTensor], node: Module) -> str:
 
 
 def _class_words(row: Row) -> str:
-    """Return the class of a row's module or, for a list of modules of one class, their number and this class."""
+    """Return the class of a row's module. For a list of modules of one class, return their number and class, such as "32 ×
+    Block".
+    """
     classes = {child.class_name for child in row.module.children.values()}
     if not row.members and row.module.class_name == "ModuleList" and len(classes) == 1:
         return f"{len(row.module.children)} × {classes.pop()}"

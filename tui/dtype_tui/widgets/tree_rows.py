@@ -32,9 +32,9 @@ class Row:
     """A visible line of the tree: a module, one of its tensors, or a fold of modules that are alike."""
 
     name: str
-    """The name of the node. For a fold, this is the pattern that matches its members, such as `model.layers.{2..9}`."""
+    """The name of the node. For folded modules, this is the pattern that matches them, such as `model.layers.{2..9}`."""
     depth: int
-    """The level of the row in the tree: 0 for the root, and one more for each node and fold above the row."""
+    """The level of the row in the tree: 0 for the root, 1 for the rows directly below it, and so on."""
     module: Module
     """The module of the row: for a tensor, the one that holds it; for folded modules, the first of them."""
     tensor: TensorInfo | None = None
@@ -66,8 +66,8 @@ class Row:
 
     @property
     def about(self) -> str:
-        """A few words about the node, such as "8 alike, 3 match": a module's class, a tensor's shape, or a fold's number of
-        members.
+        """A few words about the node: the class of a module, the shape of a tensor, or the number of folded modules, such as "8
+        alike, 3 match".
         """
         if self.members:
             return f"{len(self.members)} alike" + (f", {self.matches:,} match" if self.matches else "")

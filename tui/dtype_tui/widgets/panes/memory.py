@@ -1,4 +1,4 @@
-"""The Memory pane: the planned bytes by dtype, and the bytes of the tensors in memory and of the process."""
+"""The Memory pane, one of the three side panes."""
 
 from __future__ import annotations
 
