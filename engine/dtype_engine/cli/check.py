@@ -11,7 +11,9 @@ from dtype_engine.core.errors import UserError
 
 NO = 1
 _MOST_TENSORS = 10_000
-"""Maximum number of tensors that are compared with the architecture by default. Importing torch for this takes seconds."""
+"""Maximum number of tensors in a checkpoint for comparing it with the architecture by default. The comparison imports torch, which
+takes seconds.
+"""
 
 
 @click.command(cls=ModelCommand, rules=False, runs=False)

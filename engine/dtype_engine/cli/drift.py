@@ -168,7 +168,9 @@ def drift(
 
 @dataclass(frozen=True, slots=True)
 class _Details:
-    """What `dtype-engine drift` prints in addition to the `DriftReport`: the noise floor, the causes, and remedies."""
+    """What `dtype-engine drift` prints in addition to the `DriftReport`: the noise floor, the causes of the drift, and rules
+    against values that are not finite.
+    """
 
     floor: NoiseFloor | None
     """The noise floor, or None if it was not measured."""
@@ -180,15 +182,15 @@ class _Details:
     remedy: LossRemedy | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return these details as keys for the JSON object of the drift report."""
+        """Return these details as entries that are added to the JSON object of the drift report."""
         keys = {"floor": as_json(self.floor), "under_floor": self.meaning.word == "under the floor"}
         keys |= {"meaning": as_json(self.meaning), "nonfinite": as_json(self.nonfinite)}
         keys |= {"suggest": as_json(self.remedy)} if self.with_remedy else {}
         return keys | ({"causes": as_json(self.causes)} if self.causes is not None else {})
 
     def text(self, report: DriftReport, reached: Sequence[Verdict]) -> str:
-        """Return these details as lines to print after those of the drift report. reached: for each limit that the user set,
-        whether the drift meets it.
+        """Return these details as lines of text, which are printed after the drift report. reached: for each limit that the user
+        set, whether the drift meets it.
         """
         from dtype_engine.reports.text_drift import causes_text, floor_lines, nonfinite_lines, verdict_lines
         from dtype_engine.reports.text_losses import remedy_lines
@@ -238,8 +240,8 @@ def _measure_details(
 
 
 def _exit_status(reached: Sequence[Verdict]) -> int:
-    """Print on standard error each limit on the drift that was missed. Returns the exit status: 1 if a limit was missed, otherwise
-    0. reached: for each limit that the user set, whether the drift meets it.
+    """Print each limit on the drift that was not met on standard error. Returns the exit status: 1 if a limit was not met,
+    otherwise 0. reached: for each limit that the user set, whether the drift meets it.
     """
     missed = [verdict for verdict in reached if not verdict.passed]
     for verdict in missed:
@@ -259,8 +261,8 @@ def _save_measured(session: Session, report: DriftReport, file: Path, force: boo
 
 
 def _generation(text: Generation) -> dict[str, Any]:
-    """Return as JSON how the reference and the cast model continue a prompt: both texts, and the index of the first token that
-    differs, or null if none differs.
+    """Return a JSON object with the texts by which the reference and the cast model continue a prompt, and with the index of the
+    first token that differs, or null if none does.
     """
     return {
         "prompt": text.prompt,

@@ -178,7 +178,9 @@ def _rate(what: str) -> Callable[[int, int], None]:
 
 
 def export_text(report: ExportReport) -> str:
-    """Return the lines that report an export: its rules, the bytes in each dtype, the folder and the speed."""
+    """Return the lines of text that tell the user about a finished export: its rules, the bytes in each dtype, the folder and the
+    speed.
+    """
     rate = f", {human_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
     in_folders = any("/" in name for name in report.files)
     files = report.files[0] if len(report.files) == 1 else f"{len(report.files)} {'files' if in_folders else 'shards'}"
@@ -240,7 +242,7 @@ def _change(tensor: ComparedTensor) -> str:
 
 
 def verify_text(report: VerifyReport, most: int) -> str:
-    """Return the text that reports a verification. It lists at most `most` of the tensors that differ."""
+    """Return the text that reports the verification of an export. It lists at most `most` of the tensors that differ."""
     lines = [
         f"export     {printable(report.folder, 1000)}",
         f"against    {report.model}",

@@ -138,9 +138,9 @@ def inspect(
 def _coverage(
     request: RunRequest, source: Source, checkpoint: Checkpoint | None
 ) -> tuple[Coverage | None, tuple[str, ...]]:
-    """Return how many of the model's tensors are in its files (None if unknown), and sentences about the missing ones.
+    """Return how many of the model's tensors are in its files (None if unknown), and sentences for the user about the missing ones.
 
-    The checkpoint's index usually answers this. Importing the architecture takes seconds. It is done only if rules or options need
+    The checkpoint's index usually tells this. The architecture, whose import takes seconds, is asked only if rules or options need
     it anyway, or if the index or the tensor names suggest that tensors are missing.
     """
     if checkpoint is None:

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
 
 ENGINE = (sys.executable, "-P", "-c", "from dtype_engine.cli import main; main()")
-"""The command line that starts `dtype-engine`."""
+"""The words of the command line that starts `dtype-engine`, without its arguments."""
 _MOST_CHARACTERS = 200_000
-"""Maximum length of an answer. The JSON of a large model would fill an agent's context many times over."""
+"""Maximum length of an answer to an agent, in characters. The JSON of a large model would fill an agent's context many times over.
+"""
 _INSTRUCTIONS = """Measures what happens to a PyTorch model when some of its layers are in another dtype.
 A rule is PATTERN=DTYPE, such as *.mlp=fp8 or model.layers.{0..7}=bf16; the last rule that matches a tensor decides. inspect lists
 the modules with their bytes, also planned under rules. drift measures how much the output changes under rules. scan estimates how
@@ -36,15 +37,17 @@ against compares the outputs of two checkpoints. The model demo is built in."""
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What the calls of tools may read."""
+    """Which models and files an agent may read by calling the server's tools."""
 
     folders: tuple[Path, ...]
-    """The folders in which models and text files may be."""
+    """The folders from which models and text files may be read."""
     hub: bool = False
-    """Whether models on a hub (`hf://org/name`) and in the Hugging Face cache may be named."""
+    """Whether models on a hub (`hf://org/name`) and in the Hugging Face cache may be read."""
 
     def model(self, text: str) -> str:
-        """Return the MODEL for a command line. Raises UserError unless the model may be read."""
+        """Return the model that an agent named with `text`, as the argument MODEL of a command line. Raises UserError unless the
+        model may be read.
+        """
         from dtype_engine.checkpoint.source import is_python
 
         if Path(text).expanduser().exists():
@@ -100,7 +103,8 @@ def mcp(folders: tuple[Path, ...], hub: bool, seconds: int) -> None:
 
 
 def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) -> MCPServer:
-    """Return the server. seconds: the time limit of a call. engine: the command that starts `dtype-engine`.
+    """Return a server for the Model Context Protocol, which offers commands of `dtype-engine` as tools. access: what the tools may
+    read. seconds: the time limit of a call. engine: the command that starts `dtype-engine`.
 
     Raises UserError if the package `mcp` is not installed.
     """
@@ -114,7 +118,9 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
     one_at_a_time = anyio.CapacityLimiter(1)  # each call may take the memory of a whole model
 
     async def run(command: str, model: str, *options: str, json: bool = False) -> str:
-        """Run a command and return what it prints. Raises UserError with the command's error."""
+        """Run a command of `dtype-engine` and return what it prints. Raises UserError, with the command's own message, if it
+        fails.
+        """
         words = [*engine, command, *options, *(["--json"] if json else []), "--", access.model(model)]
         async with one_at_a_time:
             try:
@@ -147,9 +153,11 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
     async def inspect(
         model: str, casts: list[str] | None = None, preset: str | None = None, depth: int = 3, json: bool = False
     ) -> str:
-        """List the modules of a model with dtypes, parameters and bytes, also as planned under rules. Only headers are read.
+        """List the modules of a model with dtypes, parameters and bytes, before and after the casts of rules. Only headers are
+        read.
 
-        depth: how many levels of modules to list. json: answer with the whole tree as JSON, which is long.
+        casts: rules such as '*.mlp=bf16'. depth: how many levels of modules to list. json: answer with the whole tree as JSON,
+        which is long.
         """
         options = [*_options("cast", casts), *_option("preset", preset), *([] if json else _option("depth", depth))]
         return await run("inspect", model, *options, json=json)
@@ -165,10 +173,10 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
         max_kl: float | None = None,
         json: bool = False,
     ) -> str:
-        """Measure how much the output of a model changes under rules, against the same weights in float32.
+        """Measure how much the output of a model changes if rules cast its weights, compared with the same model in float32.
 
-        prompts, texts: calibration texts, and paths of text files; by default, the model's default inputs. max_kl: a limit in nats;
-        the answer says if it is not met.
+        casts: rules such as '*.mlp=bf16'. prompts, texts: calibration texts, and paths of text files; by default, the model's
+        default inputs. max_kl: a limit in nats; the answer says if it is not met.
         """
         options = [*_options("cast", casts), *_option("preset", preset), *_option("max-kl", max_kl)]
         return await run("drift", model, *options, *inputs(prompts, texts, sequences), json=json)
@@ -185,7 +193,8 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
     ) -> str:
         """Measure how much the outputs of another checkpoint of the same architecture differ from those of a model in float32.
 
-        other: the other checkpoint, to which `casts` apply.
+        other: the other checkpoint. casts: rules such as '*.mlp=bf16', which are applied to it. prompts, texts: calibration texts,
+        and paths of text files.
         """
         options = [
             *_option("against", access.model(other)),
@@ -203,7 +212,9 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
         sequences: int | None = None,
         json: bool = False,
     ) -> str:
-        """Estimate how far the output drifts when each weight alone is cast to each dtype. dtypes: such as bf16,fp8,int8."""
+        """Estimate how far a model's output drifts if one weight is cast to one dtype, for each weight and each dtype. dtypes:
+        names separated by commas, such as bf16,fp8,int8.
+        """
         return await run("scan", model, *_option("dtypes", dtypes), *inputs(prompts, texts, sequences), json=json)
 
     @tool
@@ -216,15 +227,19 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
         sequences: int | None = None,
         json: bool = False,
     ) -> str:
-        """Find the rules with the least drift for a size of the weights. budget: 12GiB, 500MB, or 45% of the stored size."""
+        """Find the rules with the least drift for a maximum size of the weights. budget: the size: 12GiB, 500MB, or 45% of the
+        stored size. dtypes: the dtypes to choose from, such as bf16,fp8,int8.
+        """
         options = [*_option("budget", budget), *_option("dtypes", dtypes), *inputs(prompts, texts, sequences)]
         return await run("search", model, *options, json=json)
 
     @tool
     async def check(model: str, source: str | None = None, values: bool = False, json: bool = False) -> str:
-        """Look for errors in the files of a checkpoint: missing tensors, parts of quantized weights that do not fit, bad scales.
+        """Look for errors in the files of a checkpoint: missing tensors, quantized weights with codes and scales that do not fit
+        together, and invalid scales.
 
-        source: the checkpoint from which it was made, to compare names and shapes. values: also read all values.
+        source: the checkpoint from which the model was made, to compare names and shapes with. values: also read the values of all
+        tensors, to find NaN and infinities.
         """
         options = _option("against", access.model(source) if source is not None else None)
         return await run("check", model, *options, *(["--values"] if values else []), json=json)
@@ -233,10 +248,10 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
 
 
 def _option(name: str, value: object) -> list[str]:
-    """Return the words of an option on a command line, or none if the value is None."""
+    """Return the words that give an option with a value on a command line: `["--depth=3"]`, or no words if the value is None."""
     return [f"--{name}={value}"] if value is not None else []
 
 
 def _options(name: str, values: Sequence[str] | None) -> list[str]:
-    """Return the words of an option that is given once for each value."""
+    """Return the words that give an option once for each value on a command line: `["--cast=*=bf16", ...]`."""
     return [f"--{name}={value}" for value in values or ()]

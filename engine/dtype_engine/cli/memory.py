@@ -1,4 +1,4 @@
-"""`dtype-engine memory`: the memory that serving a model takes, from headers and an estimate of its activations."""
+"""`dtype-engine memory`: computes the memory that serving a model takes, from headers and an estimate of its activations."""
 
 from __future__ import annotations
 
@@ -94,8 +94,9 @@ def memory(
 def _activations(
     request: RunRequest, source: Source, checkpoint: Checkpoint | None, dtype: str, batch: int, how: str
 ) -> Callable[[int], ActivationMemory] | None:
-    """Return a function that returns the memory of a pass over a context, or None if activations are left out. dtype: that in which
-    the model computes. how: the value of --activations. Raises NoForward.
+    """Return a function that takes the number of tokens in the context, and returns the memory of activations in a pass over it.
+    Returns None if activations are left out. dtype: the dtype in which the model computes. batch: the number of sequences. how: the
+    value of --activations. Raises NoForward.
     """
     if how == "none":
         return None

@@ -67,7 +67,9 @@ class _InputLimit(click.ParamType[tuple[str, int]]):
 
 
 class _MaxMemory(click.ParamType[dict[str, int]]):
-    """A click parameter type for the memory of devices, such as `cpu=40GiB`."""
+    """A click parameter type for the memory that weights may take on each device, such as `cpu=40GiB`. Its value maps devices to
+    bytes.
+    """
 
     name = "memory"
 
@@ -342,7 +344,7 @@ batch_option = click.option(
 
 
 class Bytes(click.ParamType[int]):
-    """A click parameter type for a size such as `2GiB`."""
+    """A click parameter type for a size such as `2GiB`. Its value is the number of bytes."""
 
     name = "bytes"
 
@@ -440,7 +442,9 @@ class ModelCommand(click.Command):
         self._shared = {"model", *(parameter.name for parameter in (*rule_options, *model_options))}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments as click does, and return those left over. If a rule was typed without --cast, the error says so."""
+        """Parse the arguments as click does, and return those left over. If the user typed a rule without --cast, the error says
+        so.
+        """
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:

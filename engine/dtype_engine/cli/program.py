@@ -28,7 +28,9 @@ TRACEBACK = "DTYPE_TUI_TRACEBACK"
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object on standard output. Control, text-direction and invisible characters are \\u escapes."""
+    r"""Print one JSON object on standard output. Control characters, invisible characters and those that change the direction of
+    text are printed as \u escapes.
+    """
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     lines = (line if is_printable(line) else "".join(map(_json_character, line)) for line in text.split("\n"))
     answers().writelines(f"{line}\n" for line in lines)
@@ -67,13 +69,15 @@ def say(step: str) -> None:
 
 
 def _last_line(sentence: str) -> None:
-    """Erase the progress text and print a final sentence on standard error."""
+    """Erase the progress text, if one is shown, and print a sentence in its place on standard error."""
     say("")
     print_stderr(sentence)
 
 
 def note(sentences: Iterable[str]) -> None:
-    """Print each sentence as a note on standard error. Notes tell the user facts that the result does not contain."""
+    """Print each sentence on standard error as a note, which tells the user something about the result that the result itself does
+    not contain.
+    """
     for sentence in sentences:
         print_stderr(f"dtype-engine: note: {sentence}")
 
@@ -101,7 +105,9 @@ def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -
 
 
 def say_progress(run: str, done: int, total: int) -> None:
-    """Show on standard error how much of a measurement is done. run: which model is running, "reference" or "candidate"."""
+    """Show on standard error how much of a measurement is done. run: the model that is running, "reference" or "candidate". done,
+    total: how many of its inputs it has run, and of how many.
+    """
     say_share(f"measuring: {run}", done, total, job="measuring")
 
 
@@ -156,9 +162,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def report_unexpected(program: str, error: BaseException) -> int:
-    """Print one line for an error that the program has no message for, and return the exit status.
+    """Print one line about an error for which the program has no message of its own, and return the exit status.
 
-    If DTYPE_TUI_TRACEBACK is set, the traceback is printed before that line.
+    If the environment variable DTYPE_TUI_TRACEBACK is set, the traceback is printed before that line.
     """
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
@@ -167,7 +173,7 @@ def report_unexpected(program: str, error: BaseException) -> int:
 
 
 def unexpected(error: BaseException) -> str:
-    """Return one line for an error that the program has no message for."""
+    """Return one line about an error for which the program has no message of its own."""
     if lacks_memory(error):
         return "there is not enough memory for this"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:

@@ -1,4 +1,6 @@
-"""`dtype-engine recipe`: list presets, and write recipes in the formats of other tools."""
+"""`dtype-engine recipe`: lists presets, writes recipes in the formats of other tools, and compares how other tools read their
+patterns.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,9 @@ def lint(request: RunRequest, file: Path, target: str, as_sarif: bool, as_object
 
 
 def _lint_serving(sarif_of: Path | None, context: Context, target: str, as_object: bool) -> int:
-    """Print how a runtime would treat an export, and return the exit status. sarif_of: the recipe file, to print SARIF about it."""
+    """Print how a runtime such as vLLM would load an export of a recipe, and return the exit status. sarif_of: the recipe file, if
+    the findings are to be printed as SARIF about it; otherwise None. target: the runtime's name.
+    """
     runtime = next(name for name in RUNTIMES if name == target)
     reading = lint_serving(context, runtime, context.activations)
     if sarif_of is not None:

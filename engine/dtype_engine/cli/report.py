@@ -1,4 +1,4 @@
-"""`dtype-engine report`: writes all that is known about a recipe on a model to one file."""
+"""`dtype-engine report`: measures a recipe on a model, and writes everything that is known about it to one file."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def write_report(
 
 
 def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:
-    """Count in the model's files the values that the planned casts make infinite or zero. Returns an entry for each weight with
-    such values, or None if there are no files or they can't be read. known: the model's headers and the plan.
+    """Count the values that the planned casts make infinite or zero, by reading the model's files. Returns an entry for each weight
+    with such values, or None if there are no files or they can't be read. known: the model's headers and the plan.
     """
     if known.checkpoint is None:
         return None

@@ -1,4 +1,4 @@
-"""The request of a command line about one model, as plain data. `ModelCommand` builds it once, and nothing changes it."""
+"""What a command line asks about one model, as plain data. `ModelCommand` builds it once, and nothing changes it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _SETTINGS = tuple(setting.name for setting in dataclasses.fields(RunSettings))
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A model without its weights, and the plan of a recipe for the model."""
+    """A model of which only headers were read, and the dtypes that a recipe plans for its tensors."""
 
     checkpoint: Checkpoint | None
-    """The headers of the files, or None if the model is built in Python."""
+    """The headers of the model's files, or None if the model is built by Python code."""
     tree: Tree
     plan: Plan
 
@@ -49,11 +49,15 @@ class RunRequest:
     and MODEL is the reference. Otherwise, this is the command-line argument MODEL, or None if it was left out.
     """
     options: Options
-    """The options. They include the settings of the recipe file, except those that the command line overrides."""
+    """The options for opening and running the model. They include the settings of the recipe file, unless the command line sets
+    them, too.
+    """
     recipe: Recipe = field(default_factory=Recipe)
     """The rules of the recipe file, followed by the rules of --cast."""
     preset: str | None = None
-    """The name of the preset. Its rules depend on the tree, so `with_preset` later puts them before those of `recipe`."""
+    """The name of the preset, or None. The preset's rules depend on the model's tree, so `with_preset` adds them later, before
+    those of `recipe`.
+    """
     recipe_file: Path | None = None
     made_for: str | None = None
     """The model for which the recipe was made, as the recipe file says, or None."""
@@ -145,7 +149,8 @@ class RunRequest:
         return session
 
     def plan(self, source: Source) -> Planned:
-        """Return the plan of the rules, including the preset's, without loading weights.
+        """Return the headers of the model and the dtypes that the rules, including those of the preset, give its tensors. No
+        weights are loaded.
 
         Without rules the headers are enough. Rules need the architecture (its classes, ties and names), whose import takes seconds.
         Raises UserError, also for a rule that matches nothing or needs unknown module classes.

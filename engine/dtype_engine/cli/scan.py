@@ -36,7 +36,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def scan_options(function: Function) -> Function:
-    """Add the options of a scan to a command's function. This is a decorator."""
+    """A decorator that adds the options of a scan, such as --dtypes, to a command's function."""
     for option in (
         workers_option,
         click.option(
@@ -77,7 +77,9 @@ def scan_options(function: Function) -> Function:
 
 
 class _ScanCommand(ModelCommand):
-    """Parses `scan MODEL` and `scan merge FILES`. A model folder named `merge` must be written as `./merge`."""
+    """The command `scan`, which can be followed by MODEL or by `merge FILES`. A model folder named `merge` must be written as
+    `./merge`.
+    """
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -296,8 +298,8 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
 
 
 def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, how: dict[str, Any]) -> None:
-    """Run one shard of a scan, and write it to the --save file. as_object: whether to print the result as JSON. how: the values of
-    the scan's options, by parameter name.
+    """Run one shard of a scan, that is, one of its equal shares, and write it to the --save file. as_object: whether to print the
+    result as JSON. how: the values of the scan's options, by parameter name.
     """
     save = how["save"]
     if save is None:
@@ -324,11 +326,11 @@ def _scanned(
     workers: str | int | None,
     shard: Shard | None = None,
 ) -> tuple[Session, ScanTask]:
-    """Open a session and run its scan, or only the part of the scan that `shard` names. Returns the session and the scan.
+    """Open a session and run its scan, or only the share of the scan that `shard` names. Returns the session and the scan.
 
-    The other arguments are the values of the command's options: `dtype_names` and `family` (--formats) say which dtypes are
-    scanned, `draws` how many backward passes are run for each sequence, `exact` whether scores are measured, `save` where the scan
-    is kept.
+    The other arguments are the values of the command's options. dtype_names, family (--formats): which dtypes are scanned. draws:
+    how many backward passes are run for each sequence. exact: whether scores are measured instead of estimated. save: the file in
+    which the scan is kept.
     """
     if dtype_names is not None and family is not None:
         raise UserError("give either --dtypes or --formats")

@@ -31,8 +31,8 @@ def ended_by(error: BaseException) -> int:
 
 @contextmanager
 def raised_signals() -> Iterator[None]:
-    """A context manager under which SIGHUP and SIGTERM raise `EndedBySignal`. A signal that is ignored, as under nohup, stays
-    ignored.
+    """A context manager. While its block runs, SIGHUP and SIGTERM raise `EndedBySignal`. A signal that is ignored, as under nohup,
+    stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set handlers

@@ -1,4 +1,4 @@
-"""`dtype-engine stdio`: the engine of an app that runs on another machine."""
+"""`dtype-engine stdio`: runs the engine for an app on another machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class _Duration(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     name = "duration"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Convert the text to seconds."""
         found = re.fullmatch(r"([0-9]{1,6})([smh])", value, re.ASCII)
         if found is None:
             self.fail(f"{printable(value, 40)!r} is not a time: write 90s, 10m or 2h", param, ctx)

@@ -15,13 +15,15 @@ from dtype_engine.core.errors import UserError
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 """The names and modes of the standard streams, in the order of their file descriptors: 0, 1, 2."""
 _answers: list[TextIO] = []
-"""Streams to which running commands write their results, the innermost command's stream last. While the list is empty, results go
-to `sys.stdout`.
+"""The streams to which running commands write their results. A command may run another; the stream of the innermost one is last.
+While the list is empty, results go to `sys.stdout`.
 """
 
 
 class ReaderGone(Exception):
-    """Raised if the reader has closed standard output. The program must then end without a message, as if SIGPIPE had ended it."""
+    """Raised if whatever reads standard output, such as `head`, has closed it. The program must then end without a message, as if
+    SIGPIPE had ended it.
+    """
 
 
 class _StandardOutput(io.FileIO):
@@ -36,8 +38,8 @@ class _StandardOutput(io.FileIO):
         self._failed = False
 
     def write(self, data: Any, /) -> int:
-        """Write a bytes-like object, and return the number of its bytes. Raises ReaderGone if the reader is gone, and UserError for
-        any other error.
+        """Write a bytes-like object, and return the number of its bytes. Raises ReaderGone if whatever reads standard output has
+        closed it, and UserError for any other error.
         """
         if self._failed:
             return memoryview(data).nbytes
@@ -103,8 +105,8 @@ def own_output() -> Iterator[None]:
 
 @contextmanager
 def answers_alone() -> Iterator[None]:
-    """A context manager under which only the function `answer` writes to standard output. All other output, such as that of a
-    model's code, goes to standard error.
+    """A context manager. While its block runs, only the function `answer` writes to standard output. All other output, such as that
+    of a model's code, goes to standard error.
 
     C code and child processes write to file descriptor 1 directly, and may do so as late as the end of the process. If `own_output`
     has made a copy of standard output, descriptor 1 is therefore redirected to standard error for good.

@@ -1,4 +1,4 @@
-"""`dtype-engine --version`, and with `--verbose` the libraries and the hardware that metrics may depend on."""
+"""`dtype-engine --version`. With `--verbose`, it also prints the libraries and the hardware, which may affect measured metrics."""
 
 from __future__ import annotations
 

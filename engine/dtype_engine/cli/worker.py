@@ -1,4 +1,4 @@
-"""`dtype-engine worker`: shows how to start the workers of a cluster."""
+"""`dtype-engine worker`: prints the commands that start the workers of a Dask cluster."""
 
 from __future__ import annotations
 

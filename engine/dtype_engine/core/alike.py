@@ -1,5 +1,5 @@
-"""Finds neighboring modules that are alike, such as the layers of a transformer, so that they can be shown as one. Does not import
-torch.
+"""Finds neighboring modules that are alike, such as the layers of a transformer, so that the screen can show them as one line. Does
+not import torch.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dtype_engine.core.tree import Module, Tree, ancestors, is_number
 
 
 class AlikeModules:
-    """Finds the modules of a tree that are alike. Two modules are alike if they have the same class, the same children and the same
-    tensors, in the same order, and if their KV caches have the same planned formats. Tensors are the same if their local names,
-    shapes, kinds, stored dtypes and planned dtypes are equal. Modules are compared only when `runs` is called.
+    """Finds the modules of a tree that are alike, with the method `runs`. Two modules are alike if they have the same class, the
+    same children and the same tensors, in the same order, and if the recipe gives their KV caches the same formats. Tensors are the
+    same if their local names, shapes, kinds, stored dtypes and planned dtypes are equal.
     """
 
     def __init__(self, tree: Tree, planned: Mapping[str, str], caches: Mapping[str, str] | None = None) -> None:
-        """planned: the dtype that the recipe gives each tensor, by tensor name. caches: the formats that it gives tensors of KV
-        caches, by name.
+        """planned: the dtype of each tensor under the recipe, keyed by the tensor's name. caches: the format of each KV cache
+        tensor under the recipe, keyed by the tensor's name; None if the model has no cache.
         """
         self._caches: dict[str, list[tuple[str, str]]] = {}
         for name, form in (caches or {}).items():
@@ -28,9 +28,9 @@ class AlikeModules:
         self._has_ties = any(tensor.aliases for tensor in tree.tensors.values())
 
     def runs(self, modules: Sequence[Module]) -> Iterator[list[Module]]:
-        """Group neighboring modules that are alike, and yield each group. Only modules whose labels are numbers, such as the
-        layers `0` and `1`, can share a group. Any other module is a group of its own. modules: neighboring children of one module,
-        in order.
+        """Divide the children of a module into runs of neighbors that are alike, and yield each run as a list of modules. Only
+        modules whose labels are numbers, such as the layers `0` and `1`, can share a run; any other module is a run of its own.
+        modules: neighboring children of one module, in order.
         """
         run: list[Module] = []
         for module in modules:
@@ -57,7 +57,7 @@ class AlikeModules:
         return not (self._tree.has_classes or self._has_ties) or self._have_same_modules(one, other)
 
     def _have_same_modules(self, one: Module, other: Module) -> bool:
-        """Return whether two modules have the same class, children and tied tensors, and so have the modules below them."""
+        """Return whether two modules agree in class, children and tied tensors, and whether the modules inside them do as well."""
         stack = [(one, other)]
         while stack:
             a, b = stack.pop()

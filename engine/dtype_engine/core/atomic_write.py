@@ -74,8 +74,8 @@ def check_target(path: Path, replace: bool = False) -> Path:
 
 
 def is_taken(typed: str) -> bool:
-    """Return whether there is already a file or a non-empty folder at the path that the user typed. Raises UserError if the file
-    system can't tell.
+    """Return whether there already is a file or a non-empty folder at the path that the user typed. Raises UserError if the file
+    system can't tell, for example without permission.
     """
     try:
         path = Path(typed).expanduser()
@@ -85,8 +85,8 @@ def is_taken(typed: str) -> bool:
 
 
 def _rename_new(temporary: str, path: Path) -> None:
-    """Rename a temporary file to `path`. Raises FileExistsError if a file of this name exists. A plain rename would overwrite that
-    file, so a hard link is made and the temporary name removed, if the file system has links.
+    """Rename a temporary file to `path`. Raises FileExistsError if a file of this name exists, which a plain rename would
+    overwrite. On a file system with hard links, `path` is therefore made as a link to the file, and the temporary name is removed.
     """
     try:
         os.link(temporary, path)

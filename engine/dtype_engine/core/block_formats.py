@@ -46,7 +46,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the tensors that store a weight in a file."""
+    """One of the tensors that store a weight in a file, such as the tensor of its codes or that of its scales."""
 
     suffix: str
     """The text that follows the weight's name in this tensor's name; "" for the codes."""
@@ -78,8 +78,8 @@ _BYTES = {
 
 
 def matrices(shape: Sequence[int], columns: int) -> tuple[int, int, int]:
-    """Return how a weight of `shape` is treated as matrices: (number of matrices, rows of each, values in a row). columns: the
-    width of a block in values.
+    """Return how a weight of `shape` is treated as matrices: (number of matrices, rows of each, values in a row). columns: how many
+    values a block is wide.
     """
     if len(shape) < 2:
         return 1, 1, math.prod(shape)
@@ -114,8 +114,8 @@ def packed_width(width: int, bits: int, packing: Packing) -> int:
 
 
 def parts(shape: Sequence[int], blocks: Blocks, bits: int, codes: str) -> tuple[Part, ...]:
-    """Return descriptions of the tensors that store a weight of `shape` in a file: codes first, then scales, then the format's
-    other tensors.
+    """Return descriptions of the tensors that store a weight of `shape` in a file: first the codes, then the scales, then what else
+    the format has, such as zero points.
 
     bits: the size of a code in bits. codes: the dtype of the codes if they are not packed.
     """

@@ -46,7 +46,7 @@ class DType:
     tiny: float = 0.0
     """The smallest positive normal value."""
     per_tensor: bool = False
-    """Whether the whole tensor has one scale."""
+    """Whether a tensor in this dtype has one scale for all its values, instead of one for each output channel or block."""
     blocks: Blocks | None = None
     code_dtype: str = ""
     """torch's name for the dtype of a weight's codes while a model runs, such as float8_e4m3fn for mxfp4. "" if it is this dtype
@@ -178,9 +178,9 @@ _SCALES = {"tensor": PER_TENSOR, "t": PER_TENSOR, "channel": "", "c": ""}
 
 
 def short_name(name: str) -> str:
-    """Return the short name of a dtype, such as `bf16` for `bfloat16`. For a format of another program, it is the part after the
-    colon, such as `int4@g128` for `gptq:int4@g128`. Any other unknown name is returned unchanged. A KV cache's format in a scan,
-    such as `kv:fp8`, keeps its `kv:`.
+    """Return the short name of a dtype, such as `bf16` for `bfloat16`. The short name of another program's format is the part after
+    the colon, such as `int4@g128` for `gptq:int4@g128`. Any other unknown name is returned unchanged. A KV cache's format in a
+    scan, such as `kv:fp8`, keeps its `kv:`.
     """
     if name.startswith("kv:"):
         return f"kv:{short_name(name[3:])}"

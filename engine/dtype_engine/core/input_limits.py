@@ -48,15 +48,17 @@ class InputLimits:
     """Maximum size in bytes of the text that the chat template makes from one conversation."""
 
     def refuse_file(self, kind: str, what: str, amount: float) -> None:
-        """Raise UserError if a file exceeds a limit. kind: the limit, as a field's name. what: the file or its content, for the
-        message. amount: how many pixels, seconds, ... it has.
+        """Raise UserError if a file of the user exceeds a limit. kind: the field of this class that holds the limit, such as
+        "pixels". what: the file or its content, for the message. amount: the file's amount in the limit's unit, such as its number
+        of pixels.
         """
         if amount > getattr(self, kind):
             raise UserError(f"{what} has {self._excess(kind, amount)}")
 
     def refuse_model(self, kind: str, title: str, what: str, amount: float) -> None:
-        """Raise NoForward if a model's own files demand inputs that exceed a limit. kind: the limit, as a field's name. title: the
-        model's name. what: the setting that demands the inputs, for the message. amount: how many pixels, seconds, ... it demands.
+        """Raise NoForward if a model's own files demand inputs that exceed a limit. kind: the field of this class that holds the
+        limit, such as "pixels". title: the model's name. what: the setting that demands the inputs, for the message. amount: the
+        demanded amount in the limit's unit, such as the number of pixels.
         """
         if amount > getattr(self, kind):
             raise NoForward(
@@ -70,4 +72,4 @@ class InputLimits:
 
 
 KINDS = tuple(field.name.replace("_", "-") for field in dataclasses.fields(InputLimits))
-"""The names of all limits, as the command line's option --input-limit takes them."""
+"""The names of all limits as the command line's option --input-limit takes them, such as "pixels" and "template-seconds"."""

@@ -11,17 +11,19 @@ _PACE_SHARE = 0.02
 
 
 class JobPace:
-    """Estimates the remaining time of jobs that run one after another. `clock` returns seconds."""
+    """Estimates the remaining time of jobs that run one after another. clock: a function that returns the time in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._job = ""
         self._share: float | None = None
         self._begun: tuple[float, float] | None = None
-        """(time, share of the work done) when the running job first reported its progress."""
+        """(time in seconds, fraction of the job done), both when the running job first reported its progress."""
 
     def follow(self, job: str, share: float | None) -> None:
-        """Record the fraction of `job` that is done (0 to 1, or None if unknown). If it decreases, the job has restarted."""
+        """Record which fraction of the job named `job` is done: `share`, from 0 to 1, or None if it is unknown. If `share` is
+        smaller than before, the job has been started again, so its pace is measured anew.
+        """
         if share is None:
             self._begun = None
         elif self._begun is None or job != self._job or share < (self._share or 0.0):

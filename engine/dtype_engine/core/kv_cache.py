@@ -34,11 +34,16 @@ class KVCacheTensor:
     and values.
     """
     window: int | None = None
-    """The number of tokens that a query attends to, itself included, if the layer has a sliding window or chunks."""
+    """If the layer has a sliding window or chunks: the number of tokens that a query attends to, itself included. Otherwise None.
+    """
     shared_with: Name | None = None
-    """The cache tensor of another layer that this layer reads instead of one of its own; it then takes no memory."""
+    """If the layer has no cache of its own but reads that of another layer: the name of the other layer's cache tensor. This tensor
+    then takes no memory. Otherwise None.
+    """
     source: Literal["decoder", "encoder"] = "decoder"
-    """Whether the tensor holds keys and values of the decoder's own tokens or, in cross attention, of the encoder's tokens."""
+    """Whose tokens the cached keys and values belong to: "decoder", the tokens of the decoder that has the cache, or "encoder", in
+    cross attention, those of the encoder.
+    """
     length: int | None = None
     """For cross attention, the number of the encoder's tokens if the model fixes it, as Whisper does; otherwise None."""
 
@@ -58,8 +63,8 @@ class KVCacheTensor:
         return self.shared_with is None and self.part in ("k", "v", "latent", "rope")
 
     def tokens(self, context: int, encoder_tokens: int | None = None) -> int:
-        """Return how many tokens of each sequence the tensor keeps. context: tokens that the decoder has seen. encoder_tokens:
-        tokens that the encoder has seen; None means as many as `context`.
+        """Return for how many tokens of each sequence the tensor keeps values. context: how many tokens the decoder has seen.
+        encoder_tokens: how many tokens the encoder has seen; None means as many as `context`.
         """
         if self.shared_with is not None:
             return 0
@@ -69,18 +74,20 @@ class KVCacheTensor:
         return context if self.window is None else min(context, self.window - 1)
 
     def shape(self, context: int, batch: int = 1, encoder_tokens: int | None = None) -> tuple[int, int, int, int]:
-        """Return (batch, heads, tokens, width) for `batch` sequences of `context` tokens. A recurrent state is one token."""
+        """Return the tensor's shape (batch, heads, tokens, width) for `batch` sequences of `context` tokens. For a recurrent state,
+        heads and tokens are 1. encoder_tokens: how many tokens the encoder has seen; None means as many as `context`.
+        """
         if self.fixed:
             return batch, 1, 0 if self.shared_with else 1, self.fixed
         return batch, self.heads, self.tokens(context, encoder_tokens), self.per_token // self.heads
 
     def elements(self, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
-        """Return the number of elements for `batch` sequences of `context` tokens."""
+        """Return the tensor's number of elements for `batch` sequences of `context` tokens. The arguments are those of `shape`."""
         return math.prod(self.shape(context, batch, encoder_tokens))
 
     def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
-        """Return the bytes of the elements in `dtype`, without scales. The state of a recurrence is always in float32, as in
-        transformers.
+        """Return the tensor's size in bytes if its elements are in `dtype`, without scales. The state of a recurrence is always in
+        float32, as in transformers. The other arguments are those of `shape`.
         """
         bits = 32 if self.part == "ssm_state" else dtypes.BY_NAME[dtype].bits
         return self.elements(context, batch, encoder_tokens) * bits // 8
@@ -88,16 +95,18 @@ class KVCacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """All tensors of a model's cache, in the order of the tree."""
+    """All tensors of a model's KV cache, in the order of the module tree."""
 
     tensors: tuple[KVCacheTensor, ...] = ()
     notes: tuple[str, ...] = ()
-    """Sentences about what the files don't tell, and what is therefore missing or an upper bound."""
+    """Sentences for the user. They say what the model's files leave open about the cache, and which sizes are therefore missing or
+    only upper bounds.
+    """
     none_because: str | None = None
-    """Why the model keeps no cache, as a sentence, or None if it keeps one."""
+    """A sentence that says why the model keeps no KV cache, or None if it keeps one."""
     declared: tuple[tuple[str, str, str], ...] = ()
-    """The formats that `config.json` declares: (the name of the attention module, or "" for all; the part, or "" for both; the
-    format).
+    """The formats of KV caches that `config.json` declares, as triples: the attention module's name, or "" for all; the cache
+    tensor, "k" or "v", or "" for both; and the format, such as "fp8".
     """
     dtype: str | None = None
     """The dtype in which the model computes, as its configuration says, or None if it does not say."""
@@ -105,5 +114,7 @@ class KVCache:
     """The number of tokens for which the model was made, as its configuration says, or None if it does not say."""
 
     def nbytes(self, dtype: str, context: int, batch: int = 1, encoder_tokens: int | None = None) -> int:
-        """Return the bytes of all tensors if all are in `dtype`, without scales."""
+        """Return the bytes of all tensors of the cache if all are in `dtype`, without scales. The arguments are those of
+        `KVCacheTensor.nbytes`.
+        """
         return sum(tensor.nbytes(dtype, context, batch, encoder_tokens) for tensor in self.tensors)

@@ -1,6 +1,6 @@
 """The formats of a KV cache: their names, scales and bytes. This module never imports torch.
 
-A part of a KV cache, such as the keys of one layer, is a tensor [batch, heads, tokens, width]. The formats are those that runtimes
+A KV cache consists of tensors [batch, heads, tokens, width], such as the keys of one layer. The formats are those that runtimes
 offer: vLLM, TensorRT-LLM (NVFP4) and KIVI (Liu et al., 2024). `engine/docs/kv-cache.md` says what each of them means.
 """
 
@@ -19,7 +19,9 @@ from dtype_engine.core.suggest import nearest
 SCANNED = "kv:"
 """The prefix by which a scan's list of dtypes distinguishes a format of KV caches, as in `kv:fp8`, from a dtype of weights."""
 GROUP, WINDOW = 32, 128
-"""For KIVI: how many values share a scale, and for how many of the newest tokens values stay unrounded."""
+"""Two numbers of the KIVI formats. GROUP: how many values share a scale. WINDOW: how many of the newest tokens keep unrounded
+values.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +30,13 @@ class KVFormat:
 
     name: str
     dtype: str
-    """A key of `dtypes.BY_NAME`: the dtype of an element, or a block format. "" for integers with zero points."""
+    """The dtype of an element, or the name of a block format; in both cases a key of `dtypes.BY_NAME`. "" for integers with zero
+    points.
+    """
     scales: Literal["none", "tensor", "head", "token", "blocks", "kivi"] = "none"
-    """Which values share a scale: all of a tensor; those of one head; those of one token in one head; blocks of one token in one
-    head; or, for KIVI, those of one channel in `GROUP` tokens (keys), and of one token in `GROUP` channels (values).
+    """Which values of a cache tensor share a scale. "none": the format has no scales. "tensor": all values. "head": those of a
+    head. "token": those of one token in one head. "blocks": those of a block within one token and head. "kivi": for keys, those of
+    one channel in `GROUP` tokens; for values, those of one token in `GROUP` channels.
     """
     bits: int = 0
     """The number of bits of an element, without scales."""
@@ -42,8 +47,8 @@ class KVFormat:
         return self.scales in ("tensor", "head") or self.name == "nvfp4"
 
     def nbytes(self, shape: Sequence[int], keys: bool) -> int:
-        """Return the bytes of a part [batch, heads, tokens, width] in this format, scales included. keys: whether it holds keys,
-        which KIVI groups in another way than values.
+        """Return the bytes of a cache tensor with `shape` [batch, heads, tokens, width] in this format, scales included. keys:
+        whether the tensor holds keys. KIVI gives keys other groups than values.
         """
         batch, heads, tokens, width = shape
         if self.scales == "kivi":
@@ -93,7 +98,9 @@ def names_caches(pattern: str) -> bool:
 
 
 def may_name_caches(pattern: str) -> bool:
-    """Return whether a pattern can name KV caches: it contains `kv_cache`, or its last part is in `PARTS`, as in `*.v`."""
+    """Return whether a pattern may match tensors of KV caches: `kv_cache` occurs in it, or its last dot-separated part is a name in
+    `PARTS`, as in `*.v`.
+    """
     last = pattern.rpartition(".")[2].strip("{}")
     return names_caches(pattern) or not {part.strip() for part in last.split(",")}.isdisjoint(PARTS)
 
@@ -123,7 +130,7 @@ def parse_format(text: str) -> str:
 
 
 def completions(begun: str) -> list[str]:
-    """Return the names of formats of KV caches, as a rule may have them, that begin with a partly typed name."""
+    """Return the names of the KV cache formats that begin with `begun`, a partly typed name, for the dtype of a rule."""
     whole = begun.strip().lower()
     return [name for name in (*map(_typed, KV_FORMATS), dtypes.STORED) if name.startswith(whole)]
 

@@ -13,7 +13,7 @@ from dtype_engine.core.tree import Module, Totals, Tree
 
 OTHER = "other"
 KINDS = ("embeddings", "attention", "state space", "MLP", "experts", "norms", "head", OTHER)
-"""All kinds, in the order in which a model usually runs them."""
+"""All kinds of layers, in the order in which a model usually runs them."""
 
 _NAMES: tuple[tuple[str, str], ...] = (
     ("norms", r"norms?\d*|.*norm(\d*|_f|_final)|norm_.*|.*_norm_.*|(.*_)?ln(_.*|\d*)|bn\d*|.*layernorm.*"),
@@ -37,7 +37,9 @@ _BY_CLASS = [(kind, re.compile(pattern)) for kind, pattern in _CLASSES]
 
 
 def kinds_of_modules(tree: Tree) -> dict[str, str]:
-    """Return the kind of layer of every module, by its name. A module that isn't recognized has the kind of its parent."""
+    """Return a mapping from each module's name to the kind of its layer, such as "attention". A module that isn't recognized has
+    the kind of its parent.
+    """
     by_label: dict[tuple[str, str | None], str | None] = {}
     kinds: dict[str, str] = {}
     for module in tree.walk():
@@ -58,7 +60,7 @@ def kinds_of_modules(tree: Tree) -> dict[str, str]:
 
 
 def _recognised(module: Module) -> str | None:
-    """Return the kind that a module's own name or class gives it, or None."""
+    """Return the kind of layer, such as "norms", that a module's own name or class tells, or None if they tell none."""
     label = module.label
     for kind, pattern in _BY_NAME:
         if pattern.fullmatch(label):
@@ -90,7 +92,8 @@ def kind_of_tensor(name: str, kinds: Mapping[str, str]) -> str:
 
 
 def totals_by_kind(tree: Tree, planned: Mapping[str, str]) -> dict[str, Totals]:
-    """Return the totals of each kind of layer that the model has, in the order of KINDS. planned: dtypes by tensor name.
+    """Return the totals of all tensors of each kind of layer in the model, keyed by the kind, in the order of KINDS. planned:
+    dtypes by tensor name.
 
     The sums over all kinds are the model's own totals: a tied weight counts once, by its canonical name.
     """

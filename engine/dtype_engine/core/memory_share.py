@@ -8,7 +8,9 @@ _processes = 1
 
 
 def share_memory(processes: int) -> None:
-    """Set how many processes share the machine's memory. Each process then gets an equal part of the budget for caches."""
+    """Set how many processes share the machine's memory. `memory_budget` then gives this process an equal part of the memory for
+    caches.
+    """
     global _processes
     _processes = processes
 

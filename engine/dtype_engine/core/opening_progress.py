@@ -24,7 +24,8 @@ the number of imports, so its total is unknown.
 
 
 class OpeningProgress:
-    """Calls `report(step, done, total)` when a step begins, and then five times a second until the `with` block ends.
+    """A context manager that reports the progress of opening a model. It calls `report(step, done, total)` when a step begins, and
+    then five times a second until the `with` block ends.
 
     Imports report no progress themselves, so a separate thread makes these calls. A total of 0 means that the total is unknown.
     """

@@ -90,15 +90,19 @@ class Options:
     chat: bool = False
     """Whether to format each prompt as a user's message with the chat template of the tokenizer (for pictures, the processor)."""
     sequence_length: int | None = None
-    """The maximum number of tokens in a sequence."""
+    """The maximum number of tokens in a calibration sequence; longer texts are split. If None, 512 or the model's maximum if that
+    is less.
+    """
     sequences: int | None = None
-    """The maximum number of sequences to run."""
+    """The maximum number of calibration sequences to run. If None, all."""
     images: tuple[Path, ...] = ()
     """Image files, which the model's own processor converts to inputs."""
     audio: tuple[Path, ...] = ()
     """Audio files, which the model's own processor converts to inputs."""
     tensors: Path | None = None
-    """A file that holds every argument of the forward pass under its name. It replaces all other inputs."""
+    """A file (.safetensors, .npz or .pt) that holds every argument of the forward pass under its name. It replaces all other
+    inputs.
+    """
     metrics: tuple[str, ...] = ()
     """The user's own metrics, which are part of a drift measurement: `file.py:NAME` or `package.module:NAME`, which run that code,
     or `lm-eval:TASK`.
@@ -106,9 +110,13 @@ class Options:
     data: tuple[Path, ...] = ()
     """Files of texts, images, audio or tensors, on which `metrics` are measured. If empty, they are measured on the inputs."""
     weights: Path | None = None
-    """A checkpoint to load into the module that a Python file defines."""
+    """A checkpoint file, whose weights are loaded into the module that a Python file defines. None: the module keeps its own
+    weights.
+    """
     architecture: str | None = None
-    """The class of the module to load a checkpoint into. If None, config.json names the class."""
+    """The name of the transformers class into which a checkpoint is loaded, such as "LlamaForCausalLM". If None, config.json names
+    it.
+    """
     trust_pickle: bool = False
     """Whether to allow unpickling the model's files, which can run any code that they contain."""
     random_weights: bool = False
@@ -120,7 +128,9 @@ class Options:
     trust_remote_code: bool = False
     """Whether to allow running the Python code that comes with the model."""
     reference_bytes: int | None = None
-    """Maximum number of bytes of reference outputs kept for later measurements. If None, 1/4 of the free memory, at most 2 GiB."""
+    """Maximum number of bytes of the reference's outputs that are kept, so that later measurements need not compute them again. If
+    None, 1/4 of the free memory, at most 2 GiB.
+    """
     reference: str = FLOAT32
     """The reference, from which drift is measured. "float32": the model's stored weights in float32 arithmetic (float64 for weights
     stored in float64). "stored": the model in its stored dtypes, as plain torch runs it. Any other text names another checkpoint of
@@ -133,11 +143,11 @@ class Options:
     """
     floor: Literal["auto", "always", "never"] = "auto"
     """When to measure the noise floor: how much the reference differs from itself if the same arithmetic runs in another order.
-    "auto": when a measured drift is close to the floor, or while the engine is otherwise idle.
+    "auto": if a measured drift is so small that it may be noise, and in the app also while the engine is idle.
     """
     modules: Literal["some", "exact"] = "some"
-    """The sequences in which modules' outputs are compared. "some": the first one, and others up to about 1/6 of the inputs.
-    "exact": all.
+    """On which sequences the outputs of modules are compared. "some": on the first sequence and on others, up to about 1/6 of the
+    inputs. "exact": on all sequences.
     """
     settings: RunSettings = field(default_factory=RunSettings)
     limits: InputLimits = field(default_factory=InputLimits)
@@ -145,13 +155,15 @@ class Options:
     threads: int | None = None
     """The number of threads that torch uses for computing. If None, torch's default number."""
     read_only: bool = False
-    """Whether an engine refuses to read inputs that are named while it runs, and to write any file. For an app that is shown to
-    others.
+    """Whether the engine refuses to write any file, and to read input files that are chosen while it runs. The app sets this when
+    it is shown to other people.
     """
     over_memory: bool = False
     """Whether to run a model that is larger than the memory. Its weights are then read from the disk whenever it runs."""
     max_memory: Mapping[str, int] = field(default_factory=dict)
-    """The most bytes of memory to use, keyed by "cpu" or the name of another device. By default, all memory of the machine."""
+    """The most bytes of memory that weights may take, keyed by device: "cpu" or the name of an accelerator, such as "cuda:0".
+    Without an entry, all memory of the machine may be used.
+    """
     workers: int | str | None = None
     """Where the app runs scans, the search for causes, and measurements of several recipes. A number: in this many processes. An
     address such as `tcp://HOST:8786`: on the cluster at this address. None: in the app's single engine. A `Session` always works in

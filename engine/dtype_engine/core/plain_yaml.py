@@ -65,7 +65,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def load_yaml(text: str) -> Any:
-    """Return the content of a YAML text. Raises UserError with the reason and the line."""
+    """Return the content of a YAML text. Raises UserError, which names the reason and the line."""
     try:
         return yaml.load(text, _PlainLoader)
     except yaml.YAMLError as error:

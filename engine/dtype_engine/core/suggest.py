@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _LONGEST = 200
-"""Maximum length in characters of a name to compare. The time of a comparison grows with the square of the length. Typed names are
-shorter than this.
+"""Maximum length in characters of a name that is compared with known names. The time of a comparison grows with the square of the
+length. Names that people type are shorter than this.
 """
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name that is most similar to `word` in lower case.
+    """Return the name in `known` that is most similar to `word`. Upper and lower case are not distinguished.
 
     Returns None if no known name has a similarity (0 to 1, by `difflib`) of at least `cutoff`.
     """

@@ -9,9 +9,9 @@ INTERVAL_S = 0.1
 
 
 class Throttle:
-    """Limits how often something is reported: at most once in `every` * `INTERVAL_S` seconds.
+    """Limits how often something is reported: at most once in `every` times `INTERVAL_S` seconds.
 
-    first: whether the first report is allowed at once instead of after this time.
+    first: whether the first report may be made at once. If False, it is due only after that time.
     """
 
     def __init__(self, first: bool = True, every: float = 1.0) -> None:

@@ -136,7 +136,7 @@ class Module:
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     """The tensors that the module itself holds, by local name. The alias of a tied weight maps to the tensor that it is tied to."""
     keep_in_fp32: str | None = None
-    """If the model's code requires float32 for this module, a phrase that cites the code; otherwise None."""
+    """If the model's code requires this module to be in float32: a phrase for the user that cites this code. Otherwise None."""
     first: int = 0
     """Index in `Tree.order` of the first tensor at or below this module."""
     end: int = 0
@@ -177,7 +177,7 @@ class Totals:
         self.unknown += tensor.logical_numel == "unknown"
 
     def add_totals(self, more: Totals) -> None:
-        """Add the totals of other modules, for the sum over several modules."""
+        """Add the totals `more` of another module to these, for the sum over several modules."""
         for dtype, nbytes in more.nbytes.items():
             self.add(dtype, more.elements[dtype], nbytes)
         for dtype, nbytes in more.tied.items():
@@ -205,8 +205,8 @@ class Totals:
         return "-" if self.tied and not self.nbytes else human_count(self.parameters)
 
     def mix(self) -> list[tuple[str, float]]:
-        """Pairs (dtype, fraction of the bytes), largest fraction first. If a module holds only tied weights that are counted
-        elsewhere, the fractions are those of these weights; otherwise such weights are left out.
+        """The dtypes of the tensors as pairs (dtype, fraction of the bytes), largest fraction first. Tied weights that are counted
+        elsewhere are left out, unless the module holds nothing else.
         """
         held = self.nbytes or self.tied
         whole = sum(held.values())
@@ -215,7 +215,7 @@ class Totals:
 
 
 class NodeTotals(Mapping[str, Totals]):
-    """Maps each module's name to its totals, which are computed on access.
+    """A mapping from each module's name to the totals of its tensors. The totals are computed when they are looked up.
 
     A module's tensors are consecutive in `Tree.order`, so its totals are the difference of two entries of running sums.
     """
@@ -284,7 +284,7 @@ class Tree:
         self.has_classes = classes is not None
         classes = classes or {}
         self.kv_cache = KVCache()
-        """The tensors of the cache that the model keeps while it generates text. None of them is in `tensors`."""
+        """The tensors of the KV cache that the model keeps while it generates text. None of them is in `tensors`."""
         self.root = Module("", classes.get(""))
         self.modules: dict[str, Module] = {"": self.root}
         self.tensors: dict[str, TensorInfo] = {}
@@ -310,8 +310,8 @@ class Tree:
 
     @property
     def caches(self) -> tuple[str, ...]:
-        """The names of the KV cache's tensors that a rule may give a format: keys and values, or MLA's latent and rotary part. The
-        states of recurrent layers and the keys of indexers are not among them, and neither is what a layer shares with another.
+        """The names of the KV cache tensors to which a rule may give a format: keys, values, and MLA's latent and rotary tensors.
+        Left out are the states of recurrent layers, the keys of indexers, and tensors that a layer shares with another.
         """
         return tuple(tensor.name for tensor in self.kv_cache.tensors if tensor.castable)
 
@@ -392,12 +392,16 @@ class Tree:
 
     @cached_property
     def fused_groups(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the weights that runtimes fuse into one matrix, group by group."""
+        """The groups of weights that runtimes fuse into one matrix. Each group is a tuple of names, such as those of q, k and v of
+        one layer.
+        """
         return fused_groups(self.tensors)
 
     @cached_property
     def names(self) -> tuple[list[str], list[str]]:
-        """The names of all modules and distinct tensors, depth first as the screen shows them, and the same names in lower case."""
+        """A pair: the names of all modules and distinct tensors, depth first as the screen shows them, and the same names in lower
+        case.
+        """
         names: list[str] = []
         for node in self.walk():
             prefix = f"{node.name}." if node.name else ""
@@ -431,7 +435,9 @@ class Tree:
         return sum(tensor.nbytes for tensor in self.tensors.values() if tensor.counted)
 
     def totals(self, planned: Mapping[str, str] | None = None) -> NodeTotals:
-        """Return the totals of every module. planned: dtypes by tensor name; other tensors count in their stored dtype."""
+        """Return a mapping from every module's name to its totals. planned: dtypes by tensor name; a tensor that is not in it
+        counts in its stored dtype.
+        """
         return NodeTotals(self, planned)
 
 
@@ -441,7 +447,7 @@ def is_number(part: str) -> bool:
 
 
 def numbered_parts(name: str) -> list[int]:
-    """Return the indices of the number parts in a dotted name: [2] for `model.layers.3.mlp`."""
+    """Return the positions of the numbers among the dot-separated parts of a name: [2] for `model.layers.3.mlp`."""
     return [index for index, part in enumerate(name.split(".")) if is_number(part)]
 
 

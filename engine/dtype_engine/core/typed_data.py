@@ -38,8 +38,8 @@ def as_type(data: object, kind: type[T]) -> T:
 def refuse_unknown(what: str, names: Iterable[object], known: Collection[str]) -> None:
     """Raise UserError for the first of `names` that is not in `known`.
 
-    The message suggests the nearest known name, or lists all known names if none is near. what: a word for the kind of name, such
-    as "option".
+    The message suggests the nearest known name, or lists all known names if none is near. what: what the names are, for the
+    message, such as "option".
     """
     for name in names:
         if name not in known:

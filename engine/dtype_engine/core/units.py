@@ -33,15 +33,15 @@ def percent(share: float) -> str:
 
 
 def change_text(before: int, after: int) -> str:
-    """Return the change between two numbers of bytes, such as `54.9 % less`, or "" if `before` is 0 or equals `after`."""
+    """Return the change from one number of bytes to another, such as `54.9 % less`, or "" if `before` is 0 or equals `after`."""
     if not before or before == after:
         return ""
     return f"{100 * abs(after / before - 1):.1f} % {'less' if after < before else 'more'}"
 
 
 def share_text(count: int, whole: int) -> str:
-    """Return a count, followed by its share of `whole` unless the share is below 0.1 %: `1.2 M 3.4 %`. A count of 0 is written as
-    `-`.
+    """Return a count as text, followed by its percentage of `whole` unless this is below 0.1 %: `1.2 M 3.4 %`. A count of 0 is
+    written as `-`.
     """
     if not count:
         return "-"
@@ -62,7 +62,7 @@ def time_left(seconds: float) -> str:
 
 
 def decibels(value: float | None) -> str:
-    """Return a value that is in decibels as text, such as `46.50 dB`.
+    """Return a number of decibels as text, such as `46.50 dB`.
 
     Infinity is written as `exact`; None, NaN and minus infinity are written as words.
     """
@@ -76,7 +76,7 @@ def decibels(value: float | None) -> str:
 
 
 def signed(value: float, digits: int) -> str:
-    """Return a number with its sign and `digits` decimals, such as `+0.26`. What rounds to 0 is positive."""
+    """Return a number with its sign and `digits` decimals, such as `+0.26`. A number that rounds to 0 gets the sign `+`."""
     return f"{round(value, digits) + 0.0:+.{digits}f}"
 
 

@@ -1,4 +1,6 @@
-"""The folders of the user in the system's usual places, which the engine and the app share: state, configuration and cache."""
+"""The folders for this program's state, configuration and cache in the user's home, at the usual places of the operating system.
+The engine and the app share them.
+"""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from typing import Any
 
 
 def as_json(value: Any) -> Any:
-    """Return `value` with dataclasses converted to dictionaries, and numbers that JSON can't express (infinity, NaN) replaced by
-    None.
+    """Return `value` as objects for JSON: dataclasses become dictionaries, and numbers that JSON can't express (infinity, NaN)
+    become None.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}

@@ -11,13 +11,15 @@ from dtype_engine.core.text import Name
 from dtype_engine.results.drift import OutputDrift, drifts_less
 
 REACH_OF_FLOOR = 1e-3
-"""Largest relative L2 error of an output for which the noise floor is measured, because the drift may be mere noise. Summing in
-another order changes a float32 output by about 1e-7 of its size; the limit is higher because the noise grows in deep models.
+"""The largest relative L2 error of an output with which its drift may be mere noise, so that the noise floor is measured. Summing
+in another order changes a float32 output by about 1e-7 of its size; the limit is higher because the noise grows in deep models.
 """
 
 
 def near_floor(output: OutputDrift) -> bool:
-    """Return whether the difference from the reference is so small that it may be noise, so that the floor should be measured."""
+    """Return whether the output differs from the reference by so little that the drift may be noise. If so, the noise floor should
+    be measured.
+    """
     return 0 < output.rel_l2 <= REACH_OF_FLOOR
 
 
@@ -30,7 +32,7 @@ class NoiseFloor:
     worst over all these runs. If the list is empty, because the model supports no such run, the floor is unknown.
     """
     positions: int
-    """How many rows of the main output were compared."""
+    """How many positions of the main output (its rows, such as tokens) were compared."""
     sqnr_db: float
     max_abs: float
     rel_l2: float
@@ -50,21 +52,21 @@ class NoiseFloor:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """The drift caused by one module or subtree, measured with only the weights in it cast."""
+    """The drift of the main output if the recipe casts only the weights in one module or subtree."""
 
     name: Name
     """The name of the module or of the subtree's topmost module."""
     modules: int
     """How many modules with weights the subtree contains; 1 for a single module."""
     drift: float
-    """The drift of the main output, in the report's unit, if only this module or subtree is cast. It is infinity if the output is
-    not finite.
+    """The drift of the main output if only this module or subtree is cast, in the unit of the `AttributionReport`. It is infinity
+    if the output is not finite.
     """
     share: float | None
     """`drift` divided by the drift of the whole recipe on the same inputs, or None if the quotient is not finite."""
     local_sqnr_db: float | None = None
-    """The SQNR in dB of the module's own output if only this module is cast. Its inputs then equal the reference's, so this is the
-    error of the module alone. None for a subtree, and for a module without an output to compare.
+    """The SQNR in dB of the module's own output if only this module is cast. Its inputs then equal the reference's, so the SQNR
+    shows the error of this module alone. None for a subtree, and for a module without an output to compare.
     """
 
 
@@ -75,42 +77,43 @@ class AttributionReport:
     model: str
     rules: tuple[str, ...]
     unit: str
-    """The unit of all drifts in this report."""
+    """The unit of all drifts in this report, such as nats per token."""
     whole: float
-    """The drift of the whole recipe over the inputs of this report."""
+    """The drift of the main output if the whole recipe is applied, over the inputs of this report."""
     together: float
     """The sum of `drift` over all contributions. It may differ from `whole`, because drifts can cancel or reinforce each other."""
     positions: int
-    """How many rows of the main output were compared."""
+    """How many positions of the main output (its rows, such as tokens) were compared."""
     passes: int
     """How many forward passes were run. Some were partial: they began at the first module that the cast affects."""
     seconds: float
     causes: tuple[Contribution, ...]
-    """The contributions, the largest first."""
+    """The drift that each module or subtree causes alone, the largest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartialAttribution:
-    """The contributions found so far, while modules or subtrees are still being measured."""
+    """The causes of a drift as far as they are known while modules and subtrees are still being measured one by one."""
 
     report: AttributionReport
     """The report on the modules and subtrees that have been measured. Only these count in `together`, `passes` and `seconds`."""
     done: int
-    """How many measurements have finished."""
+    """How many modules and subtrees have been measured."""
     total: int
-    """How many measurements there are in all."""
+    """How many modules and subtrees are to be measured in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteDiagnosis:
-    """The place where values stop being finite, and rules that prevent it.
+    """Where values stop being finite in the candidate, and which rules prevent this.
 
     `module`, `operation` and `dtype` describe the first operation that computes a non-finite value from finite ones.
     """
 
     kind: Literal["weight", "activation", "reference", "unknown"]
-    """The cause: "weight": values of `weights` exceed the range of the dtype. "activation": the result of an operation, or an
-    activation cast for an operation, exceeds that range. "reference": the float32 reference itself is not finite.
+    """The cause. "weight": the values of `weights` exceed the range of `dtype`. "activation": the result of the operation, or an
+    activation that was cast for it, exceeds the range of `dtype`. "reference": the float32 reference itself is not finite.
+    "unknown": none of these.
     """
     first_module: Name
     """The first module, in the order of execution, whose output is finite in the reference but not in the candidate."""
@@ -132,16 +135,17 @@ class NonFiniteDiagnosis:
     Empty if no such rules were found.
     """
     reason: str = ""
-    """Without a remedy: why there is none. With a remedy: a note that the reference has values that are not finite, or ""."""
+    """If `remedy` is empty: why no rules were found. Otherwise a note that the reference itself has values that are not finite, or
+    "".
+    """
     constant: float | None = None
-    """The value of a constant in the model's code, if it is the cause because the dtype can't represent it: a mask that becomes
-    infinite, or an epsilon that becomes 0. Otherwise None.
+    """If the cause is a constant in the model's code that the dtype can't represent: the constant's value. Examples are a mask that
+    becomes infinite and an epsilon that becomes 0. Otherwise None.
     """
     before: OutputDrift | None = None
-    """The drift of the main output without the rules of `remedy`."""
+    """The drift of the main output without the rules in `remedy`."""
     after: OutputDrift | None = None
-    """The drift of the main output with the rules of `remedy`, over the same inputs as `before`. None if there are no such rules.
-    """
+    """The drift of the main output with the rules in `remedy`, over the same inputs as `before`. None if `remedy` is empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The findings of a checkpoint check, as plain data, and why each kind of finding matters."""
+"""The problems that a check of a checkpoint finds, as plain data, and why each kind of problem matters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Kind:
 
     title: str
     why: str
-    """A sentence that says why findings of this kind matter."""
+    """A sentence that says why problems of this kind matter."""
     seen: tuple[str, ...] = ()
-    """Public issues that report this problem in published checkpoints or loaders, as owner/repository#number."""
+    """Public issues that report this kind of problem in published checkpoints or loaders, each as owner/repository#number."""
 
 
 KINDS: dict[str, Kind] = {
@@ -113,38 +113,38 @@ KINDS: dict[str, Kind] = {
         "They are no parts of quantized weights, so nothing of the source became them.",
     ),
 }
-"""All kinds of findings, keyed by the names that they have in JSON and SARIF."""
+"""All kinds of problems that a check can find, keyed by their names in JSON and SARIF, such as "missing-tensor"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One problem in a checkpoint."""
+    """One problem that a check found in a checkpoint."""
 
     kind: str
-    """The name of the kind: a key of `KINDS`."""
+    """The name of the kind of problem: a key of `KINDS`."""
     tensor: Name
     """The name of whatever has the problem: a tensor, a file or a field of config.json."""
     what: str
-    """A description of the problem, which completes a sentence that begins with the name in `tensor`."""
+    """What is wrong, in words that complete a sentence which begins with the name in `tensor`, such as "has no scales"."""
     file: str = ""
     """The name of the file in which the problem was found."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The findings of a check, and what the check examined."""
+    """What a check of a checkpoint found, and what it examined."""
 
     model: str
     tensors: int
     files: int
     scales: int
-    """How many scale tensors were read."""
+    """How many scale tensors of quantized weights were read."""
     values: int | None
     """The number of tensors whose values were read, or None if the user did not ask for reading values."""
     seconds: float
     findings: tuple[Finding, ...]
     unchecked: tuple[str, ...] = ()
-    """Sentences that say what was not checked."""
+    """Sentences for the user that say what was not checked."""
     against: str | None = None
     """The name of the source checkpoint with which the checkpoint was compared; None if the user named no source."""
     coverage: Coverage | None = None

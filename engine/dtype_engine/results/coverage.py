@@ -29,8 +29,8 @@ class Coverage:
         return f"{self.found:,} of {plural(self.expected, 'tensor')} found"
 
     def sentences(self, model: str) -> tuple[str, ...]:
-        """Return sentences for the user: one if the files lack tensors of the model, and one if the model does not use tensors of
-        the files. Returns () if neither is so. model: the name of the model class.
+        """Return sentences for the user: one if the files lack tensors of the model, and one if they have tensors that the model
+        does not use. Returns () if there are neither. model: the name of the model class.
         """
         said = []
         if self.missing:
@@ -45,6 +45,8 @@ class Coverage:
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """Return the first component, with its dot, that all dotted names have in common, or "" if they do not start alike."""
+    """Return the first part that all dotted names have in common, with its dot, such as "model." for names like
+    "model.norm.weight". Returns "" if the names begin with different parts.
+    """
     firsts = {name.partition(".")[0] for name in names if "." in name}
     return f"{firsts.pop()}." if len(firsts) == 1 and all("." in name for name in names) else ""

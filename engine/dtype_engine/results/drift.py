@@ -1,4 +1,5 @@
-"""How far outputs are from the reference, as plain data that panes show and `--json` prints.
+"""The results of a drift measurement: how far outputs are from the reference's, as plain data that the app shows and `--json`
+prints.
 
 Times are in seconds, KL in nats per position, SQNR in decibels. A metric that was not measured is None.
 """
@@ -23,7 +24,7 @@ from dtype_engine.results.metrics import MetricChange
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputDrift:
-    """How far the main output is from the reference, over all its elements, computed in float64.
+    """How far the candidate's main output is from the reference's, over all elements, computed in float64.
 
     c is the candidate's output and r the reference's. q is the candidate's distribution over classes at a position, and p the
     reference's. `_se` is the standard error of a mean over positions. Percentiles (`_p999` is the 99.9th, `_p01` the 0.1th) need
@@ -33,15 +34,15 @@ class OutputDrift:
     elements: int
     """How many elements the output has."""
     mean_abs: float
-    """The mean absolute difference of the two outputs, in the output's own unit."""
+    """The mean absolute difference between the candidate's and the reference's output, in the output's own unit."""
     max_abs: float
-    """The largest absolute difference of the two outputs, in the output's own unit."""
+    """The largest absolute difference between the candidate's and the reference's output, in the output's own unit."""
     rel_l2: float
     """The relative L2 error, ‖c - r‖ / ‖r‖. c is the candidate's output, r the reference's."""
     sqnr_db: float
     """20 log10(‖r‖ / ‖c - r‖) in decibels: the size of the reference r over that of the error c - r. Infinity if c equals r."""
     cosine: float
-    """The cosine similarity of the two outputs, r·c / (‖r‖ ‖c‖)."""
+    """The cosine similarity r·c / (‖r‖ ‖c‖) of the reference's output r and the candidate's output c."""
     nonfinite: int
     """The number of elements of the candidate's output that are not finite and differ from the reference's."""
 
@@ -63,7 +64,7 @@ class OutputDrift:
 
     # The fields below are set where the next token of the text is known.
     scored_tokens: int | None = None
-    """How many positions have a known next token."""
+    """At how many positions the actual next token is known, so that its probability can be compared."""
     dp_mean: float | None = None
     """The mean of q - p: the probability of the actual next token under the candidate, minus that under the reference. All `dp_`
     fields are about this difference, which is between -1 and 1.
@@ -102,7 +103,9 @@ class OutputDrift:
     perplexity_reference_se: float | None = None
     perplexity_candidate_se: float | None = None
     perplexity_correlation: float | None = None
-    """Pearson's correlation of the two models' losses, -log of the probability of the actual next token."""
+    """Pearson's correlation, over positions, of the candidate's loss with the reference's. The loss is -log of the probability of
+    the actual next token.
+    """
     perplexity_ratio: float | None = None
     """perplexity_candidate / perplexity_reference."""
     perplexity_ratio_se: float | None = None
@@ -112,9 +115,13 @@ class OutputDrift:
 
     # The fields below are set where the output is a picture or a video (`runtime/numerics/compare/pictures.py`).
     psnr_db: float | None = None
-    """The peak signal-to-noise ratio in dB: infinity for equal pictures."""
+    """If the output is a picture: the peak signal-to-noise ratio of the candidate's picture in dB; infinity if both pictures are
+    equal.
+    """
     ssim: float | None = None
-    """The mean structural similarity, at most 1. None if the pictures are smaller than its window of 11 x 11 pixels."""
+    """If the output is a picture: the mean structural similarity (SSIM) of the two pictures, at most 1. None if they are smaller
+    than SSIM's window of 11 x 11 pixels.
+    """
 
     nonfinite_reference: int = 0
     """The number of elements of the reference's output that are NaN or +infinity. -infinity is not counted, since masks have it."""
@@ -142,13 +149,13 @@ class ModuleDrift:
 
     name: Name
     sqnr_db: float | None
-    """SQNR in decibels: infinity if the outputs are equal. None if they can't be compared element by element, for example because
-    an expert got other tokens than in the reference.
+    """The SQNR of the module's output in decibels: infinity if it equals the reference's. None if the two can't be compared element
+    by element, for example because an expert got other tokens than in the reference.
     """
     max_abs: float
     """The largest absolute difference from the reference's output, in the output's own unit."""
     nonfinite: int
-    """The number of elements of the output that are not finite and differ from the reference."""
+    """The number of elements of the module's output that are not finite and differ from the reference's."""
 
 
 def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
@@ -186,7 +193,9 @@ def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
 
 @dataclass(frozen=True, slots=True)
 class ImplicitCastStats:
-    """Implicit casts of one kind in a forward pass: `operation` in `module` received dtype `source` and computed in `target`."""
+    """The implicit casts of one kind in a forward pass: `operation` in `module` received values of dtype `source` and computed in
+    dtype `target`.
+    """
 
     module: Name
     operation: str
@@ -225,10 +234,10 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much of the inputs a measurement's metrics cover, and how precise the metrics are as estimates for all inputs.
+    """How many of the inputs were run for a measurement, and how precisely its metrics estimate those of all inputs.
 
-    The error of a metric is its standard error divided by the metric (`runtime/measure/sampling_error.py`): 0.0 once all inputs
-    were run, None if it is unknown.
+    The precision is given by the relative error, the standard error of a metric divided by the metric
+    (`runtime/measure/sampling_error.py`). It is 0.0 once all inputs were run, and None if it is unknown.
     """
 
     done: int
@@ -236,9 +245,9 @@ class Extent:
     total: int
     """The number of sequences in the inputs."""
     positions: int
-    """The number of rows of the main output that were compared."""
+    """The number of positions of the main output (its rows, such as tokens) that were compared."""
     of_tokens: bool = False
-    """Whether positions are tokens of a text."""
+    """Whether the positions that `positions` counts are tokens of a text."""
     rel_l2_error: float | None = 0.0
     kl_error: float | None = None
     left_out: int = 0
@@ -256,7 +265,9 @@ class Extent:
 
     @property
     def left_out_text(self) -> str:
-        """The text `; 6 padding positions left out`, or "" if none are left out."""
+        """A text about padding to append to a report, such as `; 6 padding positions left out`, or "" if no positions are left
+        out.
+        """
         return f"; {plural(self.left_out, 'padding position')} left out" if self.left_out else ""
 
     def is_within(self, precision: float | None) -> bool:
@@ -266,8 +277,8 @@ class Extent:
         return self.whole or (precision is not None and self.error is not None and self.error <= precision)
 
     def rest_for(self, precision: float | None) -> float:
-        """Return an estimate of the share (0 to 1) of the remaining sequences that must be run to reach `precision`. The estimate
-        assumes that the square of the error after n of N sequences is proportional to (N - n) / n.
+        """Return an estimate of the share (0 to 1) of the remaining sequences that must be run until `error` is at most
+        `precision`. The estimate assumes that the square of the error after n of N sequences is proportional to (N - n) / n.
         """
         left = self.total - self.done
         if precision is None or not self.error or left <= 0:
@@ -287,7 +298,7 @@ class PartialDrift:
 
 @dataclass(frozen=True, slots=True)
 class DriftReport:
-    """One measurement of a recipe against the reference."""
+    """The result of one drift measurement: how far the model under a recipe is from the reference."""
 
     model: str
     device: str
@@ -303,23 +314,25 @@ class DriftReport:
     memory: MemoryStats
     seconds: Seconds
     sequences: Extent
-    """How many sequences and positions of the inputs were run, of how many. `output` has the drift of these."""
+    """How many sequences and positions of the inputs were run for `output`, and of how many."""
     modules_sequences: int
-    """How many sequences the metrics of `modules` cover: all, or about a sixth of the inputs, which includes the first sequence."""
+    """On how many sequences the outputs of `modules` were compared: all, or about a sixth of the inputs, which includes the first
+    sequence.
+    """
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
     """The weights with values that their cast made infinite or zero, or clipped, with the numbers of such values."""
     activations: Literal["none", "weights"] = "none"
-    """The setting `quantize_activations` of the measurement."""
+    """The setting `quantize_activations` with which the candidate was run."""
     coverage: Coverage | None = None
     """How many tensors of the model its files have, or None for a model without a checkpoint."""
     metrics: tuple[MetricChange, ...] = ()
-    """The user's own metrics."""
+    """The user's own metrics, such as an accuracy, on the reference and on the candidate."""
 
     @property
     def weights_only(self) -> bool:
-        """Whether this measurement left activations unquantized that a runtime would quantize in the recipe's formats of weights.
-        Rules that name KV caches don't count.
+        """Whether activations stayed unquantized in this measurement although runtimes quantize them for weights in the recipe's
+        formats. Rules for KV caches don't count.
         """
         rules = (rule.rpartition("=") for rule in self.rules)
         quantized = any(
@@ -329,8 +342,8 @@ class DriftReport:
 
     @property
     def inputs_run(self) -> str:
-        """A description of the inputs. If not all sequences were run, it says how many were. If positions were left out as padding,
-        it says how many.
+        """A description of the inputs. It says how many sequences were run if not all were, and how many positions were left out as
+        padding if any were.
         """
         run = self.sequences
         words = self.inputs if run.whole else f"{self.inputs}; {run.done:,} of {run.total:,} were run"
@@ -358,8 +371,8 @@ def unit_for(classes_dim: int | None, dimensions: int) -> str:
 
 
 def drifts_less(one: OutputDrift, other: OutputDrift) -> bool:
-    """Return whether `one` drifts less than `other`: it has fewer non-finite values or, if the numbers are equal, a smaller mean
-    KL. Without KL, the relative L2 error decides.
+    """Return whether the output `one` drifts less than the output `other`: it has fewer non-finite values or, if the numbers are
+    equal, a smaller mean KL. If KL was not measured, the relative L2 error decides.
     """
     if one.nonfinite != other.nonfinite:
         return one.nonfinite < other.nonfinite

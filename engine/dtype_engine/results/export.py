@@ -11,8 +11,8 @@ from dtype_engine.results.losses import ValueLoss
 
 @dataclass(frozen=True, slots=True)
 class ExportedDtype:
-    """How many tensors of an export have one dtype, and their bytes, including scales if it is a format with scales, such as
-    float8.
+    """One dtype of an export: the number of tensors that have it, and their bytes, including scales if the dtype is a format with
+    scales, such as float8.
     """
 
     tensors: int
@@ -28,9 +28,9 @@ class ExportReport:
     rules: tuple[str, ...]
     config_dtype: str
     nbytes: int
-    """Bytes of all tensors, scales included, headers excluded."""
+    """The bytes of all tensors in the export, scales included, file headers excluded."""
     files: tuple[str, ...]
-    """The files that contain weights."""
+    """The names of the files that contain weights, within the export's folder."""
     dtypes: dict[str, ExportedDtype]
     seconds: float
     notices: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class TensorDifference:
 
     name: str
     what: str
-    """How the tensor differs, in words that follow its name."""
+    """How the tensor differs, in words that follow the tensor's name in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class ComparedTensor:
     elements: int
     differing: int | None
     """How many elements differ from the source's tensor after `Tensor.to` has cast that tensor to this tensor's dtype. Two NaN
-    count as equal. None if this tensor was decoded from codes with scales, because it then is no such cast.
+    count as equal. None if this tensor was decoded from codes with scales, which `Tensor.to` does not make.
     """
     max_abs: float
     """The largest absolute difference between this tensor and the source's tensor; infinity if a value is finite in only one of
@@ -76,7 +76,7 @@ class ComparedTensor:
 
 @dataclass(frozen=True, slots=True)
 class CastReport:
-    """The comparison of a checkpoint that another program wrote with its source."""
+    """The comparison of a checkpoint that another program wrote with its source, the model from which it was made."""
 
     folder: str
     model: str
@@ -99,7 +99,9 @@ class CastReport:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The comparison of an export with the tensors that its recipe computes from the source."""
+    """The comparison of an export with the tensors that its recipe gives when it is applied to the source, the model that was
+    exported.
+    """
 
     folder: str
     model: str
@@ -116,8 +118,8 @@ class VerifyReport:
     measured.
     """
     drift_after: OutputDrift | None = None
-    """The drift of the model loaded from the export, from the same reference. It equals `drift_before` if the export is exact. None
-    if drift was not measured.
+    """The drift of the model that is loaded from the export, from the same reference as `drift_before`. The two are equal if the
+    export is exact. None if drift was not measured.
     """
     unchecked: tuple[str, ...] = ()
     """Sentences for the user about what was not compared, and may differ."""
@@ -126,5 +128,5 @@ class VerifyReport:
 
     @property
     def same(self) -> bool:
-        """Whether the export equals what its recipe computes from the source."""
+        """Whether every tensor of the export equals the one that its recipe gives when it is applied to the source."""
         return not self.differences and repr(self.drift_before) == repr(self.drift_after)  # NaN equals itself here

@@ -1,4 +1,4 @@
-"""The inputs of a model, as plain data for panes and `--json`."""
+"""The inputs on which a model is run, as plain data for the app and for `--json`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """One tensor argument of a forward pass. `name` is the argument's position if it has no name."""
+    """One tensor argument of a forward pass. `name` is the argument's name, or its position if it has none."""
 
     name: str
     shape: tuple[int, ...]
@@ -19,7 +19,7 @@ class InputBatch:
     """The inputs of one forward pass."""
 
     what: str
-    """The beginning of the text, or a name for the image or audio."""
+    """What the user sees of the input: the beginning of the text, or a name for the image or audio."""
     positions: int | None
     """The number of token positions, over all rows of the batch, or None if the input is not a sequence of tokens. If the model has
     a decoder with its own inputs, the decoder's tokens are counted.

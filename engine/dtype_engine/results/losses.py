@@ -1,4 +1,4 @@
-"""How many values of a weight a cast makes infinite or zero, or clips, as plain data. Such values are called lost."""
+"""How many values of a weight a cast makes infinite or zero, or clips, as plain data. This program calls such values lost."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import Name
 
 _ROUNDING_SHARE = 0.01
-"""A cast that makes a smaller fraction than this of a tensor's values zero may count as ordinary rounding. For the coarse dtypes of
-`_rounds_to_zero`, any fraction may.
+"""The fraction of a tensor's values below which a cast that makes them zero may count as ordinary rounding. For the coarse dtypes
+of `_rounds_to_zero`, any fraction may count as such.
 """
 
 
 def _rounds_to_zero(dtype: str) -> bool:
     """Return whether a dtype is so coarse that making small values zero is ordinary rounding: an integer, or a float of less than 8
-    bits. All values under half a step become zero. Of normally distributed values, these are 1 in 80 in int8 and 1 in 13 in mxfp4,
-    and more if there are outliers.
+    bits. In such a dtype, all values under half a step become zero. Of normally distributed values, these are 1 in 80 in int8 and 1
+    in 13 in mxfp4, and more if there are outliers.
     """
     row = dtypes.BY_NAME[dtype]
     return row.kind == "int" or row.bits < 8
@@ -25,11 +25,11 @@ def _rounds_to_zero(dtype: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """How many values of one tensor its cast to `dtype` made infinite or zero, or clipped to the dtype's largest value. The counts
+    """How many values of one tensor the cast to `dtype` made infinite or zero, or clipped to the dtype's largest value. The counts
     are exact.
 
     Casts to dtypes with scales (float8, int8) always make some small values zero, which is ordinary rounding (`is_rounding`). Lists
-    of casts leave out tensors whose only change is this rounding.
+    of casts for the user leave out tensors with no other change.
     """
 
     tensor: Name
@@ -46,7 +46,9 @@ class ValueLoss:
     divided counts as a channel.
     """
     saturated: int = 0
-    """The number of values beyond the range of the scale, which were clipped to the largest value of a dtype with scales."""
+    """If `dtype` has scales: the number of values that were too large for the scale and were clipped to the dtype's largest
+    value.
+    """
     nonfinite: int = 0
     """The number of values that were not finite before the cast."""
 
@@ -62,15 +64,15 @@ class ValueLoss:
 
     @property
     def is_listed(self) -> bool:
-        """Whether this tensor is in lists of casts that make values infinite or zero: the cast did more than ordinary rounding, or
-        made values zero in a dtype without scales.
+        """Whether this tensor is shown to the user in lists of casts that make values infinite or zero. It is if the cast did more
+        than ordinary rounding, or made values zero in a dtype without scales.
         """
         return not self.is_rounding or (self.vanished > 0 and self.dtype not in dtypes.STORAGE_DTYPES)
 
 
 def severe(losses: Sequence[ValueLoss]) -> list[ValueLoss]:
-    """Return the entries in which a cast did more than round small values to zero. Those with the largest fraction of values that
-    became infinite come first, then those with the largest fraction that became zero.
+    """Return the entries of `losses` in which a cast did more than round small values to zero. Those with the largest fraction of
+    values that became infinite come first, then those with the largest fraction that became zero.
     """
     lost = [loss for loss in losses if not loss.is_rounding]
     return sorted(lost, key=lambda loss: (-loss.overflowed / loss.elements, -loss.vanished / loss.elements))

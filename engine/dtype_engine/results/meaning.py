@@ -24,7 +24,7 @@ Grade = Literal["green", "yellow", "orange", "red"]
 GRADES: Mapping[Word, Grade] = {
     "exact": "green", "under the floor": "green", "invisible": "green", "small": "yellow", "visible": "orange", "broken": "red",
 }  # fmt: skip
-"""The color in which each word about a drift is shown, on the screen and in reports."""
+"""The color in which each word that rates a drift is shown, on the screen and in reports."""
 
 
 def rounding_sqnr_db(mantissa: int) -> float:
@@ -38,18 +38,20 @@ def rounding_sqnr_db(mantissa: int) -> float:
 
 
 def cosine_at(sqnr_db: float) -> float:
-    """Return the cosine similarity of output and reference if the error has this SQNR and is orthogonal to the reference."""
+    """Return the cosine similarity of an output with the reference's if the output's error is orthogonal to the reference and the
+    output has this SQNR in dB.
+    """
     return 1 / math.sqrt(1 + 10 ** (-sqnr_db / 10))
 
 
 KL_FLOATS = 2.5e-5
-"""The mean KL between float16 and bfloat16 models. At 99.74 % of the positions, both have the same most likely token."""
+"""The mean KL in nats between a float16 and a bfloat16 model. At 99.74 % of the positions, both have the same most likely token."""
 KL_Q8 = 1.355e-3
-"""The mean KL between q8_0 and float16 models. At 97.67 % of the positions, both have the same most likely token."""
+"""The mean KL in nats between a q8_0 and a float16 model. At 97.67 % of the positions, both have the same most likely token."""
 KL_Q4 = 3.127e-2
-"""The mean KL between q4_K_M and float16 models. At 91.90 % of the positions, both have the same most likely token."""
+"""The mean KL in nats between a q4_K_M and a float16 model. At 91.90 % of the positions, both have the same most likely token."""
 KL_Q2 = 0.4451
-"""The mean KL between q2_K and float16 models. At 71.14 % of the positions, both have the same most likely token."""
+"""The mean KL in nats between a q2_K and a float16 model. At 71.14 % of the positions, both have the same most likely token."""
 SQNR_BF16 = rounding_sqnr_db(dtypes.BY_NAME["bfloat16"].mantissa)
 SQNR_FP8 = rounding_sqnr_db(dtypes.BY_NAME["float8_e4m3fn"].mantissa)
 SQNR_SIGNS = -10 * math.log10(1 - 2 / math.pi)
@@ -68,7 +70,9 @@ _SQNR: tuple[tuple[float, Word, str], ...] = (
     (SQNR_FP8, "small", "no worse than rounding to fp8"),
     (SQNR_SIGNS, "visible", "no worse than rounding to 1 bit"),
 )
-"""(minimum SQNR in dB, word, comparison): an output whose SQNR is at least the minimum is described by this word and comparison."""
+"""Triples (minimum SQNR in dB, word, comparison), best word first. An output whose SQNR is at least the minimum is described by the
+word, such as "small", and by the comparison, such as "no worse than rounding to fp8".
+"""
 
 
 def sqnr_limits(output: OutputDrift | None) -> tuple[tuple[float, Word], ...]:
@@ -110,8 +114,8 @@ class Meaning:
 
 
 def _module_drift_words(modules: Iterable[ModuleDrift]) -> str:
-    """Return words about the drift of modules in a model whose output equals the reference's: how many modules drift, and the worst
-    SQNR.
+    """Return a phrase for a model whose output equals the reference's: how many of its modules drift, and the worst SQNR among
+    them.
     """
     differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
     if not differing:

@@ -14,26 +14,32 @@ class MemoryStats:
     planned_bytes: int | None = None
     """Bytes of the checkpoint's tensors in the dtypes of the recipe."""
     cache_stored_bytes: int | None = None
-    """Bytes of the KV cache of one sequence of `cache_context` tokens without rules. None if no rule gives the cache a format."""
+    """Bytes of the KV cache of one sequence of `cache_context` tokens if no rule is applied. None if the recipe gives the cache no
+    format.
+    """
     cache_planned_bytes: int | None = None
-    """Bytes of the same KV cache in the formats of the recipe, or None."""
+    """Bytes of the KV cache of one sequence of `cache_context` tokens in the recipe's formats. None if the recipe gives the cache
+    no format.
+    """
     cache_context: int | None = None
-    """The number of tokens of that sequence, or None."""
+    """The number of tokens for which the bytes of the KV cache are computed, or None if they are not computed."""
     resident_bytes: int | None = None
     """Bytes of the live module's tensors, including non-persistent buffers."""
     resident_by_device: tuple[tuple[str, int], ...] = ()
     rss_bytes: int | None = None
-    """The resident set size of the process."""
+    """The resident set size of the process: its memory that is in RAM."""
     anonymous_bytes: int | None = None
     """The part of the process's resident set that no file backs, in bytes."""
     mapped_bytes: int | None = None
     """The part of the resident set that is mapped from the files of the checkpoint. The system can reclaim it."""
     peak_rss_bytes: int | None = None
-    """The maximum resident set size since the last operation began."""
+    """The maximum of `rss_bytes` since the last operation, such as a measurement, began."""
     device_allocated_bytes: int | None = None
     device_reserved_bytes: int | None = None
     device_peak_bytes: int | None = None
     kept_bytes: int | None = None
-    """Bytes of outputs that are kept to speed up the next measurement. The memory of the process or the device includes them."""
+    """Bytes of module outputs that are kept to speed up the next measurement. They are part of the memory of the process or the
+    device.
+    """
     kept_budget_bytes: int | None = None
-    """The limit for `kept_bytes`."""
+    """The largest value that `kept_bytes` may have."""

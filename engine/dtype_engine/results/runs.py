@@ -20,17 +20,19 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One prompt, continued greedily by the reference and by the candidate."""
+    """One prompt, and the texts with which the reference and the candidate continue it, by greedy decoding."""
 
     prompt: str
     reference: Written
     candidate: Written
     finished: bool = True
-    """Whether both texts are complete. While they are generated, first the reference's grows, then the candidate's."""
+    """Whether the texts of both models are complete. While they are generated, first the reference's grows, then the
+    candidate's.
+    """
 
     @property
     def same_tokens(self) -> int:
-        """How many tokens at the start of both texts are the same."""
+        """How many tokens the texts of the reference and the candidate have in common at their beginning."""
         pairs = zip(self.reference.ids, self.candidate.ids, strict=False)
         return next(
             (index for index, (one, other) in enumerate(pairs) if one != other),
@@ -39,7 +41,9 @@ class Generation:
 
     @property
     def differs(self) -> bool:
-        """Whether the two texts have different tokens. While they grow, only tokens that both have count."""
+        """Whether the texts of the reference and the candidate differ in a token. While they are generated, only as many tokens
+        count as both texts have.
+        """
         if self.finished:
             return self.reference.ids != self.candidate.ids
         return self.same_tokens < min(len(self.reference.ids), len(self.candidate.ids))
@@ -47,10 +51,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """The wall time of forward passes over all inputs in one variant of the model."""
+    """How long forward passes over all inputs take in one variant of the model, in seconds of wall time."""
 
     what: str
-    """The variant: "reference", "as stored" or "candidate"."""
+    """The variant of the model: "reference", "as stored" or "candidate"."""
     dtypes: str
     seconds: float
     """The median time of `repeats` passes after one warm-up pass."""

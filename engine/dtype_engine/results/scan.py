@@ -1,4 +1,6 @@
-"""The results of scans and searches: scores of weights, predicted drift, and a Pareto front. All bytes are planned bytes."""
+"""The results of scans and searches: scores of weights, predicted drift, and a Pareto front. Bytes are those in the planned
+dtypes.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ class WeightScore:
     name: Name
     dtype: str
     bytes: int
-    """The bytes of the weight in that dtype, scales included."""
+    """The bytes of the weight in this dtype, scales included."""
     score: float
-    """The drift in the report's unit; infinity if the output is not finite."""
+    """The drift of the output in the unit of the `ScanReport`; infinity if the output is not finite."""
     error: float | None = None
     """The standard error of `score` over sequences, or over backward passes if there is only one sequence; None if unknown. In an
     estimated scan, the exact score is within two of these errors in about 95 of 100 cases.
@@ -32,7 +34,9 @@ class WeightScore:
 
 @dataclass(frozen=True, slots=True)
 class ScanReport:
-    """How much drift every castable weight causes in each scanned dtype. A weight causes none in a dtype that rounds nothing."""
+    """The result of a scan: how much drift every castable weight causes in each scanned dtype. A dtype that rounds none of a
+    weight's values causes none.
+    """
 
     model: str
     device: str
@@ -47,7 +51,7 @@ class ScanReport:
     draws: int
     """How many backward passes were run for each sequence."""
     sequences: int
-    """How many of `all_sequences` have been scanned."""
+    """How many of `all_sequences`, the sequences of the inputs, have been scanned."""
     all_sequences: int
     dtypes: tuple[str, ...]
     forward_seconds: float
@@ -55,7 +59,7 @@ class ScanReport:
     weights: tuple[WeightScore, ...]
     notices: tuple[str, ...] = ()
     activations: Literal["none", "weights"] = "none"
-    """The setting `quantize_activations` of the scan."""
+    """The setting `quantize_activations` with which the scan was made."""
     coverage: Coverage | None = None
     """How many of the model's tensors are in the files. None if no checkpoint was loaded."""
 
@@ -76,7 +80,7 @@ class ScanReport:
         return "\n".join(lines)
 
     def scores(self) -> dict[tuple[str, str], float]:
-        """Return the scores by (weight's name, dtype)."""
+        """Return a mapping from (name of a weight, dtype) to the weight's score in this dtype."""
         return {(weight.name, weight.dtype): weight.score for weight in self.weights}
 
     def totals(self) -> list[tuple[float, str]]:
@@ -89,7 +93,9 @@ class ScanReport:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The drift that a scan predicts for a recipe: the sum of the cast weights' scores. Drifts need not add up in this way."""
+    """The drift that a scan predicts for a recipe: the sum of the cast weights' scores. The measured drift may differ, because
+    drifts need not add up.
+    """
 
     value: float
     unit: str
@@ -98,7 +104,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class FrontPoint:
-    """A point of the Pareto front: planned bytes and predicted drift."""
+    """A recipe on the Pareto front of a search: its planned bytes and its predicted drift."""
 
     bytes: int
     predicted: float
@@ -141,7 +147,7 @@ class SearchReport:
     coverage: Coverage | None = None
     """How many of the model's tensors are in the files. None if no checkpoint was loaded."""
     context: int | None = None
-    """The tokens of each sequence for which the bytes include KV caches. None if they don't."""
+    """If the planned bytes include KV caches: the number of tokens in each sequence of the caches. Otherwise None."""
     cache_bytes: int = 0
     """How many of the `planned_bytes` are those of KV caches."""
 

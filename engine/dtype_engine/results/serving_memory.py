@@ -9,22 +9,26 @@ from dtype_engine.core.text import Name
 
 @dataclass(frozen=True, slots=True)
 class ActivationMemory:
-    """The memory that a pass over a whole prompt needs at its peak, beside the weights and the KV cache that it leaves."""
+    """The memory of activations at the peak of a forward pass over a whole prompt. The weights, and the KV cache that the pass
+    leaves, come on top.
+    """
 
     nbytes: int
     module: Name
     """The module that runs at the peak; "" if it is the model itself."""
     context: int
-    """The number of tokens of each sequence."""
+    """The number of tokens of each sequence in the pass."""
     batch: int
-    """The number of sequences."""
+    """The number of sequences in the pass."""
     estimated: bool
     """Whether this is an upper estimate that was made without running the model. Otherwise it was measured in a pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingMemory:
-    """The memory that serving a model takes at a context and a batch, in bytes."""
+    """The memory that a model takes when it is served, in bytes, for a number of sequences (`batch`) of a number of tokens
+    (`context`).
+    """
 
     model: str
     context: int
@@ -32,19 +36,21 @@ class ServingMemory:
     batch: int
     """The number of sequences."""
     weights_bytes: int
-    """The weights under the recipe, scales included."""
+    """The bytes of the weights under the recipe, scales included."""
     kv_bytes: int
-    """The KV cache: keys and values of all layers, and the states of recurrent layers."""
+    """The bytes of the KV cache: keys and values of all layers, and the states of recurrent layers."""
     kv_bytes_per_token: int
-    """How much the KV cache of one sequence grows by one more token at this context."""
+    """By how many bytes the KV cache of one sequence grows with one more token after `context` tokens."""
     kv_dtypes: tuple[str, ...]
-    """The formats of the KV cache, that of the most bytes first. Empty if the model keeps none."""
+    """The formats of the KV cache's tensors; the format with the most bytes comes first. Empty if the model keeps no cache."""
     activations: ActivationMemory | None = None
     notes: tuple[str, ...] = ()
-    """Sentences about what is not known, and what is therefore missing or an upper bound."""
+    """Sentences for the user about what is not known, and which sizes are therefore missing or only upper bounds."""
     budget: int | None = None
     largest_context: int | None = None
-    """The most tokens for which all fits in the budget; 0 if nothing fits. None without a budget."""
+    """The largest number of tokens for which weights, cache and activations fit in the budget; 0 if even one does not fit. None
+    without a budget.
+    """
     longest: int | None = None
     """The number of tokens for which the model was made, as its configuration says, or None if it does not say."""
 
@@ -54,5 +60,5 @@ class ServingMemory:
 
     @property
     def fits(self) -> bool | None:
-        """Whether all fits in the budget at this context. None without a budget."""
+        """Whether weights, cache and activations fit in the budget with `context` tokens. None without a budget."""
         return None if self.budget is None else self.total_bytes <= self.budget

@@ -1,4 +1,4 @@
-"""The results of many recipes on one model, for comparison."""
+"""The results of measuring many recipes on one model, for comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SweepRow:
     rules: tuple[str, ...]
     planned_bytes: int
     drift: float
-    """The drift by which recipes are ranked, in the report's unit. It is infinity if the output is not finite."""
+    """The drift by which recipes are ranked, in the unit of the `SweepReport`. It is infinity if the output is not finite."""
     best: bool
     """Whether the recipe is on the Pareto front: its output is finite, and no other recipe is at least as good in planned bytes and
     drift and better in one of the two.
@@ -44,7 +44,7 @@ def sweep_rows(
     measured: Sequence[tuple[str, tuple[str, ...], int, float, OutputDrift, tuple[MetricChange, ...]]],
 ) -> tuple[SweepRow, ...]:
     """Return one row for each measured recipe, with the best recipes marked. The smallest recipe comes first. measured: for each
-    recipe, (path of its file, its rules, its planned bytes, its drift in the report's unit, the drift of the main output, the
+    recipe, (path of its file, its rules, its planned bytes, the drift by which it is ranked, the drift of the main output, the
     user's metrics).
     """
     return tuple(

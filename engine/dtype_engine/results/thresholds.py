@@ -1,4 +1,4 @@
-"""Limits on a drift and on the user's metrics, and verdicts on whether they are met."""
+"""Limits on a drift and on the user's metrics, and whether a measurement meets them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MetricLimit:
-    """A limit on a metric of the user: on the candidate's value, or on its difference from the reference's."""
+    """A limit on one of the user's metrics: on its value for the candidate, or on how far this is from the reference's value."""
 
     metric: str
     limit: float
     is_most: bool
     """Whether the limit is a maximum (`--max`) and not a minimum (`--min`)."""
     is_change: bool
-    """Whether the difference is limited, the candidate's value minus the reference's. If False, the candidate's value is."""
+    """What is limited. True: the candidate's value minus the reference's. False: the candidate's value."""
 
     @classmethod
     def parse(cls, text: str, is_most: bool) -> MetricLimit:
-        """Parse a limit: `accuracy=0.9` or `accuracy=90%` on the value, `accuracy=-0.01` or `accuracy=-1%` on the difference. A
-        number with a sign is a limit on the difference, and % divides by 100. Raises UserError.
+        """Parse a limit on a metric. `accuracy=0.9` and `accuracy=90%` limit the candidate's value. A number with a sign, as in
+        `accuracy=-0.01` or `accuracy=-1%`, limits its difference from the reference's value. % divides by 100. Raises UserError.
         """
         metric, _, number = text.rpartition("=")
         if not metric or not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?%?", number):
@@ -58,18 +58,22 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a drift meets one limit. It does not if the limited metric was not measured, or if the output is not finite."""
+    """Whether a measured drift meets one limit. If the limited metric was not measured, or if the output is not finite, it does
+    not.
+    """
 
     name: str
-    """The option that sets the limit, without dashes at its beginning: `max_kl`, or `min accuracy`."""
+    """The command-line option that sets the limit, without dashes at its beginning: `max_kl`, or `min accuracy` for a metric of the
+    user.
+    """
     limit: float
     value: float | None
-    """The measured metric, or None if the output has no such metric."""
+    """The measured value of the limited metric, or None if it was not measured."""
     passed: bool
     finite: bool = True
-    """Whether the output is finite."""
+    """Whether all values of the output are finite."""
     what: str = ""
-    """The name of the limited metric for messages."""
+    """The name of the limited metric in messages, such as "mean KL"."""
     unit: str = ""
 
     def __str__(self) -> str:
@@ -106,8 +110,8 @@ class Verdict:
 
 
 def verdicts(thresholds: Thresholds, output: OutputDrift, metrics: Iterable[MetricChange] = ()) -> tuple[Verdict, ...]:
-    """Return a verdict for each limit that is set. A NaN metric meets no limit, and a non-finite output meets none on the drift.
-    metrics: the user's own metrics, which were measured.
+    """Return for each limit in `thresholds` whether the measurement meets it. A metric that is NaN meets no limit, and an output
+    that is not finite meets no limit on the drift. metrics: the measured values of the user's own metrics.
     """
     return *_of_output(thresholds, output), *_of_metrics(thresholds.metrics, {each.name: each for each in metrics})
 

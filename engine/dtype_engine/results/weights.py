@@ -10,11 +10,13 @@ from dtype_engine.results.drift import ModuleDrift
 
 @dataclass(frozen=True, slots=True)
 class WeightError:
-    """The error of casting one tensor to `dtype` and back, relative to the stored values. The last five fields count elements."""
+    """The error of casting one tensor to `dtype` and back, relative to the stored values. The last five fields are numbers of
+    elements.
+    """
 
     name: Name
     stored: str
-    """The dtype in the checkpoint."""
+    """The dtype of the tensor in the checkpoint."""
     dtype: str
     elements: int
     mean_abs: float
@@ -71,7 +73,9 @@ class WeightStats:
 
 @dataclass(frozen=True, slots=True)
 class WeightDifference:
-    """The difference Δ = candidate - reference between the values that two checkpoints have for one weight."""
+    """How one weight differs between two checkpoints, the reference and the candidate. Δ is the candidate's values minus the
+    reference's.
+    """
 
     name: Name
     """The weight's name in the candidate's files."""
@@ -86,42 +90,44 @@ class WeightDifference:
     equal: bool
     """Whether all values are equal. NaN equals NaN."""
     sqnr_db: float
-    """The SQNR of the candidate's values, in dB: infinity if all are equal, minus infinity if in any place only one of the two
-    values is finite.
+    """The SQNR of the candidate's values, in dB: infinity if all are equal to the reference's, minus infinity if an element is
+    finite in only one of the two checkpoints.
     """
     max_abs: float
-    """The largest |Δ|."""
+    """The largest |Δ|, where Δ is the candidate's value minus the reference's."""
     mean_abs: float
-    """The mean of |Δ|."""
+    """The mean of |Δ|, where Δ is the candidate's value minus the reference's."""
     rel_l2: float
-    """The L2 norm of Δ divided by that of the reference: 0 if Δ is 0 everywhere, infinity if only the reference is."""
+    """The L2 norm of Δ (candidate minus reference) divided by that of the reference's values: 0 if all Δ are 0, infinity if only
+    the reference's values are all 0.
+    """
     nonfinite: int
-    """The number of values that are not finite in the candidate and differ from the reference."""
+    """The number of the candidate's values that are not finite and differ from the reference's."""
     rows: str = ""
-    """How the order of the rows in the candidate differs from that in the reference, such as "permuted as by llama.cpp, 32 heads".
-    The metrics compare each row with its counterpart. "" if the order is the same.
+    """How the candidate's rows are reordered relative to the reference's, such as "permuted as by llama.cpp, 32 heads", or "" if
+    they are not. The metrics compare each row with the same row in the other order.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class DifferentShape:
-    """A weight whose shape in the candidate differs from that in the reference, so that its values can't be compared."""
+    """A weight that has different shapes in the two checkpoints, so that its values can't be compared."""
 
     name: Name
     reference: tuple[int, ...]
-    """The shape in the reference."""
+    """The weight's shape in the reference checkpoint."""
     candidate: tuple[int, ...]
-    """The shape in the candidate."""
+    """The weight's shape in the candidate checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsComparison:
-    """The weights of two checkpoints, compared one by one."""
+    """The weights of two checkpoints, the reference and the candidate, compared one by one."""
 
     reference: str
-    """The title of the reference."""
+    """The title of the reference checkpoint, as the user sees it."""
     candidate: str
-    """The title of the candidate."""
+    """The title of the candidate checkpoint, as the user sees it."""
     weights: tuple[WeightDifference, ...]
     """The compared weights, those with the lowest SQNR first, and equal ones last."""
     shapes: tuple[DifferentShape, ...]
