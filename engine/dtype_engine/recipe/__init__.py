@@ -1,4 +1,4 @@
-"""Recipes: patterns, rules, the tensors of a model that the rules select, and the resulting plan."""
+"""Recipes: patterns, rules, the tensors of a model that the rules select, and the plan, which gives the dtype of every tensor."""
 
 from dtype_engine.recipe.pattern import compile_pattern, generalisations
 from dtype_engine.recipe.plan import (

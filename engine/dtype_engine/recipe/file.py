@@ -41,8 +41,8 @@ _KEYS = {"version", "model", "rules", "settings", "measured"}
 
 Figure = str | int | float | bool | None
 LOST = "lost"
-"""The key in `measured` for the list of tensors with values that became infinite or zero when the tensor was cast. It is the only
-key of `measured` whose value is a list.
+"""The key in `measured` for the list of tensors with values that became infinite or zero when the tensor was cast. The values of
+all other keys of `measured` are single metrics.
 """
 MOST_LOSSES = 1000
 """Maximum number of tensors that a recipe file lists under `lost`."""
@@ -57,9 +57,9 @@ class RecipeFile:
     model: str | None = None
     """The model for which the recipe was made, or None if the file does not name it."""
     settings: RunSettings | None = None
-    """How to run the candidate, or None if the file has no settings."""
+    """The run settings, with which the candidate is run, or None if the file has none."""
     measured: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
-    """Metrics of an earlier run, by name. The file's entry `lost` is no metric, and is in the field `lost`."""
+    """Metrics of an earlier run, by name. The entry `lost` of the file is not among them, but in the field `lost`."""
     lost: tuple[ValueLoss, ...] = ()
     """The tensors with values that their cast made infinite or zero in the earlier run."""
 
@@ -116,7 +116,7 @@ def _rule(path: Path, number: int, entry: object) -> Rule:
 
 
 class _Settings(msgspec.Struct):
-    """The `settings` as written in a file. Dtypes may have any spelling that a rule allows."""
+    """The run settings as they are written in a recipe file. Dtypes may have any spelling that a rule allows, such as `bf16`."""
 
     compute: str | None = None
     autocast: str | None = None
@@ -230,7 +230,7 @@ def write_recipe(
 
 
 def _scalar(text: str) -> str:
-    """Return a string as YAML, always in double quotes, because patterns contain characters that are special in YAML."""
+    """Return a string as YAML. It is always in double quotes, because patterns contain characters that are special in YAML."""
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=1 << 20).strip()
 
 

@@ -1,4 +1,4 @@
-"""Describes to the user how a plan affects weights that runtimes fuse (`core.fused`)."""
+"""Tells the user how a plan (the dtypes under a recipe) affects weights that runtimes fuse into one, such as q, k and v."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dtype_engine.core.fused import is_split, scale_groups, siblings
 
 
 def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups: Iterable[tuple[str, ...]]) -> str:
-    """Describe how a cast of the weights `taken` to `dtype` affects other weights that runtimes fuse with them. Returns "" if it
-    does not.
+    """Return words that say how a cast of the weights `taken` to `dtype` affects other weights that runtimes fuse with them, or ""
+    if it does not.
 
-    Returns `k_proj, v_proj: new scale` if the common scale of these other weights changes, and `k_proj, v_proj differ: vLLM
+    The words are `k_proj, v_proj: new scale` if the common scale of these other weights changes, and `k_proj, v_proj differ: vLLM
     refuses` if their format then differs. planned: the dtype of each weight before the cast. groups: the model's groups of fused
     weights. This function runs after every key press, so of groups that are alike in every layer, it examines only one.
     """
@@ -42,7 +42,7 @@ def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups:
 
 
 def _short(names: Collection[str]) -> str:
-    """Return the last parts of the layers' names, without repeats."""
+    """Return the last parts of the names of the weights' layers, such as `q_proj, k_proj`, without repeats."""
     return ", ".join(dict.fromkeys(layer_name(name) for name in names))
 
 
@@ -52,10 +52,10 @@ def layer_name(name: str) -> str:
 
 
 def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
-    """Return the layers whose weights share a scale with this weight under a plan, such as `k, v` for `q_proj`, or "" if there are
-    none. planned: the dtypes of the plan, by weight name.
+    """Return the layers whose weights share a scale with the weight `name` under a plan, such as `k, v` for `q_proj`, or "" if
+    there are none. planned: the dtypes of the plan, by weight name.
 
-    This function is called for every row that is drawn, so it examines only the members of the weight's group.
+    This function is called for every row of the tree that is drawn, so it examines only the weights that are fused with this one.
     """
     group = [member for member in siblings(name) if member in planned]
     members = scale_groups({member: planned[member] for member in group}).get(name, ()) if len(group) > 1 else ()
@@ -63,8 +63,8 @@ def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
 
 
 def fused_with(name: str, planned: Mapping[str, str]) -> str:
-    """Name the weights that vLLM and SGLang fuse with this weight, and say whether they accept the planned formats. planned: the
-    dtypes of the plan, by weight name.
+    """Return words that name the weights which vLLM and SGLang fuse with the weight `name`, and say whether they accept the planned
+    formats. planned: the dtypes of the plan, by weight name.
 
     Returns "" if the weight is fused with no other.
     """

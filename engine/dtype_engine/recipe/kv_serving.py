@@ -1,4 +1,4 @@
-"""How runtimes are told the formats of KV caches that a plan has, and what each of them can't do.
+"""Which options tell an inference runtime the formats that a plan gives to KV caches, and what each runtime can't do.
 
 The sources are vLLM (main branch, 2026: `vllm/config/cache.py`, `CacheDType` and `kv_cache_dtype_skip_layers`), SGLang
 (`server_args.py`, `kv_cache_dtype`) and llama.cpp (`common/arg.cpp`, `--cache-type-k` and `--cache-type-v`).
@@ -26,20 +26,22 @@ _MODELOPT = {_FP8 + dtypes.PER_TENSOR: "FP8", "nvfp4": "NVFP4"}
 
 @dataclass(frozen=True, slots=True)
 class CacheProblem:
-    """A difference between what a plan says about KV caches and what a runtime does, and the cache tensors that it affects."""
+    """One way in which a runtime departs from the formats that a plan gives to KV caches, and the affected cache tensors."""
 
     why: str
     refused: bool
-    """Whether the runtime has no such format or no such mix of formats. If False, it computes, but with other values."""
+    """Whether the runtime does not have the format or the mix of formats at all. If False, it runs, but with other values."""
     tensors: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheServing:
-    """How one runtime is told the formats of a plan's KV caches."""
+    """The options that tell one runtime the formats of a plan's KV caches, and the problems that remain."""
 
     flags: tuple[str, ...] = ()
-    """The options of the runtime's command line, such as `--kv-cache-dtype` and `fp8`. Empty if the runtime can't be told."""
+    """The words for the runtime's command line, such as `--kv-cache-dtype` and `fp8`. Empty if no option can tell it the
+    formats.
+    """
     problems: tuple[CacheProblem, ...] = ()
 
 
@@ -120,9 +122,9 @@ def _unknown(caches: Mapping[str, str], names: Mapping[str, str], title: str) ->
 
 
 def modelopt_layers(tree: Tree, caches: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], tuple[str, ...]]:
-    """Return a pair: ModelOpt's `kv_cache_quantized_layers`, which maps the name of an attention module to its format; and the
-    names of the cache tensors with a format that ModelOpt does not have. caches: the formats, keyed by the name of the cache
-    tensor.
+    """Return a pair for an export to ModelOpt. The first item is its `kv_cache_quantized_layers`, which maps the name of an
+    attention module to a format. The second is the names of the cache tensors whose format ModelOpt does not have. caches: the
+    planned formats, keyed by the name of the cache tensor.
     """
     of_module: dict[str, list[str | None]] = {}
     for tensor in tree.kv_cache.tensors:

@@ -12,8 +12,8 @@ from dtype_engine.recipe.targets import Context, Match, Target
 
 @dataclass(frozen=True, slots=True)
 class RuleComparison:
-    """Which tensors one rule matches in this program, and which in another tool. Only tensors that the tool's patterns can affect
-    are compared.
+    """Which tensors the pattern of one rule matches in this program, and which in another tool. Only tensors whose dtype the other
+    tool's patterns can change are compared.
     """
 
     pattern: str
@@ -27,7 +27,7 @@ class RuleComparison:
     only_there: tuple[str, ...]
     """Canonical names of the tensors that the rule would match in the other tool but not in this program."""
     beyond: int
-    """Number of further tensors that the rule matches in this program. The other tool can't change their dtype by any pattern."""
+    """Number of further tensors that the rule matches in this program, and whose dtype no pattern of the other tool can change."""
     problem: str | None = None
     """Why the other tool does not match all tensors that this program matches, or None if the reason is unknown."""
 
@@ -38,11 +38,11 @@ class RuleComparison:
 
 @dataclass(frozen=True, slots=True)
 class Lint:
-    """A comparison of all rules of a recipe between this program and one target."""
+    """A comparison of how this program and one other tool (the target) match the patterns of a recipe's rules."""
 
     target: str
     matcher: str
-    """How the target matches patterns, in words."""
+    """A phrase that says how the target matches patterns, such as by `re.match` on module names."""
     rules: tuple[RuleComparison, ...]
     overruled: tuple[tuple[str, str, str], ...] = ()
     """Tensors that the same rules match in this program and in the target, but that get different dtypes because another rule wins

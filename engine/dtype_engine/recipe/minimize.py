@@ -1,8 +1,8 @@
 """Finds a short, readable recipe that gives every weight its wanted dtype.
 
-Rules are chosen greedily. The candidates are whole kinds (`*.mlp.down_proj`), ranges of numbered layers
+Rules are chosen greedily. Their patterns are whole kinds of modules (`*.mlp.down_proj`), ranges of numbered layers
 (`model.layers.{3..9}.mlp`), classes, and single names. Each step adds the rule for which the number of corrected weights minus the
-number of newly wrong weights is largest, until every weight is right. Each pattern is matched against the tree itself, so the
+number of newly wrong weights is largest, until every weight has its dtype. Each pattern is matched against the tree itself, so the
 resulting plan is exact for any names.
 """
 
@@ -22,10 +22,10 @@ _MOST_KINDS = 4
 
 
 def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None) -> Recipe:
-    """Return a recipe whose plan has the dtypes `wanted` (by canonical tensor name, or the name of a KV cache's tensor) and
-    leaves all other tensors as stored.
+    """Return a short recipe under which the tensors in `wanted` get these dtypes and all other tensors stay as stored. The keys of
+    `wanted` are canonical names of tensors, and names of KV cache tensors.
 
-    after: a recipe to which the result is to be appended, if any. Tensors that are not in `wanted` then keep their dtypes under
+    after: if given, a recipe to which the result is to be appended. Tensors that are not in `wanted` then keep their dtypes under
     that recipe.
     """
     after = after or Recipe()
@@ -45,7 +45,9 @@ def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None)
 
 
 def _cache_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
-    """Return rules that give KV caches the formats `wanted`, by the name of the tensor; `dtypes.STORED` for those without one."""
+    """Return rules that give KV caches the formats in `wanted`, a mapping from each cache tensor's name to its format, or to
+    `dtypes.STORED` if it is to have none.
+    """
     target = dict.fromkeys(tree.caches, dtypes.STORED) | {name: wanted[name] for name in tree.caches if name in wanted}
     now, proposals, rules = dict.fromkeys(target, dtypes.STORED), _CacheProposals(tree, target), list[Rule]()
     while wrong := {name for name in target if now[name] != target[name]}:
@@ -70,7 +72,7 @@ def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str], after: Rec
 
 
 class _Proposals:
-    """Generates candidate patterns for a recipe's rules, and computes the tensors that each pattern selects."""
+    """Generates patterns for rules that a recipe could contain next, and computes which tensors each pattern selects."""
 
     def __init__(self, tree: Tree, target: Mapping[str, str]) -> None:
         self.tree = tree
@@ -109,7 +111,9 @@ class _Proposals:
         return self._selected[pattern]
 
     def _general_patterns(self) -> list[str]:
-        """Return the candidates that do not depend on which weights are still wrong: `*`, classes, and names with wildcards."""
+        """Return the patterns that are tried in every step, whichever weights are still wrong: `*`, classes, and names with
+        wildcards.
+        """
         patterns = {"*": 0}
         for name, module in self.tree.modules.items():
             if name:
@@ -119,8 +123,8 @@ class _Proposals:
         return list(patterns)
 
     def _ranges(self, wrong: Iterable[str]) -> list[str]:
-        """Return single names, and patterns with ranges of layer numbers, such as one for all layers whose `mlp.down_proj` needs
-        the same dtype. wrong: the tensors whose dtype is not the wanted one yet.
+        """Return patterns that match single names, and patterns with ranges of layer numbers, such as one for all layers whose
+        `mlp.down_proj` needs the same dtype. wrong: the tensors whose dtype is not the wanted one yet.
         """
         layers: dict[tuple[str, str], dict[int, set[str]]] = {}
         literal: dict[str, None] = {}
@@ -164,8 +168,8 @@ class _Proposals:
         return [each.name for each in self.tree.below(name) if each.castable and each.persistent]
 
     def _uniform_modules_above(self, name: str) -> list[str]:
-        """Return the modules above the tensor `name` in which all tensors need the same dtype, each as a pattern that matches this
-        module only.
+        """Return the modules above the tensor `name` in which all tensors need the same dtype. Each module is given as a pattern
+        that matches it alone.
         """
         return [
             generalisations(module)[0]
@@ -175,7 +179,7 @@ class _Proposals:
 
 
 class _CacheProposals(_Proposals):
-    """Generates candidate patterns for rules that give KV caches a format."""
+    """Generates patterns for rules that give KV caches a format, and computes which cache tensors each pattern selects."""
 
     def taken(self, pattern: str) -> tuple[str, ...]:
         if pattern not in self._selected:
@@ -218,7 +222,7 @@ def _kinds(name: str) -> dict[tuple[str, str], int]:
 
 
 def _numbers(numbers: tuple[int, ...]) -> str:
-    """Return a set of numbers as a pattern: `3`, `{0..4}`, `{0,{3..5}}`."""
+    """Return a pattern that matches exactly these numbers: `3`, `{0..4}`, `{0,{3..5}}`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

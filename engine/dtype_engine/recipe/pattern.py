@@ -38,7 +38,7 @@ _NAMELESS = "\0"
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A compiled pattern, built by `compile_pattern`.
+    """A compiled pattern, made by `compile_pattern`.
 
     Every method that matches raises TooSlow if matching exceeds the time limit that `regexes.time_limit` has set.
     """
@@ -52,7 +52,9 @@ class Pattern:
         return not self.by_class and bool(self._matches(name))
 
     def matches_class(self, class_name: str | None) -> bool:
-        """Return whether the pattern selects modules by class and matches this class."""
+        """Return whether the pattern selects modules by class, as `type:*Norm` does, and matches the class `class_name`. None means
+        that the class is unknown; no pattern matches it.
+        """
         return self.by_class and class_name is not None and bool(self._matches(class_name))
 
     def selects(self, tensor: str) -> bool:
@@ -71,7 +73,9 @@ class Pattern:
 
 @lru_cache(maxsize=512)
 def compile_pattern(text: str) -> Pattern:
-    """Return a compiled pattern. Raises PatternError, with the position if it is known."""
+    """Compile a pattern that a user or a recipe file gives as text. Raises PatternError, with the position of the error if it is
+    known.
+    """
     text = text.strip()
     if text in ("", "re:", "type:"):
         raise PatternError("the pattern is empty: write a module or tensor name, a glob, re:… or type:…", 0)
@@ -93,15 +97,15 @@ def compile_pattern(text: str) -> Pattern:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A piece of a glob, translated to a regular expression."""
+    """A part of a glob, such as `*` or `{a,b}`, translated to a regular expression."""
 
     source: str
     length: int | None
-    """The number of characters of every match, or None if matches differ in length."""
+    """The number of characters of every text that this part of the glob matches, or None if the texts differ in length."""
     stars: int = 0
-    """Number of wildcards in this piece that match any number of characters. Each of them makes matching slower."""
+    """Number of wildcards in this part of the glob that match any number of characters. Each of them makes matching slower."""
     choices: float = 1.0
-    """An upper bound on the number of texts that the braces in this piece can stand for: 6 for `{a,b}{c,d,e}`."""
+    """An upper bound on the number of texts that the braces in this part of the glob can stand for: 6 for `{a,b}{c,d,e}`."""
 
 
 _STAR = _Piece(".*", None, 1)

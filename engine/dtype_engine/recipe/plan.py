@@ -23,7 +23,7 @@ MATCHING_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The modules and tensors that a pattern selects in a tree."""
+    """The modules, tensors and KV cache tensors of a tree that a pattern selects."""
 
     modules: frozenset[str]
     """The names of the modules that the pattern matches. A module inside another matched module is left out."""
@@ -34,14 +34,16 @@ class Selection:
     non-persistent buffers that the pattern does not name specifically.
     """
     caches: tuple[str, ...] = ()
-    """The names of the KV caches' tensors that the pattern selects. Only patterns that name caches select any."""
+    """The names of the KV cache tensors that the pattern selects. Only patterns that name caches, such as `*.kv_cache`, select
+    any.
+    """
 
     def __len__(self) -> int:
         return len(self.tensors) + len(self.caches)
 
     def for_dtype(self, dtype: str) -> Selection:
-        """Return what a rule with this dtype selects: no weights if only KV caches can have it, and no caches if only weights
-        can.
+        """Return what a rule with this pattern and the dtype `dtype` selects. That is no weights if only KV caches can have the
+        dtype, and no caches if only weights can.
         """
         if dtype in ONLY_KV:
             return replace(self, tensors=(), uncastable=())
@@ -95,15 +97,15 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
 
 
 def _names_cache(compiled: Pattern, name: str) -> bool:
-    """Return whether a pattern names a KV cache's tensor, and does not merely match everything in its module, such as
-    `*.self_attn`.
+    """Return whether a pattern names the KV cache tensor `name` specifically. `*.kv_cache.k` does; `*.self_attn`, which matches
+    everything in the tensor's module, does not.
     """
     return (names_caches(compiled.text) and compiled.selects(name)) or compiled.matches_exactly(name)
 
 
 @dataclass(frozen=True, slots=True)
 class RuleEffect:
-    """The effect of one rule in a plan: the tensors that it selects, how many of them it decides, and their bytes."""
+    """The effect of one rule in a plan: the tensors that it selects, how many of them get its dtype, and their bytes."""
 
     index: int
     """The rule's index in the recipe."""
@@ -115,11 +117,11 @@ class RuleEffect:
     one.
     """
     caches: tuple[str, ...] = ()
-    """The names of the KV caches' tensors that the rule selects."""
+    """The names of the KV cache tensors that the rule selects."""
 
     @property
     def matches(self) -> int:
-        """How many tensors the rule selects, those of KV caches included."""
+        """How many tensors the rule selects, including KV cache tensors."""
         return len(self.tensors) + len(self.caches)
 
     @property
@@ -135,14 +137,14 @@ class RuleEffect:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The dtype of every tensor under a recipe."""
+    """The dtype of every tensor under a recipe, as computed by `make_plan`, before anything is cast."""
 
     recipe: Recipe
     dtypes: Mapping[str, str]
     """The planned dtype of every tensor, by canonical name."""
     decided_by: Mapping[str, int]
-    """The index of the rule that decides a tensor's dtype, by canonical tensor name, or a KV cache's format, by the name of its
-    tensor. Tensors that no rule selects are absent.
+    """The index of the rule that decides a tensor's dtype or a KV cache tensor's format, keyed by the tensor's name. Tensors that
+    no rule selects are absent.
     """
     selections: tuple[Selection, ...]
     """The modules and tensors that each rule selects, in the recipe's order."""
@@ -153,7 +155,9 @@ class Plan:
     these rules select nothing.
     """
     caches: Mapping[str, str] = field(default_factory=dict)
-    """The formats of those tensors of KV caches that a rule decides, by name. The others hold what the model writes."""
+    """The formats that rules give to KV cache tensors, keyed by the tensor's name. Cache tensors that no rule selects are absent,
+    and keep the dtype that the model's code gives them.
+    """
     too_slow: tuple[int, ...] = field(default=())
     """Indices of the rules whose patterns take too long to match. These rules select nothing in the plan."""
 
@@ -170,8 +174,8 @@ class Plan:
         return self.dtypes == other.dtypes and self.caches == other.caches
 
     def effects(self, tree: Tree, among: Collection[str] | None = None) -> Iterator[RuleEffect]:
-        """Yield the effect of each rule, in the recipe's order. among: if given, the canonical names of the only weights and cache
-        tensors to consider.
+        """Yield the effect of each rule, in the recipe's order. among: if given, only these weights and KV cache tensors are
+        considered; weights are given by their canonical names.
         """
         for index, (rule, selection) in enumerate(zip(self.recipe.rules, self.selections, strict=True)):
             taken = tuple(tree.tensors[name] for name in selection.tensors if among is None or name in among)
@@ -195,14 +199,16 @@ class Plan:
 
 
 _latest: WeakKeyDictionary[Tree, Plan] = WeakKeyDictionary()
-"""The latest plan of each tree, because the same plan is often needed twice: while the user types a rule and when it is applied, or
-in a thread that prepares a new tree and when the tree is shown. With 90,000 tensors, a plan takes 0.1 s, and without this, a key
-press would wait for two plans.
+"""The plan that was made last for each tree, because the same plan is often needed twice: while the user types a rule and when it
+is applied, or in a thread that prepares a new tree and when the tree is shown. With 90,000 tensors, a plan takes 0.1 s. Without
+this memory, a key press would wait for two plans.
 """
 
 
 def make_plan(tree: Tree, recipe: Recipe) -> Plan:
-    """Return the plan of a recipe. The last rule that selects a tensor decides its dtype; other tensors stay as stored."""
+    """Return the plan of a recipe for a tree. The last rule that selects a tensor decides its dtype; tensors without a rule stay as
+    stored.
+    """
     known = _latest.get(tree)
     if known is not None and known.recipe == recipe:
         return known
@@ -274,7 +280,8 @@ def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:
 
 
 def require_matches(tree: Tree, recipe: Recipe) -> Plan:
-    """Return the plan of a recipe. Raises UserError if a rule selects nothing. The error says why, and suggests a similar name.
+    """Return the plan of a recipe for a tree. Raises UserError if a rule selects nothing. The error says why, and suggests a
+    similar name.
 
     A rule by module class is refused if the tree has no classes, because the modules that it selects are then unknown.
     """
@@ -292,7 +299,9 @@ def require_matches(tree: Tree, recipe: Recipe) -> Plan:
 
 
 def uncast_words(tree: Tree, taken: Selection) -> str:
-    """Return words that name the first tensor which a selection leaves as stored, and say why. `taken` must have such a tensor."""
+    """Return words that name the first tensor which can't be cast in a pattern's selection `taken`, and say why. The selection must
+    have such a tensor.
+    """
     first = taken.uncastable[0]
     return f"first {printable(first)}: {tree.tensors[first].why_not_cast}"
 
@@ -303,7 +312,9 @@ NO_CLASSES = "but this model's architecture is unknown: put a config.json that n
 
 
 def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
-    """Return a sentence that says why a pattern selects nothing. taken: the result of `select`, if it was computed before."""
+    """Return a sentence that says why a pattern selects nothing in the tree. taken: the result of `select` for this pattern, if the
+    caller has it.
+    """
     if names_caches(pattern) and not tree.caches:
         reason = tree.kv_cache.none_because or "this model has none that a rule can give a format"
         return f"pattern {shortened(pattern)} names KV caches: {reason}"

@@ -1,6 +1,6 @@
-"""Presets: recipes that suit many models. The rules of a preset are computed for a given tree.
+"""Presets: ready-made recipes that suit many models. The rules of a preset are computed for a given tree.
 
-A preset contains only rules that match something in the tree, so the user can read and change its recipe like any other.
+A preset contains only rules that match something in the tree, so the user can read and change them like those of any recipe.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ KEPT_BY_MODELOPT = (
     "*proj_out.*", "*router*", "mtp.*", "output.*", "*embed_vision*", "*vision_tower*", "*visual*", "*vision_model*",
     "*multi_modal_projector*",
 )  # fmt: skip
-"""Patterns of modules that ModelOpt 0.47 does not quantize by default (`default_disabled_quantizers`). ModelOpt matches them by
-`fnmatch`, and so does this module.
+"""Patterns of modules that ModelOpt 0.47 does not quantize by default (`default_disabled_quantizers`). They are matched by
+`fnmatch`, both in ModelOpt and here.
 """
 KEPT_CLASSES = ("Embedding", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 
@@ -102,10 +102,11 @@ def _declared_caches(tree: Tree) -> Iterator[Rule]:
 
 
 def _in_blocks(tree: Tree, of_linears: str, of_experts: str = "") -> Iterator[Rule]:
-    """Yield rules that cast linear layers to the format `of_linears`, experts to `of_experts` (if given), and the rest to bfloat16.
+    """Yield rules that cast linear layers to the format `of_linears`, experts to `of_experts` (if given), and everything else to
+    bfloat16.
 
-    The rest includes the layers that published checkpoints in these formats keep in 16 bits: the head, routers, vision towers and
-    convolutional mixers.
+    Also cast to bfloat16 are the layers that published checkpoints in these formats keep in 16 bits: the head, routers, vision
+    towers and convolutional mixers.
     """
     yield Rule("*", "bfloat16")
     yield from (Rule(pattern, of_linears) for pattern in linears(tree))
@@ -178,17 +179,19 @@ def preset(name: str) -> Preset:
 
 
 def norms(tree: Tree) -> list[str]:
-    """Return patterns that match the normalization layers."""
+    """Return patterns that match the normalization layers of the tree."""
     return _by_class(tree, lambda module: "norm" in (module.class_name or "").lower() and not module.children)
 
 
 def linears(tree: Tree) -> list[str]:
-    """Return patterns that match linear layers, and experts that are packed into one tensor."""
+    """Return patterns that match the linear layers of the tree, and its experts if they are packed into one tensor."""
     return _by_class(tree, lambda module: module.class_name in LINEAR or _packed_experts(module))
 
 
 def experts(tree: Tree) -> list[str]:
-    """Return patterns that match the experts of a mixture of experts: packed in one tensor, or separate modules below `experts`."""
+    """Return patterns that match the experts of the tree's mixtures of experts, whether they are packed into one tensor or separate
+    modules below `experts`.
+    """
     inside = [
         name
         for name, module in tree.modules.items()
@@ -198,7 +201,7 @@ def experts(tree: Tree) -> list[str]:
 
 
 def heads(tree: Tree) -> list[str]:
-    """Return patterns that match the modules which compute the model's output."""
+    """Return patterns that match the modules of the tree which compute the model's output, such as `lm_head`."""
     return covering(
         tree,
         [name for name in tree.modules if name.rpartition(".")[2] in HEADS and not numbered_parts(name)],
@@ -228,9 +231,8 @@ def _by_class(tree: Tree, wanted: Callable[[Module], bool]) -> list[str]:
 
 
 def covering(tree: Tree, modules: Iterable[str]) -> list[str]:
-    """Return patterns by name for these modules.
-
-    The patterns are as general as possible, but select no tensors outside these modules.
+    """Return patterns that match the modules with these names, and no tensors outside of them. The patterns are as general as this
+    allows.
     """
     waiting = list(modules)
     allowed = {tensor.name for name in waiting for tensor in tree.below(name)}
@@ -248,25 +250,25 @@ def covering(tree: Tree, modules: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PresetEffect:
-    """The effect of a preset on one tree."""
+    """What a preset does to the model with one tree."""
 
     preset: Preset
     recipe: Recipe | None
     """The preset's recipe for the tree, or None if the preset does not apply to it."""
     reason: str = ""
-    """Why the preset does not apply, in words for the user."""
+    """If the preset does not apply to the tree: why, in words for the user. Otherwise ""."""
     tensors: int = 0
     """How many tensors get a dtype other than their stored dtype."""
     stored_bytes: int = 0
     """Bytes of the whole model as stored."""
     planned_bytes: int = 0
-    """Bytes of the whole model after the casts."""
+    """Bytes of the whole model under the preset."""
     needs_classes: bool = False
     """Whether the preset fails to apply only because it selects modules by class and the classes are unknown."""
 
 
 def preset_effects(tree: Tree) -> Iterator[PresetEffect]:
-    """Yield the effect of every preset, in the order of `PRESETS`. On a very large model, each effect takes a while."""
+    """Yield the effect of every preset on the tree, in the order of `PRESETS`. On a very large model, each takes a while."""
     for preset in PRESETS.values():
         try:
             recipe = preset.recipe(tree)

@@ -37,8 +37,8 @@ _OF_OUTPUT = (
 
 
 def figures(plan: Plan, report: DriftReport | None, versions: Mapping[str, str] | None = None) -> dict[str, Figure]:
-    """Return the metrics for the entry `measured` of a recipe file: bytes, versions and, if there is a report, the drift of the
-    main output. versions: those of the libraries, by name.
+    """Return the metrics for the entry `measured` of a recipe file, by name: bytes, versions and, if `report` is given, the drift
+    of the main output. versions: those of the libraries, by name.
     """
     measured: dict[str, Figure] = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
     if report is not None:
@@ -64,9 +64,9 @@ def recipe_text(
     """Return the text of a recipe file for a plan: each rule with the bytes that it selects, the metrics with their units, and the
     tensors with values that their cast makes infinite or zero.
 
-    title: the name of the model. settings: how the candidate was run. report: the measurement of the plan, if there is one. It
-    contains the tensors with such values. lost: these tensors, for a plan without a report; None if they are unknown. versions:
-    those of the libraries, by name.
+    title: the name of the model. settings: how the candidate was run. report: the measurement of the plan, if there is one; it
+    contains the tensors with infinite or zero values. lost: the same tensors for a plan without a report; None if they are unknown.
+    versions: those of the libraries, by name.
     """
     losses = report.lost if report is not None else lost
     return write_recipe(
@@ -82,8 +82,8 @@ def recipe_text(
 
 def _loss_totals(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
     """Return three metrics by name: how many tensors have values that their cast makes infinite or zero, how many values become
-    infinite, and how many become zero. losses: one entry for each such tensor. If it is None, because they are unknown, the result
-    is empty.
+    infinite, and how many become zero. losses: one entry for each tensor with such values. If losses is None, because they are
+    unknown, no metrics are returned.
     """
     if losses is None:
         return {}

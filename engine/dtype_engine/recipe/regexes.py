@@ -17,11 +17,11 @@ from dtype_engine.core.errors import PatternError, TooSlow
 
 LONGEST_REGEX = 500
 MOST_REPEATS = 1000
-"""Maximum repeat count `{...}` in an expression."""
+"""Maximum repeat count, as in `a{100}`, in a regular expression of a user."""
 _MOST_UNROLLED = 100_000
-"""Maximum product of all repeat counts in an expression. The compiler unrolls some repeats, which could need gigabytes."""
+"""Maximum product of all repeat counts in a regular expression. The compiler unrolls some repeats, which could need gigabytes."""
 _ALONE_S = 2.0
-"""Time limit in seconds for a single match outside `time_limit`."""
+"""Time limit in seconds for a single match outside of a `time_limit` block."""
 _COUNTS = re.compile(r"\{(?:[0-9]*,)?([0-9]+)\}|\{([0-9]+),\}")
 
 Anchored = Literal["fullmatch", "match", "search"]
@@ -31,8 +31,8 @@ _deadline: ContextVar[tuple[float, float] | None] = ContextVar("deadline", defau
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """A context manager that limits the total time of all matching in its block to `seconds`. An outer limit that ends earlier
-    still applies.
+    """A context manager that limits the total time of all matching in its block to `seconds`. If an enclosing block's limit ends
+    earlier, that limit applies.
     """
     ends = time.perf_counter() + seconds
     outer = _deadline.get()
@@ -46,11 +46,12 @@ def time_limit(seconds: float) -> Iterator[None]:
 def compile_regex(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """Compile an expression to a function that returns whether a name matches, and that raises TooSlow if matching takes too long.
+    """Compile a regular expression to a function that returns whether a name matches, and that raises TooSlow if matching takes too
+    long.
 
     source: the expression. shown: the user's whole pattern, for messages. kind: how much of a name must match: all of it, its
     beginning, or any part. before: index of `source` in `shown`. dotall: whether `.` matches line breaks. Raises PatternError, with
-    the position if it is known.
+    the position of the error if it is known.
     """
     if len(source) > LONGEST_REGEX:
         raise PatternError(
@@ -64,11 +65,11 @@ def compile_regex(
 def limited(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """Compile an expression to a function that returns whether a name matches. The arguments and errors are those of
+    """Compile a regular expression to a function that returns whether a name matches. The arguments and errors are those of
     `compile_regex`.
 
-    In contrast to `compile_regex`, the length of the expression and its repeat counts are not limited. Use it only for expressions
-    that are cheap to compile.
+    In contrast to `compile_regex`, the length of the expression and its repeat counts are not limited. Use this only for
+    expressions that are cheap to compile.
     """
     import regex  # the import takes 10 ms, and few recipes need it
 

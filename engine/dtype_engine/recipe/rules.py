@@ -59,7 +59,8 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Rules in the order in which they apply. It is immutable and hashable, so that measurements can be stored by recipe.
+    """An ordered list of rules; the last one that selects a tensor decides its dtype. It is immutable and hashable, so that
+    measurements can be stored by recipe.
 
     Example:
         >>> recipe = de.Recipe.of([de.Rule.parse("*=bf16")]).then(de.Rule.parse("*norm*=float32"))
@@ -92,7 +93,7 @@ class Recipe:
 
 
 class History(Generic[_State]):
-    """The states of a session, such as its recipes, with unlimited undo and redo."""
+    """The states that a session has had, such as its recipes, with unlimited undo and redo."""
 
     def __init__(self, first: _State) -> None:
         self._states = [first]
@@ -100,7 +101,7 @@ class History(Generic[_State]):
 
     @classmethod
     def of(cls, states: Iterable[_State], at: int) -> History[_State]:
-        """Return a history restored from all its states in order. The state at index `at` becomes the current one."""
+        """Return a history restored from all of its states, in order. `at` is the index of the current state."""
         kept = list(states)
         history = cls(kept[0])
         history._states, history._at = kept, at
@@ -108,7 +109,7 @@ class History(Generic[_State]):
 
     @property
     def kept(self) -> tuple[tuple[_State, ...], int]:
-        """All states in order, and the index of the current one. The method `of` takes both as its arguments."""
+        """The pair (all states in order, index of the current one). The method `of` restores the history from it."""
         return tuple(self._states), self._at
 
     @property
@@ -116,7 +117,9 @@ class History(Generic[_State]):
         return self._states[self._at]
 
     def push(self, state: _State) -> bool:
-        """Make `state` the current one and discard undone states. Returns False if it is already the current one."""
+        """Make `state` the current state, and discard states that were undone. Returns False if `state` already is the current
+        one.
+        """
         if state == self.current:
             return False
         self._states[self._at + 1 :] = [state]

@@ -1,4 +1,6 @@
-"""Describes formats with codes and scales as compressed-tensors schemes, which exports and llm-compressor recipes contain."""
+"""Describes formats with codes and scales as compressed-tensors schemes, which the configurations of exports and the recipes of
+llm-compressor contain.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ with any rule are included: compressed-tensors computes scales by one rule only,
 
 
 def layout(dtype: str) -> str:
-    """Return the checkpoint layout in which other programs read weights of this dtype, such as "float-quantized", or "" if none
-    reads them.
+    """Return the name of the checkpoint layout in which other programs read weights of this dtype, such as "float-quantized".
+    Returns "" if no other program reads them.
     """
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:
@@ -30,7 +32,9 @@ def layout(dtype: str) -> str:
 
 
 def weight_scheme(dtype: str) -> dict[str, Any]:
-    """Return the compressed-tensors arguments for weights in a dtype of `DESCRIBED`."""
+    """Return how a compressed-tensors scheme describes weights of this dtype, which must be in `DESCRIBED`: a mapping with entries
+    such as `num_bits`.
+    """
     row = dtypes.BY_NAME[dtype]
     scheme: dict[str, Any] = {"num_bits": row.bits, "type": row.kind, "symmetric": True}
     blocks = row.blocks
@@ -47,8 +51,8 @@ def weight_scheme(dtype: str) -> dict[str, Any]:
 
 
 def activation_scheme(dtype: str) -> dict[str, Any] | None:
-    """Return the compressed-tensors arguments with which runtimes quantize the inputs of weights in a dtype of `DESCRIBED`. Returns
-    None if runtimes keep these inputs unquantized.
+    """Return how a compressed-tensors scheme describes the quantized inputs of weights in a dtype of `DESCRIBED`. Returns None if
+    runtimes keep these inputs unquantized.
 
     The arguments are those of the schemes FP8_DYNAMIC, W8A8, FP8_BLOCK, MXFP8, MXFP4 and NVFP4 (`quantization/quant_scheme.py`): a
     scale for each token, or for each block of a token. NVFP4 also has one scale for all inputs of a layer, which the file holds.

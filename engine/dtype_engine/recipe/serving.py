@@ -1,7 +1,7 @@
 """Predicts how a runtime would treat an export of a plan. Each check names the file in the runtime's source code on which it is
 based.
 
-The sources are vLLM (main branch, 2026) and SGLang (a version that supports a single compressed-tensors format per checkpoint).
+The runtimes are vLLM (main branch, 2026) and SGLang (a version that supports a single compressed-tensors format per checkpoint).
 Both read an export in the layout in which it was written: compressed-tensors, or DeepSeek's fp8.
 """
 
@@ -31,7 +31,7 @@ _MARLIN_OUT, _MARLIN_IN = 64, 128
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One limitation of a runtime that affects an export of the plan, and the tensors that it affects."""
+    """One limitation of a runtime that affects an export of a plan, and the tensors that it affects."""
 
     effect: Effect
     """How the runtime treats the affected tensors: it refuses to load them, computes with other values, leaves them unquantized
@@ -39,14 +39,14 @@ class Finding:
     """
     why: str
     source: str
-    """The file and the function in the runtime's source code that implement the rule."""
+    """The file and the function in the runtime's source code from which the limitation is known."""
     tensors: tuple[str, ...]
     """Canonical names of the affected tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingLint:
-    """The limitations of one runtime that affect an export of the plan."""
+    """How one runtime would treat an export of a plan: the limitations that affect it, and the options for its KV caches."""
 
     runtime: str
     quantised: int
@@ -62,8 +62,8 @@ class ServingLint:
 
 
 def lint_serving(context: Context, runtime: Runtime, activations: Literal["none", "weights"] = "none") -> ServingLint:
-    """Predict why a runtime would refuse, change or slow down an export of a plan, and return the reasons. activations: the run
-    setting `quantize_activations`.
+    """Predict why a runtime would refuse, change or slow down an export of the context's plan, and return the reasons. activations:
+    the run setting `quantize_activations`.
     """
     quantised = {
         name: dtype for name, dtype in context.plan.dtypes.items()
@@ -102,10 +102,10 @@ def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) 
 
 
 def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
-    """Return why no other program can read an export's weight in the format `dtype`, or None if one can. name: the weight. dtype: a
-    format with scales.
+    """Return why no other program can read a weight of an export in the format `dtype`, or None if one can. name: the weight's
+    name. dtype: a format with scales.
 
-    experts: whether to treat experts that the model packs into one tensor as separate linear layers. Exports store them so.
+    experts: whether to treat experts that the model packs into one tensor as separate linear layers, as exports store them.
     """
     tensor, blocks = tree.tensors[name], dtypes.BY_NAME[dtype].blocks
     if not layout(dtype):

@@ -14,7 +14,7 @@ from dtype_engine.results.serving_memory import ActivationMemory, ServingMemory
 
 DEFAULT_CONTEXT = 8192
 MOST_TOKENS = 1 << 24
-"""The longest context that is considered for a model that names no limit."""
+"""The longest context, in tokens, for which memory is computed if the model's configuration names no maximum."""
 
 
 def serving_dtype(model: Totals, cache: KVCache) -> str:
@@ -26,7 +26,7 @@ def serving_dtype(model: Totals, cache: KVCache) -> str:
 
 
 def default_context(tree: Tree) -> int:
-    """Return the context for which memory is computed if the user gives none."""
+    """Return the number of tokens per sequence for which memory is computed if the user gives none."""
     return min(DEFAULT_CONTEXT, tree.kv_cache.longest or DEFAULT_CONTEXT)
 
 
@@ -34,7 +34,7 @@ def cache_bytes(tree: Tree, formats: Mapping[str, str], dtype: str, context: int
     """Return the bytes of the KV cache for `batch` sequences of `context` tokens, keyed by format. The format with the most bytes
     comes first.
 
-    formats: the formats of those cache tensors that have one, keyed by name. dtype: the dtype of all other cache tensors.
+    formats: the formats that rules give to cache tensors, keyed by the tensor's name. dtype: the dtype of all other cache tensors.
     """
     found: dict[str, int] = {}
     for tensor in tree.kv_cache.tensors:
@@ -53,11 +53,11 @@ def cache_tensor_bytes(tensor: KVCacheTensor, form: str, context: int, batch: in
 def largest_context(
     fixed: Callable[[int], int], activations: Callable[[int], int] | None, budget: int, longest: int
 ) -> int:
-    """Return the largest context of at most `longest` tokens that fits in a budget, or 0 if none does.
+    """Return the largest number of tokens, at most `longest`, with which a model fits in a budget of bytes, or 0 if none does.
 
-    fixed: returns the bytes of weights and KV cache at a context. activations: returns those of activations, or is None. A call
-    takes seconds, so it is called for at most eight contexts, and interpolated between them. The result is one of these contexts,
-    so a context that is a few percent larger may fit as well.
+    fixed: returns the bytes of weights and KV cache for a number of tokens. activations: returns the bytes of activations, or is
+    None to leave them out. A call of it takes seconds, so it is called for at most eight numbers, and interpolated between them.
+    The result is one of these numbers, so a context that is a few percent larger may fit as well.
     """
     high = _largest(fixed, budget, longest)
     if activations is None or high == 0:
@@ -79,8 +79,8 @@ def largest_context(
 
 
 def _largest(total: Callable[[int], float], budget: int, high: int) -> int:
-    """Return the largest context up to `high` whose total fits in the budget, or 0. total: returns the bytes at a context, which
-    never become fewer as the context grows.
+    """Return the largest number of tokens up to `high` whose total fits in the budget, or 0 if none does. total: returns the bytes
+    for a number of tokens, which never become fewer as the number grows.
     """
     low = 0
     while low < high:
@@ -90,8 +90,8 @@ def _largest(total: Callable[[int], float], budget: int, high: int) -> int:
 
 
 def interpolated(known: Mapping[int, int], context: int) -> float:
-    """Return the bytes of activations at a context, from the parabola through the three nearest contexts in `known`, or from the
-    line through two. known: the bytes, keyed by context.
+    """Return the bytes of activations for a context of `context` tokens, from the parabola through the three nearest contexts in
+    `known`, or from the line through two. known: the bytes, keyed by the number of tokens.
 
     Activations grow with the context or, where attention needs its whole matrix, with its square.
     """
@@ -113,11 +113,12 @@ def serving_memory(
     activations: Callable[[int], ActivationMemory] | None = None,
     totals: Totals | None = None,
 ) -> ServingMemory:
-    """Return the memory that serving a model takes.
+    """Return the memory that a model takes when it is served under a plan.
 
-    model: its name. context: tokens of each sequence. batch: the number of sequences. kv: the format of the KV cache where no
-    rule gives it one, or None for the dtype in which the model computes. activations: returns the memory of a pass over a context,
-    or None to leave it out. totals: those of the whole model under the plan, if they are known. Raises what `activations` raises.
+    model: its name. context: tokens of each sequence. batch: the number of sequences. kv: the format of KV caches to which no rule
+    gives one, or None for the dtype in which the model computes. activations: returns the memory of a pass over a number of tokens,
+    or None to leave it out. totals: those of the whole model under the plan, if the caller has them. Raises what `activations`
+    raises.
     """
     cache, longest = tree.kv_cache, tree.kv_cache.longest
     dtype = serving_dtype(tree.totals(plan.dtypes)[""] if totals is None else totals, cache)

@@ -1,4 +1,4 @@
-"""The parts of a report, independent of its format: sections with sentences, tables and charts."""
+"""The building blocks of a report, independent of its file format: tiles, and sections with sentences, tables and charts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 Grade = Literal["", "green", "yellow", "orange", "red"]
-"""The color of a tile's mark. The tile's words say the same, so that the color can be ignored. "" is no color."""
+"""The color of the mark on a tile. The words on the tile say the same, so that the color can be ignored. "" means no color."""
 
 
 class Identifier(str):
-    """A name in the model, or a pattern. Reports format it as code, and never interpret it as markup."""
+    """The name of a module or tensor of the model, or a pattern. Reports format it as code, and never interpret it as markup."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text. The columns from index `numbers` on are right-aligned; with -1, none are."""
+    """A table of text, with the column titles in `head`. The columns from index `numbers` on are right-aligned; with -1, none
+    are.
+    """
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -26,16 +28,16 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class StackedBars:
-    """Stacked bars on one scale, one below the other."""
+    """A chart of horizontal bars, one below the other, on one scale. Each bar is divided into segments, such as bytes by dtype."""
 
     title: str
     bars: tuple[tuple[str, tuple[tuple[str, float, str], ...]], ...]
-    """(label, pieces) of each bar. A piece is (name, size, text that shows both)."""
+    """(label, segments) of each bar. A segment is (name, size, text that shows both)."""
 
 
 @dataclass(frozen=True, slots=True)
 class BarChart:
-    """One value for each name, in order, or None if the name has no value. A larger value is better."""
+    """A chart with one value for each name, in order. The value is None if the name has none. A larger value is better."""
 
     title: str
     points: tuple[tuple[str, float | None], ...]
@@ -44,7 +46,7 @@ class BarChart:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """An answer in large type, with what it is about above it and details below it."""
+    """A box at the top of a report: its subject (`label`), one answer in large type (`value`), and lines of details."""
 
     label: str
     value: str
@@ -54,7 +56,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading and the blocks under it."""
+    """A heading, and the paragraphs, tables and charts below it."""
 
     title: str
     blocks: tuple[str | Table | StackedBars | BarChart, ...]

@@ -1,4 +1,4 @@
-"""Builds a report from a plan and one measurement of it."""
+"""Builds a report about a plan (the dtypes of all tensors under a recipe) and one measurement of it."""
 
 from __future__ import annotations
 
@@ -57,13 +57,14 @@ def build_report(
     speed: SpeedReport | None = None,
     provenance: Sequence[str] = (),
 ) -> Report:
-    """Return the report of a plan: first the answer in tiles and one sentence, then what it is made of, the most important first.
+    """Return the report of a plan: first the answer in tiles and one sentence, then sections, the most important first.
 
-    title: the name of the model. versions: those of the libraries, by name. drift: a measurement of the plan's recipe, which also
-    lists the weights with values that their cast makes infinite or zero. Without a measurement, drift is None, no_drift says why,
-    and lost lists these weights, or is None if they are unknown. nonfinite: where values stop being finite in the measurement, or
-    None if all are finite. speed: the times of forward passes under this plan, or None if they were not measured. provenance: lines
-    that say how the checkpoint was quantized, such as "not quantized: lm_head". Empty if its files don't say.
+    title: the name of the model. settings: how the candidate was run. versions: those of the libraries, by name. drift: a
+    measurement of the plan's recipe, which also lists the weights with values that their cast makes infinite or zero. Without a
+    measurement, drift is None, no_drift says why, and lost lists these weights, or is None if they are unknown. nonfinite: where
+    values stop being finite in the measurement, or None if all are finite. speed: the times of forward passes under this plan, or
+    None if they were not measured. provenance: lines that say how the checkpoint was quantized, such as "not quantized: lm_head".
+    Empty if its files don't say.
     """
     losses = drift.lost if drift is not None else lost
     sections = [
@@ -111,7 +112,9 @@ def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
 
 
 def rules_section(tree: Tree, plan: Plan) -> Section:
-    """Return the section with one row per rule: how many tensors it matches, how many of them get its dtype, and their bytes."""
+    """Return the report's section about the rules. It has a table with a row for each rule: how many tensors the rule matches, how
+    many of them get its dtype, and their bytes.
+    """
     if not plan.recipe.rules:
         return Section("Rules", ("None: every tensor as stored.",))
     rows = tuple(
@@ -179,7 +182,9 @@ def _pieces(totals: Totals) -> tuple[tuple[str, float, str], ...]:
 
 
 def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
-    """Return the section with the metrics of a measurement, or with the reason `no_drift` if there is none."""
+    """Return the report's section with the metrics of a measurement. Without a measurement, it says why there is none:
+    `no_drift`.
+    """
     if drift is None:
         return Section("Drift", (f"Not measured: {printable(no_drift, 1000) or 'no forward pass was run'}.",))
     output = drift.output
@@ -227,7 +232,7 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
 
 
 def _nonfinite_section(diagnosis: NonFiniteDiagnosis) -> Section:
-    """Return the section that names the operation where values stop being finite, and the rules against it."""
+    """Return the report's section that names the operation in which values stop being finite, and rules that prevent this."""
     rows = [("where", first_sentence(diagnosis)), ("why", value_sentence(diagnosis))]
     if diagnosis.remedy:
         rows += [("remedy", Identifier(rule)) for rule in map(printable, diagnosis.remedy)]
@@ -238,7 +243,9 @@ def _nonfinite_section(diagnosis: NonFiniteDiagnosis) -> Section:
 
 
 def tree_section(tree: Tree, plan: Plan) -> Section:
-    """Return the section with a table of modules with weights: the root and as many levels below it as fit in about forty rows."""
+    """Return the report's section with a table of the modules that have weights: the root and as many levels below it as fit in
+    about forty rows.
+    """
     stored, planned = tree.totals(), tree.totals(plan.dtypes)
     rows = []
     for name, modules in _table_rows(tree):
@@ -260,7 +267,9 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
 
 
 def _table_rows(tree: Tree) -> list[tuple[str, list[Module]]]:
-    """Return (name, modules) for each row of the table of modules. Numbered modules of one class, such as layers, share a row."""
+    """Return (name, modules) for each row of a report's table of modules. Numbered modules of one class, such as layers, share a
+    row.
+    """
     left = _SUMMARY_ROWS
     level: list[tuple[str, list[Module]]] = [("", [tree.root])]
     lines: list[tuple[str, list[Module]]] = []
@@ -272,10 +281,10 @@ def _table_rows(tree: Tree) -> list[tuple[str, list[Module]]]:
 
 
 def _child_rows(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:
-    """Return the table rows directly below a row, each as (name, the modules that it sums up).
+    """Return the table rows one level below a row of the table of modules, each as (name, the modules that it sums up).
 
     Alike numbered modules share a row: below `model.layers` there is one row `model.layers.{0..5}` for six layers, and below that
-    one row `model.layers.{0..5}.mlp` for their six MLPs. name, modules: those of the upper row.
+    one row `model.layers.{0..5}.mlp` for their six MLPs. name, modules: those of the row above.
     """
     prefix = f"{name}." if name else ""
     labels = list(modules[0].children)
@@ -289,7 +298,7 @@ def _child_rows(name: str, modules: list[Module]) -> list[tuple[str, list[Module
 
 
 def _leaves(tree: Tree, drift: DriftReport) -> list[ModuleDrift]:
-    """Return the readings of the innermost modules, in the order of the tree. Modules that the tree does not have come last."""
+    """Return the drift of each module without children, in the order of the tree. Modules that the tree does not have come last."""
     readings = {reading.name: reading for reading in drift.modules}
     ordered = {module.name: readings[module.name] for module in tree.walk() if module.name in readings}
     return [
@@ -300,7 +309,9 @@ def _leaves(tree: Tree, drift: DriftReport) -> list[ModuleDrift]:
 
 
 def _depth(tree: Tree, drift: DriftReport | None) -> list[Section]:
-    """Return the section with the plot of SQNR over depth, as a list of one section, or [] if no SQNR is finite."""
+    """Return the report's section with the plot of modules' SQNR over depth, as a list of one section, or [] if no SQNR is
+    finite.
+    """
     if drift is None:
         return []
     leaves, totals = _leaves(tree, drift), tree.totals()
@@ -320,7 +331,9 @@ def _depth(tree: Tree, drift: DriftReport | None) -> list[Section]:
 
 
 def _worst(tree: Tree, drift: DriftReport | None) -> list[Section]:
-    """Return the section with the modules whose outputs drift most, as a list of one section, or [] without a measurement."""
+    """Return the report's section with the modules whose outputs drift most, as a list of one section, or [] without a
+    measurement.
+    """
     if drift is None:
         return []
     worst = worst_modules(_leaves(tree, drift))[:_WORST]
@@ -339,7 +352,7 @@ def _has_weights(totals: Totals) -> bool:
 
 
 def worst_table(worst: Iterable[ModuleDrift]) -> Table:
-    """Return a table with one row of metrics for each module."""
+    """Return a table of modules' drift, with one row for each module."""
     rows = tuple((Identifier(printable(reading.name, 200)), *_figures(reading)) for reading in worst)
     return Table(("the worst", *_FIGURES), rows, 1)
 

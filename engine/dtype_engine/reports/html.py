@@ -14,12 +14,16 @@ if TYPE_CHECKING:
 
 
 def as_html(report: Report) -> str:
-    """Return the whole document, rendered from `page.html.jinja`. Its content security policy forbids scripts and downloads."""
+    """Return a report as a complete HTML document, rendered from `page.html.jinja`. Its content security policy forbids scripts and
+    downloads.
+    """
     return _page("page.html.jinja").render(report=report)
 
 
 def as_fragment(report: Report) -> str:
-    """Return only the title, the tiles, the summary and the sections, for a notebook cell, with the style of the tiles."""
+    """Return a report's title, tiles, summary and sections as HTML for a notebook cell, with the style of the tiles but without a
+    page around them.
+    """
     style = f"<style>{_page('tiles.css.jinja').render()}</style>" if report.tiles else ""
     return f"<div>{style}{_page('body.html.jinja').render(report=report)}</div>"
 
@@ -30,8 +34,8 @@ def _page(name: str) -> Template:
     from markupsafe import Markup
 
     def shown(value: object) -> object:
-        """Escape the control characters in a value that the template inserts, and return the value. Text that this program itself
-        generated as HTML is unchanged. Jinja escapes HTML later.
+        """Return a value for the template, with the control characters in it escaped. HTML that this program itself generated is
+        returned unchanged. Jinja escapes all other text for HTML later.
         """
         return value if isinstance(value, Markup) or not isinstance(value, str) else printable(value, len(value))
 

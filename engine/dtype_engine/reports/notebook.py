@@ -16,7 +16,7 @@ from dtype_engine.results.meaning import meaning
 from dtype_engine.results.scan import ScanReport
 
 _ROWS = 12
-"""Maximum number of modules or weights that a cell lists, the worst first."""
+"""Maximum number of modules or weights that a notebook cell lists, the worst first."""
 
 
 def session_html(title: str, tree: Tree, plan: Plan, inputs: str) -> str:
@@ -31,12 +31,12 @@ def session_html(title: str, tree: Tree, plan: Plan, inputs: str) -> str:
 
 
 def tree_html(tree: Tree) -> str:
-    """Return HTML for the modules of a model as stored."""
+    """Return HTML that shows the modules of a model with their stored dtypes and bytes."""
     return as_fragment(Report("Tree", repr(tree), (tree_section(tree, make_plan(tree, Recipe())),)))
 
 
 def drift_html(report: DriftReport) -> str:
-    """Return HTML for the metrics of a measurement, and the modules that drift most."""
+    """Return HTML that shows the metrics of a drift measurement, and the modules that drift most."""
     memory, tiles = report.memory, [verdict_tile(report)]
     if memory.stored_bytes is not None and memory.planned_bytes is not None:
         tiles.insert(0, size_tile(memory.stored_bytes, memory.planned_bytes))
@@ -50,7 +50,7 @@ def drift_html(report: DriftReport) -> str:
 
 
 def scan_html(report: ScanReport) -> str:
-    """Return HTML for the sum of the scores in each dtype, and the weights with the highest scores."""
+    """Return HTML that shows a scan: the sum of the scores in each dtype, and the weights with the highest scores."""
     most = sorted(report.weights, key=lambda weight: -weight.score)[:_ROWS]
     rows = tuple(
         (Identifier(printable(each.name, 200)), each.dtype, human_bytes(each.bytes), with_error(each.score, each.error))

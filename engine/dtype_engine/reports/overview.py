@@ -1,4 +1,4 @@
-"""Writes the first screen of a report: tiles about size, drift and speed, and one sentence that says what the rules cost."""
+"""Writes the beginning of a report: tiles about size, drift and speed, and one sentence that says what the rules save and cost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_RULES = 3
 
 
 def size_tile(stored: int, planned: int) -> Tile:
-    """Return the tile with the planned and the stored bytes, and the change between them in percent."""
+    """Return the tile about size, with the planned and the stored bytes, and the change between them in percent."""
     if stored == planned:
         return Tile("size", human_bytes(stored), ("as stored",))
     return Tile("size", f"{human_bytes(planned)} of {human_bytes(stored)}", (_change(stored, planned),))
@@ -36,10 +36,11 @@ def _change(stored: int, planned: int) -> str:
 
 
 def verdict_tile(drift: DriftReport | None, no_drift: str = "", nonfinite: NonFiniteDiagnosis | None = None) -> Tile:
-    """Return the tile with the word that rates a drift, and the figures behind this word.
+    """Return the tile about drift, with the word that rates the drift, such as "small", and the metrics on which this word is
+    based.
 
-    drift: None if it was not measured; no_drift then says why. nonfinite: where values stop being finite, or None if all are
-    finite or the place is unknown.
+    drift: the measurement, or None if there is none; no_drift then says why. nonfinite: where values stop being finite, or None if
+    all are finite or the place is unknown.
     """
     if drift is None:
         return Tile("drift", "not measured", (printable(no_drift, 200) or "no forward pass was run",))
@@ -61,12 +62,16 @@ def verdict_tile(drift: DriftReport | None, no_drift: str = "", nonfinite: NonFi
 
 
 def top1_words(drift: DriftReport) -> str:
-    """Return `same top-1 token` or, if the model's positions are not tokens of a text, `same top-1 class`."""
+    """Return the name of the metric top-1 agreement: `same top-1 token` or, if the model's positions are not tokens of a text,
+    `same top-1 class`.
+    """
     return f"same top-1 {'token' if drift.sequences.of_tokens else 'class'}"
 
 
 def third_tile(planned: Totals, speed: SpeedReport | None) -> Tile:
-    """Return the tile with the candidate's speed or, if that was not measured, with the parameters and their planned dtypes."""
+    """Return the tile about the candidate's speed. If the speed was not measured, the tile has the parameters and their planned
+    dtypes.
+    """
     row = next((row for row in speed.rows if row.what == "candidate"), None) if speed is not None else None
     if speed is None or row is None:
         return Tile("parameters", planned.parameters_text, (mix_text(planned) if planned.nbytes else "no weights",))
@@ -80,7 +85,9 @@ def third_tile(planned: Totals, speed: SpeedReport | None) -> Tile:
 def plain_sentence(
     title: str, plan: Plan, drift: DriftReport | None, no_drift: str, losses: Sequence[ValueLoss] | None
 ) -> str:
-    """Return one sentence with the model, the rules, the bytes that they save, and the drift that they cause."""
+    """Return one sentence that names the model and the rules, and says how many bytes the rules save and which drift they cause.
+    no_drift: why there is no drift. losses: an entry for each weight with values that its cast makes infinite or zero.
+    """
     name, rules = printable(title, 60), plan.recipe.rules
     stored, planned = human_bytes(plan.stored_bytes), human_bytes(plan.planned_bytes)
     if not rules:

@@ -1,4 +1,4 @@
-"""Renders a report in the format that its file extension names."""
+"""Renders a report as HTML or Markdown, as the extension of its file says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMATS: dict[str, Callable[[Report], str]] = {
 
 
 def check_name(path: Path) -> None:
-    """Raise UserError if the extension of a file is not that of a report format."""
+    """Raise UserError unless a file's extension is that of a report format: .html or .md."""
     if path.suffix.lower() not in FORMATS:
         raise UserError(f"can't tell the format of {path}: name a report .html or .md")
 

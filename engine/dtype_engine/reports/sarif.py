@@ -1,4 +1,4 @@
-"""Formats findings as SARIF 2.1.0 (OASIS), which code hosts and editors show next to files."""
+"""Formats findings of checks and lints as SARIF 2.1.0 (OASIS), which code hosts and editors show next to files."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from dtype_engine.recipe.lint import Lint
 from dtype_engine.recipe.serving import ServingLint
 
 _MOST_TENSORS = 1_000
-"""Maximum number of tensors of one finding that get a result each."""
+"""Maximum number of SARIF results for one finding, which has a result for each affected tensor."""
 _EFFECTS: Mapping[str, tuple[str, Literal["error", "warning", "note"]]] = {
     "refused": ("the runtime refuses to load weights", "error"),
     "other values": ("the runtime computes with other values", "error"),
     "stays wide": ("the runtime leaves weights unquantized", "warning"),
     "slower": ("the runtime is slower with these weights", "note"),
 }
-"""Maps the effect of a finding (`Finding.effect`) to its title and its severity in SARIF."""
+"""Maps what a runtime does with a weight (`Finding.effect`) to (title of the finding, severity in SARIF)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One finding. `rule` is a key in the rules of the report."""
+    """One SARIF result. `rule` is the name of its SARIF rule, which describes this kind of finding."""
 
     rule: str
     message: str
     tensor: str
     file: str = ""
     line: int | None = None
-    """The line of the file, counted from 1, or None if the finding belongs to no line."""
+    """The line of the file that the result is about, counted from 1, or None if it is about no single line."""
     level: Literal["error", "warning", "note"] = "error"
 
 
 def sarif(command: str, rules: Mapping[str, tuple[str, str]], results: Iterable[Result]) -> dict[str, Any]:
-    """Return a SARIF log. command: the command that found the results. rules: the title of each rule and why it matters."""
+    """Return a SARIF log, as an object for JSON. command: the command that found the results. rules: the kinds of findings, each as
+    (its title, why it matters), keyed by the name that results have in `rule`.
+    """
     ids = list(rules)
     listed = [
         {"id": rule, "shortDescription": {"text": title}, "fullDescription": {"text": why}}
@@ -70,7 +72,9 @@ def _result(result: Result, ids: list[str]) -> dict[str, Any]:
 
 
 def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
-    """Return the differences between a recipe here and in another tool, with a result for each tensor. file: the recipe file."""
+    """Return as SARIF which tensors a recipe's patterns match differently here and in another tool, with a result for each tensor.
+    file: the recipe file.
+    """
     rules = {
         "pattern-differs": (
             f"a pattern matches other tensors in {lint.target}",
@@ -111,7 +115,9 @@ def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
 
 
 def serving_sarif(file: Path, lint: ServingLint) -> dict[str, Any]:
-    """Return what a runtime would do with an export of a recipe, with a result for each tensor. file: the recipe file."""
+    """Return as SARIF what a runtime such as vLLM would do with an export of a recipe, with a result for each affected tensor.
+    file: the recipe file.
+    """
     rules = {
         effect.replace(" ", "-"): (title, f"Predicted for {lint.runtime} from its source code.")
         for effect, (title, _) in _EFFECTS.items()

@@ -41,15 +41,15 @@ def mix_text(totals: Totals) -> str:
 
 
 def found_text(coverage: Coverage | None) -> str:
-    """Return words that say how many of a model's tensors its files have, to be shown after the model's name, or "" if the number
-    is unknown.
+    """Return words that say how many of a model's tensors its files have, such as `; 56 of 56 tensors found`, to be shown after the
+    model's name, or "" if the number is unknown.
     """
     return f"; {coverage}" if coverage is not None else ""
 
 
 def generation_text(text: Generation) -> str:
-    """Return how the reference and the cast model continue a prompt, as text. In each continuation, the first token that differs is
-    in brackets.
+    """Return as text how the reference and the cast model continue a prompt. In both texts, the first token that differs is in
+    brackets.
     """
     lines = [f"prompt     {_one_line(text.prompt)}"]
     for name, written in (("reference", text.reference), ("candidate", text.candidate)):
@@ -65,8 +65,8 @@ def generation_text(text: Generation) -> str:
 
 
 def parting(text: Generation) -> str:
-    """Return a sentence that says at which token the two continuations of a prompt, by the cast model and by the reference, begin
-    to differ.
+    """Return a sentence that says at which token the texts that the cast model and the reference generate for a prompt begin to
+    differ.
     """
     if not text.differs:
         return f"the same {len(text.reference.ids)} tokens"
@@ -110,7 +110,9 @@ def skipped_text(skipped: Sequence[SkippedTensor]) -> str:
 
 
 def speed_text(report: SpeedReport) -> str:
-    """Return a table with the times of the reference, the stored and the cast model, each compared with the reference."""
+    """Return a table with the times of forward passes in the reference, the stored model and the cast model, each compared with the
+    reference.
+    """
     lines = [
         f"model      {report.model} on {report.device}, {report.threads} threads",
         f"rules      {', '.join(report.rules) or 'none: as stored'}",
@@ -143,7 +145,7 @@ WEIGHTS_ONLY = "weights only: what a runtime does to activations (W8A8, W4A4) co
 
 
 def drift_text(report: DriftReport) -> str:
-    """Return the metrics of one measurement, and the modules with the lowest SQNR."""
+    """Return the metrics of one drift measurement as lines of text, and a table of the modules with the lowest SQNR."""
     from dtype_engine.results.drift import worst_modules  # the first paint does not need it
 
     output, memory = report.output, report.memory
@@ -208,7 +210,7 @@ def drift_text(report: DriftReport) -> str:
 
 
 def picture_lines(output: OutputDrift) -> list[str]:
-    """Return a line with the PSNR and the SSIM, or no line if the output is no picture."""
+    """Return a line with the PSNR and the SSIM of an output that is a picture. For any other output, return no line."""
     if output.psnr_db is None:
         return []
     ssim = "" if output.ssim is None else f", SSIM {output.ssim:.6f}"
@@ -216,7 +218,7 @@ def picture_lines(output: OutputDrift) -> list[str]:
 
 
 def flow_text(casts: Sequence[ImplicitCastStats]) -> str:
-    """Return a table with a row for each kind of implicit cast, in the given order."""
+    """Return a table of implicit casts as text, with a row for each entry of `casts`, in this order."""
     if not casts:
         return "no implicit casts: every operation was given one dtype"
     rows = [("module", "operation", "from → to", "elements", "times", "plain torch")]

@@ -1,4 +1,4 @@
-"""Formats the check of a checkpoint as text, as JSON, and as SARIF, which code hosts and editors show next to files."""
+"""Formats the findings of a checkpoint check as text, as JSON, and as SARIF, which code hosts and editors show next to files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dtype_engine.results.as_json import as_json
 from dtype_engine.results.check import KINDS, CheckReport, Finding
 
 SHOWN = 20
-"""Maximum number of findings of one kind in the text."""
+"""Maximum number of findings of one kind that the text lists."""
 
 
 def check_text(report: CheckReport) -> str:
@@ -33,7 +33,7 @@ def check_text(report: CheckReport) -> str:
 
 
 def by_kind(report: CheckReport) -> dict[str, list[Finding]]:
-    """Return the findings grouped by kind, in the order of `KINDS`."""
+    """Return the findings of a check as lists, keyed by the kind of problem, in the order of `KINDS`."""
     found: dict[str, list[Finding]] = {kind: [] for kind in KINDS}
     for finding in report.findings:
         found[finding.kind].append(finding)
@@ -41,14 +41,16 @@ def by_kind(report: CheckReport) -> dict[str, list[Finding]]:
 
 
 def check_json(report: CheckReport) -> dict[str, Any]:
-    """Return the report as a JSON object. For each kind of problem that was found, it also says why the problem matters, and names
-    public issues about it.
+    """Return the findings of a check as a JSON object. For each kind of problem that was found, it also says why the problem
+    matters, and names public issues about it.
     """
     return {**as_json(report), "kinds": {kind: as_json(KINDS[kind]) for kind in by_kind(report)}}
 
 
 def check_sarif(report: CheckReport) -> dict[str, Any]:
-    """Return the findings in the format SARIF 2.1.0 (OASIS), with a rule for each kind and a result for each finding."""
+    """Return the findings of a check as SARIF 2.1.0 (OASIS), with a SARIF rule for each kind of problem and a result for each
+    finding.
+    """
     rules = {
         kind: (KINDS[kind].title, " ".join((KINDS[kind].why, *(f"Seen in {issue}." for issue in KINDS[kind].seen))))
         for kind in by_kind(report)

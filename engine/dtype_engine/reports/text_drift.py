@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _MOST_CAUSES = 12
 _CANCELLING = 1.2
-"""Percentages of the whole drift are shown only if every module's own drift is at most this many times the whole drift. Otherwise,
-the drifts of several modules cancel each other.
+"""The causes of a drift are given as percentages of the whole drift only if no module's own drift is more than this many times the
+whole drift. If one is, the drifts of several modules cancel each other, and percentages would mislead.
 """
 
 
@@ -63,7 +63,7 @@ def sqnr_text(output: OutputDrift, extent: Extent) -> str:
 
 
 def modules_extent_text(report: DriftReport) -> str:
-    """Return how many sequences the drift of single modules was measured on, as in `2 of 6 sequences`, or "" if it was measured on
+    """Return on how many sequences the outputs of modules were compared, as in `2 of 6 sequences`, or "" if they were compared on
     all.
     """
     extent = report.sequences
@@ -73,7 +73,7 @@ def modules_extent_text(report: DriftReport) -> str:
 
 
 def partial_text(reading: PartialDrift) -> str:
-    """Return the current metrics of a running measurement: `KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`."""
+    """Return the metrics that a running measurement has so far: `KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`."""
     output, extent = reading.output, reading.extent
     if output.nonfinite:
         return "not finite"
@@ -164,7 +164,9 @@ def value_sentence(diagnosis: NonFiniteDiagnosis) -> str:
 
 
 def causes_headline(report: AttributionReport) -> str:
-    """Return a sentence about the largest cause: `62 % of the output's drift enters at model.layers.1.mlp.down_proj`."""
+    """Return a sentence that names the module which causes the most drift: `62 % of the output's drift enters at
+    model.layers.1.mlp.down_proj`.
+    """
     if report.whole == 0:
         return f"the weights' dtypes change nothing in the output over these {report.positions:,} positions"
     if not report.causes:
@@ -198,7 +200,7 @@ def causes_footing(report: AttributionReport) -> str:
 
 
 def causes_text(report: AttributionReport) -> str:
-    """Return a sentence that names the largest cause, and a table of the largest causes."""
+    """Return a sentence that names the module which causes the most drift, and a table of the modules that cause the most."""
     lines = [f"causes     {causes_headline(report)}", f"           {causes_footing(report)}"]
     if not report.causes:
         return lines[0]

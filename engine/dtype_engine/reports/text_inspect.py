@@ -39,7 +39,7 @@ def tree_text(tree: Tree, plan: Plan, title: str, view: TreeView) -> str:
 
 
 class _Rows:
-    """Makes the rows of the tree's table: label, dtypes, parameters and bytes."""
+    """Makes the rows of the table that shows a module tree. Each row is (label, dtypes, parameters, bytes)."""
 
     def __init__(self, tree: Tree, plan: Plan, title: str, view: TreeView) -> None:
         self._tree, self._plan, self._title, self._view = tree, plan, title, view
@@ -96,7 +96,9 @@ def _sum(parts: Iterator[Totals]) -> Totals:
 
 
 def _unknown_counts(tree: Tree) -> list[str]:
-    """Return a line about the packed weights of which the number of parameters is unknown, if there are any."""
+    """Return a list with a line that says for how many packed weights the number of parameters is unknown. Empty if there are
+    none.
+    """
     unknown = [tensor for tensor in tree.tensors.values() if tensor.logical_numel == "unknown"]
     if not unknown:
         return []
@@ -108,7 +110,9 @@ def _unknown_counts(tree: Tree) -> list[str]:
 
 
 def largest_text(tree: Tree, plan: Plan, number: int) -> str:
-    """Return the modules whose own tensors take the most bytes, largest first, with their share of the model. number: how many."""
+    """Return a table of the modules whose own tensors take the most bytes, largest first, with their share of the model. number:
+    how many modules it lists.
+    """
     own = {module.name: _own_totals(module, plan.dtypes) for module in tree.walk()}
     whole = sum(totals.total_bytes for totals in own.values())
     largest = nlargest(number, ((name, totals) for name, totals in own.items()), key=lambda row: row[1].total_bytes)
@@ -140,7 +144,9 @@ def _own_totals(module: Module, planned: Mapping[str, str]) -> Totals:
 
 
 def kinds_text(tree: Tree, plan: Plan) -> str:
-    """Return dtypes, parameters and bytes of each kind of layer, such as attention, MLP and norms, with its share of the model."""
+    """Return a table with the dtypes, parameters and bytes of each kind of layer, such as attention, MLP and norms, and its share
+    of the model.
+    """
     found = totals_by_kind(tree, plan.dtypes)
     whole = sum(totals.total_bytes for totals in found.values())
     rows = [

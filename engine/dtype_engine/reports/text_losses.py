@@ -1,4 +1,4 @@
-"""Formats sentences about weight values that a cast makes infinite or zero, or clips. Such values are called lost."""
+"""Formats sentences about weight values that a cast makes infinite or zero, or clips. This program calls such values lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ HELP = (
 
 
 def loss_sentence(loss: ValueLoss) -> str:
-    """Return a sentence about one tensor: `conv2_BN.running_var: 64 of 128 values became infinite in float16`."""
+    """Return a sentence that says how many values of one tensor a cast changed: `conv2_BN.running_var: 64 of 128 values became
+    infinite in float16`.
+    """
     return f"{printable(loss.tensor, 200)}: {loss_words(loss)}"
 
 

@@ -46,7 +46,9 @@ def scan_text(report: ScanReport) -> str:
 
 
 def search_text(report: SearchReport) -> str:
-    """Return a search's result: the recipe, its predicted and measured drift, and at most twelve points of the Pareto front."""
+    """Return the result of a search as text: the best recipe, its predicted and measured drift, and at most twelve points of the
+    Pareto front.
+    """
     lines = [
         f"model      {report.model}{found_text(report.coverage)}",
         f"memory     stored {human_bytes(report.stored_bytes)} → planned {human_bytes(report.planned_bytes)}",

@@ -1,4 +1,4 @@
-"""Formats a sweep as text for a terminal: a table, and a plot drawn with characters."""
+"""Formats the measurements of many recipes as text for a terminal: a table, and a plot drawn with characters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _WIDTH, _HEIGHT = 60, 12
 
 
 def sweep_text(report: SweepReport) -> str:
-    """Return one line for each recipe, smallest first, then a plot of drift over bytes. `*`: no other recipe is better."""
+    """Return a table with one line for each recipe, smallest first, then a plot of drift over bytes. A `*` marks each recipe that
+    no other recipe beats.
+    """
     lines = [
         f"model      {report.model}, stored {human_bytes(report.stored_bytes)}",
         f"inputs     {report.inputs}",
@@ -36,7 +38,9 @@ def sweep_text(report: SweepReport) -> str:
 
 
 def _plot(rows: Sequence[SweepRow]) -> list[str]:
-    """Return a plot of drift (vertical, logarithmic) over planned bytes. It needs two recipes with a finite drift above 0."""
+    """Return the lines of a plot of drift (vertical, logarithmic) over planned bytes, with a point for each recipe. Returns no
+    lines unless two recipes have a finite drift above 0.
+    """
     shown = [row for row in rows if 0 < row.drift < math.inf]
     if len(shown) < 2:
         return []

@@ -20,11 +20,13 @@ TARGET_SUFFIXES = {
     "modelopt": ".json",
     "comfyui": ".json",
 }
-"""Every target and the extension of the file that its tool reads. A target's module in this package is imported only when used."""
+"""The name of every target (a tool to whose format a recipe can be converted), and the extension of the file that the tool reads. A
+target's module in this package is imported only when used.
+"""
 
 
 def target_named(name: str) -> Target:
-    """Return the target with this name. Raises UserError for an unknown name."""
+    """Return the target with this name, such as "torchao". Raises UserError for an unknown name."""
     if name not in TARGET_SUFFIXES:
         raise UserError(f"unknown target {name!r}: use one of {', '.join(TARGET_SUFFIXES)}")
     target: Target = import_module(f"{__name__}.{name.replace('-', '_').replace('.', '_')}").TARGET

@@ -16,7 +16,7 @@ Part = Literal["dtype", "scale"]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A plan, its tree, and the other facts about the model that a target needs."""
+    """A plan, the tree of its model, and the other facts about the model that converting a recipe needs."""
 
     tree: Tree
     plan: Plan
@@ -29,15 +29,15 @@ class Context:
     """The run setting `quantize_activations` for which the recipe is meant."""
 
     def is_kind(self, module: Module, classes: Collection[str]) -> bool:
-        """Return whether a module is an instance of one of these classes.
+        """Return whether a module is an instance of one of these classes, given by name.
 
-        An instance of a subclass counts if the module's base classes are known.
+        An instance of a subclass counts if the base classes of its class are known.
         """
         name = module.class_name
         return name is not None and (name in classes or not self.kinds.get(name, frozenset()).isdisjoint(classes))
 
     def module_of(self, tensor: str) -> Module:
-        """Return the module that directly holds a tensor."""
+        """Return the module that directly holds the tensor with this name."""
         return self.tree.modules[tensor.rpartition(".")[0]]
 
     def all_names(self) -> set[str]:
@@ -52,7 +52,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Tensors of a recipe whose planned dtype another tool, the target of the conversion, can't express."""
+    """Tensors of a plan to which another tool, the target of the conversion, can't give their planned dtype or scales."""
 
     why: str
     part: Part
@@ -68,7 +68,7 @@ class Unsupported:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A recipe converted for another tool."""
+    """A recipe that was converted to the format of another tool."""
 
     text: str
     """The content of the file that the other tool reads."""
@@ -82,17 +82,17 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The result of matching one pattern by the target's rules: the tensors that it matches."""
+    """The tensors that one pattern matches in another tool, the target of a conversion."""
 
     tensors: frozenset[str]
-    """Canonical names of the matched tensors."""
+    """Canonical names of the tensors that the pattern matches."""
     problem: str | None = None
     """Why the pattern matches nothing, or None if the pattern matches something or the reason is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Another tool for which this program can convert recipes."""
+    """Another tool, such as torchao, to whose format this program can convert recipes."""
 
     name: str
     matcher: str
@@ -144,7 +144,7 @@ def exact_first(patterns: Sequence[str]) -> int:
 
 
 class UnsupportedList:
-    """Collects the tensors that a target can't express, and groups those with the same reason."""
+    """Collects the tensors to which a target can't give their planned dtype, and groups those with the same reason."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, Part, str, str], list[str]] = {}
@@ -158,19 +158,19 @@ class UnsupportedList:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What a quantizer can do for a plan: which weights it quantizes as planned, and the one dtype in which it loads all other
-    tensors.
+    """What a quantization tool can do for a plan: which weights it quantizes as planned, and the one dtype in which it loads all
+    other tensors.
     """
 
     low: Mapping[str, str]
     """The dtype to which each weight is to be quantized, by the weight's canonical name."""
     base: str
-    """The dtype of all tensors that are not in `low`, that is, not quantized."""
+    """The dtype of all tensors that are not in `low`, which the tool does not quantize."""
     losses: UnsupportedList
     """The tensors to which the tool can't give their planned dtype, each with the dtype that it gets instead."""
 
     def by_dtype(self) -> dict[str, list[str]]:
-        """Return the names of the weights to quantize, for each dtype, in the model's order."""
+        """Return the names of the weights to quantize, keyed by dtype. The names are in the model's order."""
         names_by_dtype: dict[str, list[str]] = {}
         for name, dtype in self.low.items():
             names_by_dtype.setdefault(dtype, []).append(name)
@@ -279,8 +279,8 @@ def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
 
 
 def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
-    """Return the names of the castable weights of all modules of certain classes, keyed by module name. kinds: names of the
-    classes.
+    """Return the castable weights of all modules of certain classes, as a mapping from the module's name to the weight's name.
+    kinds: names of the classes.
     """
     weights: dict[str, str] = {}
     for name, module in context.tree.modules.items():
@@ -291,14 +291,14 @@ def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
 
 
 def weights_in(kinds: Collection[str]) -> Callable[[Context], frozenset[str]]:
-    """Return a function for `Target.matchable`: it returns the weights of all modules of the classes `kinds`. It is for tools that
-    quantize nothing else.
+    """Return a function for `Target.matchable` that returns the weights of all modules of the classes `kinds`. It is for tools that
+    quantize only these weights.
     """
     return lambda context: frozenset(weights_of(context, kinds).values())
 
 
 def loading_note(base: str) -> str:
-    """Return a note that says that the model must be loaded in the dtype `base`."""
+    """Return a sentence that tells the user to load the model in the dtype `base`."""
     return f"load the model in {base}, the planned dtype of everything that is not listed"
 
 

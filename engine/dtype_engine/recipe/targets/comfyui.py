@@ -22,7 +22,7 @@ from dtype_engine.recipe.targets.base import (
 NAME = "comfyui"
 KINDS = frozenset({"Linear"})
 FORMATS = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2", "int8": "int8_tensorwise"}
-"""ComfyUI's names for the formats. Each format has a single scale per tensor."""
+"""ComfyUI's name for each dtype that it can quantize to. Each of these formats has a single scale per tensor."""
 
 
 def convert(context: Context) -> Conversion:

@@ -56,7 +56,9 @@ def convert(context: Context) -> Conversion:
 
 
 def _leaves(context: Context) -> dict[str, list[str]]:
-    """Return, by module name, the castable tensors of each module that diffusers casts as a whole because of its class."""
+    """Return the castable tensors of each module that diffusers casts as a whole because of its class: a mapping from the module's
+    name to the tensors' names.
+    """
     leaves: dict[str, list[str]] = {}
     stack: list[Module] = [context.tree.root]
     while stack:
@@ -69,8 +71,8 @@ def _leaves(context: Context) -> dict[str, list[str]]:
 
 
 def _cast_dtype(context: Context, tensor: str) -> str:
-    """Return the dtype that diffusers can cast a tensor to for the plan: for int8 or float8, the dtype of the codes without scales.
-    The name of a block format is returned unchanged; diffusers can't store it.
+    """Return the dtype to which diffusers would cast the tensor with this name to follow the plan. For int8 or float8, it is the
+    dtype of the codes without scales. The name of a block format, which diffusers can't store, is returned unchanged.
     """
     dtype = context.plan.dtypes[tensor]
     if dtype in dtypes.BLOCK_FORMATS:

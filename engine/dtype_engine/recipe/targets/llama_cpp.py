@@ -36,17 +36,17 @@ _READABLE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 DEFAULT = "q8_0"
 BLOCKED = (DEFAULT, "mxfp4")
 BLOCK = 32
-"""Values per scale in the llama.cpp types that `BLOCKED` lists. The length of a row must be a multiple of this number."""
-ODD_ROWS = "f16"
-"""The type that llama.cpp uses instead of a requested `BLOCKED` type, if the length of the tensor's rows is not a multiple of
-`BLOCK`.
+"""How many values share a scale in the llama.cpp types that `BLOCKED` lists. The length of a row must be a multiple of this
+number.
 """
+ODD_ROWS = "f16"
+"""The llama.cpp type that is used in place of each type in `BLOCKED` for a tensor whose row length is not a multiple of `BLOCK`."""
 _KEPT = re.compile(
     r"_norm\.weight|ffn_gate_inp\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight"
     r"|indexer\.[kq]_proj\.weight|time_mix_\w+\.weight|attn_rel_b\.weight|\.position_embd|^position_embd|^token_types"
     r"|\.rel_pos|\.patch_embd|\.patch_merger"
 )
-"""Matrices that llama-quantize never quantizes (`tensor_allows_quantization`)."""
+"""Matches the GGUF names of matrices that llama-quantize never quantizes (`tensor_allows_quantization`)."""
 _ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek2", "deepseek_v2": "deepseek2", "gpt_neox": "gptneox",
 }  # fmt: skip
@@ -127,7 +127,7 @@ def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
 
 
 def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
-    """Return, for each tensor that rules can change, its names in GGUF, or () if it has none.
+    """Return a mapping from the name of each tensor that rules can change to its names in GGUF, or to () if it has none there.
 
     Raises UserError if the gguf package does not know the architecture.
     """
@@ -139,10 +139,10 @@ def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
 
 
 def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str], str | None]:
-    """Return a function that maps a module's name in transformers to its name in GGUF.
+    """Return a function that takes a module's name in transformers and returns its name in GGUF, both without `.weight`.
 
-    Both names are without `.weight`. title: the name of the model, for errors. model_type: the one in config.json. blocks: the
-    number of layers that the map must cover. Raises UserError if the gguf package does not know the architecture.
+    title: the name of the model, for errors. model_type: the `model_type` in config.json. blocks: the number of layers that the
+    names must cover. Raises UserError if the gguf package does not know the architecture.
     """
     import gguf
 

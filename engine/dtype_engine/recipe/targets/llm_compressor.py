@@ -32,8 +32,8 @@ FORMATS = tuple(
     for name in DESCRIBED
     if (blocks := dtypes.BY_NAME[name].blocks) is None or blocks.rule in ("amax", "compressed-tensors")
 )
-"""The formats whose values, as quantized by llm-compressor, equal ours. MX formats have several scale rules here, of which
-llm-compressor has one, so only the format with that rule is in the list.
+"""The formats in which llm-compressor quantizes to the same values as this program. MX formats have several scale rules here, of
+which llm-compressor has one, so only the format with that rule is in the list.
 """
 
 

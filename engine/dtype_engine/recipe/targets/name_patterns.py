@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterable
 from dtype_engine.core.tree import is_number
 
 Choice = frozenset[str] | None
-"""The allowed texts for one dot-separated component of a name. None allows any number."""
+"""The texts that a pattern allows for one dot-separated component of a name. None allows any number."""
 Product = tuple[Choice, ...]
-"""One `Choice` for each dot-separated component of a name. A name matches if each of its components is allowed."""
+"""A pattern: one `Choice` for each dot-separated component of a name. A name matches if each of its components is allowed."""
 
 
 def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
@@ -77,7 +77,9 @@ def _covers(product: Product, parts: list[str]) -> bool:
 
 
 def regexes(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
-    """Return regular expressions whose full matches in `universe` are exactly the names in `wanted`. The caller adds anchors."""
+    """Return regular expressions that fully match exactly the names in `wanted`, among all names in `universe`. The caller adds
+    anchors.
+    """
     return [r"\.".join(map(_as_regex, product)) for product in products(wanted, universe)]
 
 
@@ -93,7 +95,9 @@ def _sorted(choice: frozenset[str]) -> list[str]:
 
 
 def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
-    """Return `fnmatch` patterns that match exactly the names `wanted` in `universe`. Numbers become `*` if this stays exact."""
+    """Return `fnmatch` patterns that match exactly the names in `wanted`, among all names in `universe`. Numbers become `*` if this
+    matches no other name.
+    """
     names = list(dict.fromkeys(wanted))
     patterns: list[str] = []
     for product in products(names, universe):
@@ -109,7 +113,9 @@ def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
 
 
 def _as_globs(choice: Choice) -> list[str]:
-    """Return a glob for each alternative of one component of a name. If all are single digits, one glob lists them: `[123]`."""
+    """Return globs for the allowed texts of one component of a name, one glob for each text. If all texts are single digits, one
+    glob lists them: `[123]`.
+    """
     if choice is None:
         return ["*"]
     texts = _sorted(choice)

@@ -88,8 +88,8 @@ def convert(context: Context) -> Conversion:
 
 
 def _pattern_names(names: Iterable[str], dtype: str) -> list[str]:
-    """Return the names that torchao matches patterns against for these weights. They are the names of the weights or, for NVFP4, of
-    their modules (pytorch/ao#3252). dtype: the dtype of all these weights.
+    """Return the names with which torchao compares patterns for these weights: the names of the weights or, for NVFP4, of their
+    modules (pytorch/ao#3252). dtype: the dtype of all these weights.
     """
     return [name.rpartition(".")[0] if dtype == "nvfp4" else name for name in names]
 
