@@ -52,7 +52,9 @@ class Checkpoint:
     values: Mapping[str, Any] | None = None
     """For pickles, whose headers can't be read without their values: the values by tensor name. Otherwise None."""
     base: str | None = None
-    """The model that an adapter belongs to. None if the checkpoint is not an adapter or does not name the model."""
+    """If the checkpoint is a PEFT adapter: the name of the model to which the adapter is applied, or None if the files do not say
+    it. Otherwise None.
+    """
     notices: tuple[str, ...] = ()
     """Sentences about the checkpoint that the user should see."""
     identities: tuple[FileIdentity, ...] = ()
@@ -60,12 +62,13 @@ class Checkpoint:
     components: tuple[Component, ...] = ()
     """For a diffusers pipeline, its components that have weights, such as the UNet; otherwise ()."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Maps each further name of a tied weight to the weight's name in `tensors`. Read from pickles and from safetensors' metadata.
+    """Maps each further name of a tied weight to the name that the weight has in `tensors`. The ties are read from pickles and from
+    safetensors' metadata.
     """
     index: IndexReport | None = None
     """The differences between the checkpoint's index and its shards, or None if the checkpoint has no index."""
     headers_alone: str = ""
-    """If the values are not on this machine but on a hub, a sentence that says so and how they are downloaded; otherwise ""."""
+    """If the values are on a hub and not on this machine: a sentence that says so, and how they are downloaded. Otherwise ""."""
 
     @cached_property
     def quantized(self) -> dict[str, QuantizedWeight]:
@@ -78,8 +81,8 @@ class Checkpoint:
 
     @cached_property
     def encoded(self) -> dict[str, EncodedWeight]:
-        """The weights that other programs quantized and that can be decoded here. The keys are the names that the weights have in
-        the unquantized checkpoint, such as `model.layers.0.mlp.down_proj.weight`. Empty for pickles.
+        """The weights that other programs quantized and that this program can decode. The keys are the names that the weights have
+        in the unquantized checkpoint, such as `model.layers.0.mlp.down_proj.weight`. Empty for pickles.
 
         Raises UserError if a tensor that describes a weight can't be read.
         """
@@ -103,7 +106,7 @@ class Checkpoint:
 
     @cached_property
     def provenance(self) -> Provenance:
-        """What the files say about how the weights were quantized."""
+        """What the files say about how the weights were quantized, such as the method and the program."""
         from dtype_engine.checkpoint.provenance import provenance  # the first screen needs no YAML parser
 
         folder = self.path if self.path.is_dir() else self.path.parent
@@ -141,8 +144,8 @@ class Checkpoint:
 
     @cached_property
     def owners(self) -> dict[str, str]:
-        """Maps the name of each tensor that belongs to a weight in `encoded` to the name of this weight. A tensor that several
-        weights share maps to the first of them.
+        """Maps the name of each tensor that belongs to a weight in `encoded`, such as its codes or scales, to the name of this
+        weight. A tensor that several weights share maps to the first of them.
         """
         found: dict[str, str] = {}
         for name, weight in self.encoded.items():
@@ -151,9 +154,9 @@ class Checkpoint:
         return found
 
     def _headers_of_encoded(self) -> dict[str, tuple[CheckpointTensor, EncodedWeight]]:
-        """Return a pair for each weight that another program quantized, keyed by the weight's name. The pair consists of a
-        header, which describes the weight as one tensor in its format, and the weight itself. If several weights share a tensor,
-        only the first weight counts its bytes.
+        """A mapping from the name of each weight that another program quantized to a pair. The first item is a header that
+        describes the weight as one tensor in its format, the second is the weight itself. If several weights share a tensor, only
+        the first weight counts its bytes.
         """
         found, seen = {}, set[tuple[str, int | None]]()
         for name, weight in self.encoded.items():
@@ -214,8 +217,8 @@ class Checkpoint:
 
     @property
     def unread(self) -> dict[str, CheckpointTensor]:
-        """The tensors in `foreign` that belong to no weight in `encoded`. They are plain tensors, or parts of weights that are
-        incomplete or have an unknown scheme.
+        """The tensors in `foreign` that belong to no weight in `encoded`. They are plain tensors, or codes and scales of weights
+        that are incomplete or have an unknown scheme.
         """
         return {name: tensor for name, tensor in self.foreign.items() if name not in self.owners}
 

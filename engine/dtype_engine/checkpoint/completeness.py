@@ -1,4 +1,4 @@
-"""Checks that a checkpoint is complete: compares its index with its files, and reports the tensors that a model lacks."""
+"""Checks that a checkpoint is complete: compares its index with its files, and names the tensors of the model that are missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtype_engine.results.coverage import Coverage
 
 @dataclass(frozen=True, slots=True)
 class LeftOutFile:
-    """A weights file that is in the checkpoint's folder but not in its index."""
+    """A weights file that is in the checkpoint's folder but that the checkpoint's index does not name."""
 
     name: str
     tensors: tuple[str, ...]
@@ -28,7 +28,7 @@ class IndexReport:
     """How a checkpoint's index (such as `model.safetensors.index.json`) differs from the files in its folder."""
 
     found: int
-    """How many of the tensors in the index are in a file that the index names."""
+    """How many of the tensors that the index lists are in one of the files that it names."""
     missing: tuple[tuple[str, str], ...] = ()
     """One entry for each tensor that the index lists, but that is in none of its files: (tensor name, file name in the index)."""
     left_out: tuple[LeftOutFile, ...] = ()
@@ -50,7 +50,7 @@ class IndexReport:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """One sentence for each difference, or () if there is none."""
+        """Sentences for the user about the differences between the index and the files, or () if there are none."""
         said = []
         if self.missing:
             name, file = self.missing[0]

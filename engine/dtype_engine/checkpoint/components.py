@@ -1,4 +1,5 @@
-"""Reads a diffusers pipeline: a folder whose subfolders are components, listed in `model_index.json`.
+"""Reads a diffusers pipeline: a folder with a subfolder for each component, such as the UNet. `model_index.json` lists the
+components.
 
 diffusers' `DiffusionPipeline.save_pretrained` writes this format: `{"_class_name": ..., "unet": ["diffusers",
 "UNet2DConditionModel"], "scheduler": [...], "safety_checker": [null, null]}`. Each component with weights is a checkpoint of its
@@ -40,7 +41,7 @@ class Component:
     config: dict[str, Any] | None
     metadata: Mapping[str, str]
     pickled: bool = False
-    """Whether the component's weights are pickles. The pipeline's tensors do not include weights in pickles."""
+    """Whether the component's weights are in pickles. The tensors of such a component are not among those of the pipeline."""
     identities: tuple[FileIdentity, ...] = ()
 
     @property
@@ -50,8 +51,8 @@ class Component:
 
 
 def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the components in an index, without those that the pipeline lacks (`[null, null]` in the index). index:
-    the content of `model_index.json`.
+    """Return the names of a pipeline's components, such as "unet". Components that the pipeline lacks (`[null, null]` in the index)
+    are left out. index: the content of `model_index.json`.
     """
     return tuple(
         name
@@ -61,8 +62,8 @@ def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Component, ...], dict[str, Any]]:
-    """Return the components with weights in the order of the index, and the tensors of all components that are not pickled, with
-    names such as `unet.conv.weight`.
+    """Return a pair: the components of a pipeline that have weights, in the order of the index, and the tensors of all components
+    that are not pickled, with names such as `unet.conv.weight`.
 
     index: the content of `model_index.json`. Raises UserError if a component's files are damaged or outside the folder.
     """
@@ -88,7 +89,7 @@ def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Compo
 
 
 def pipeline_notices(components: tuple[Component, ...]) -> tuple[str, ...]:
-    """Return sentences for the user about components whose weights are pickles, or of a variant such as fp16."""
+    """Return sentences for the user about components whose weights are in pickles, or are a variant such as fp16."""
     notices = []
     if pickled := [component.name for component in components if component.pickled]:
         notices.append(f"not shown, since their weights are pickles: {', '.join(map(printable, pickled))}")

@@ -18,10 +18,10 @@ _LIMIT = 200
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model on this machine that `locate` can open."""
+    """A model on this machine that the user could open."""
 
     model: str
-    """The text that `locate` accepts for this model."""
+    """The text that names this model for the function `locate`, such as a path or a Hugging Face id."""
     place: str
     """Where the model was found, in a few words for the user."""
     nbytes: int | None

@@ -1,4 +1,5 @@
-"""Checks the target folder of an export. An existing folder is replaced only if this program exported it earlier.
+"""Checks the folder to which an export is to be written. If it exists, it is replaced only if it is an earlier export of this
+program.
 
 Two files show that this program exported a folder: `recipe.yaml`, which begins as this program writes recipes, and `README.md`,
 whose second paragraph gives the version of this program. Every version since 0.1.0 writes both.
@@ -26,7 +27,8 @@ _MOST_READ = 1 << 16
 
 
 def check_typed_path(typed: str, for_export: bool, source: Path | None) -> bool:
-    """Return whether a save to the typed path would replace something. Raises UserError if nothing can be saved to this path.
+    """Return whether saving to the path that the user typed would replace a file or folder. Raises UserError if nothing can be
+    saved there.
 
     for_export: whether the path is the folder of an export; otherwise it is a file. source: the model's path, which is never
     replaced.
@@ -44,7 +46,7 @@ def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -
     can't be created, or if it is not empty and must not be replaced.
 
     force: whether an earlier export of this program may be replaced. Any other folder is never replaced, nor is the current working
-    directory or a folder that contains a file of `keep`.
+    directory. keep: paths of files; a folder that contains one of them is not replaced either.
     """
     target = target.expanduser().absolute()
     if not target.name:
@@ -76,8 +78,8 @@ def _refuse_to_replace(target: Path, keep: Iterable[Path]) -> None:
 
 
 def is_export(folder: Path) -> bool:
-    """Return whether this program wrote the folder's `recipe.yaml` or its `README.md`. The beginning of their text decides, because
-    other programs write files with these names too.
+    """Return whether this program wrote the `recipe.yaml` or the `README.md` in a folder. The beginning of their text decides,
+    because other programs write files with these names too.
     """
     files = ((_RECIPE, folder / "recipe.yaml"), (_README, folder / "README.md"))
     return any(mark.match(_text(file) or "") is not None for mark, file in files)
@@ -107,7 +109,9 @@ def _text(file: Path) -> str | None:
 
 
 def _component_folders(folder: Path) -> frozenset[str]:
-    """Return the names of the component folders that the index of an exported pipeline lists, or an empty set without an index."""
+    """Return the names of the component folders that an exported pipeline's `model_index.json` lists, or an empty set if there is
+    no such file.
+    """
     try:
         return frozenset(component_names(read_json(folder / PIPELINE_INDEX)))
     except UserError:

@@ -1,4 +1,4 @@
-"""Detects that a file has changed since it was opened. Otherwise, a later read would mix the contents of two files, or fail.
+"""Detects that a file has changed since it was opened. Without this, a later read could mix the contents of two files, or fail.
 
 Weights are mapped into memory, so they are read long after the headers of their files. The file's device, inode, size and
 modification time show whether another program has replaced, changed or truncated the file in the meantime.
@@ -20,7 +20,7 @@ from dtype_engine.core.throttle import Throttle
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """A file's state when it was opened. `size` is in bytes, `mtime_ns` in nanoseconds since 1970."""
+    """What identifies a file's state when it was opened. `size` is in bytes, `mtime_ns` in nanoseconds since 1970."""
 
     path: Path
     device: int
@@ -30,7 +30,7 @@ class FileIdentity:
 
     @classmethod
     def of(cls, path: Path) -> FileIdentity:
-        """Return the identity of the file at `path`, after following links. Raises UserError if there is no such file."""
+        """Return the state of the file at `path`, after following links. Raises UserError if there is no such file."""
         with reading(printable(str(path), 500)):
             status = os.stat(path)
         return cls(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
@@ -79,7 +79,9 @@ def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
 
 
 class Watch:
-    """Checks at most ten times a second that files do not change while they are read."""
+    """Checks that files do not change while they are read. `look` can be called often; it examines the files at most ten times a
+    second.
+    """
 
     def __init__(self, files: Iterable[FileIdentity]) -> None:
         self._files = tuple(files)

@@ -17,8 +17,8 @@ LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def kind_of(path: Path) -> FileKind | None:
-    """Return the kind of a weights file: "safetensors", "pickle" or "gguf". Returns None if the file is of no such kind, is not a
-    regular file, or can't be read.
+    """Return the kind of a weights file: "safetensors", "pickle" or "gguf". Returns None for any other file, and if the file is not
+    a regular file or can't be read.
     """
     suffix = path.suffix
     if suffix == ".safetensors":

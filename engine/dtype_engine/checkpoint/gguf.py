@@ -39,7 +39,7 @@ def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, Any]]:
 
 
 def _file_type(number: object) -> dict[str, str]:
-    """Return the field `general.file_type` with the name of a file type: {"general.file_type": "Q4_K_M"} for the number 15.
+    """Return the entry of a GGUF file's fields that names the file's type: {"general.file_type": "Q4_K_M"} for the number 15.
     Returns {} for an unknown number.
     """
     from gguf.constants import LlamaFileType
@@ -55,9 +55,9 @@ def _file_type(number: object) -> dict[str, str]:
 def _specification(
     path: Path, header: GGUFHeader, tensor: GGUFTensor, size: int, dequantized: dict[str, bool]
 ) -> CheckpointTensor:
-    """Convert the GGUF header of one tensor to a `CheckpointTensor`. size: the file's size in bytes. dequantized: caches, by the
-    name of a type, whether the gguf package can dequantize it. Raises UserError if the type is unknown or the tensor's bytes are
-    outside the file.
+    """Convert the GGUF header of one tensor to a `CheckpointTensor`. size: the file's size in bytes. dequantized: whether the gguf
+    package can dequantize a type, keyed by the type's name; new results are added. Raises UserError if the type is unknown or the
+    tensor's bytes are outside the file.
     """
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -94,7 +94,8 @@ def _specification(
 
 def _dequantizes(kind: Any, nbytes: int, known: dict[str, bool]) -> bool:
     """Return whether the gguf package can dequantize tensors of a type, by trying it on a block of zeros. kind: the type, such as
-    Q4_K. nbytes: the size of a block of this type. known: earlier results by the type's name, to which the new result is added.
+    Q4_K. nbytes: the size in bytes of a block of this type. known: earlier results by the type's name, to which the new result is
+    added.
     """
     if kind.name not in known:
         import numpy

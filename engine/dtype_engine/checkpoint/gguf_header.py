@@ -1,4 +1,5 @@
-"""Reads the header of a GGUF file. The header is untrusted: every length and count is compared with the number of remaining bytes.
+"""Reads the header of a GGUF file. The header is untrusted: every length and count in it is compared with the number of bytes that
+remain in the file.
 
 The `gguf` package's own reader creates an array for every element of every list, however many a file claims. A file of 260 bytes
 could exhaust the memory, and reading a real vocabulary takes seconds. ggml's docs/gguf.md describes the format.
@@ -25,7 +26,7 @@ _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 """Maps GGUF's number of each numeric type to the type's format character in Python's `struct` module."""
 _UINT32, _TEXT, _LIST = 4, 8, 9
 _LONGEST_TEXT = 4096
-"""The length in bytes of the longest text that is kept from a field. Longer texts, such as chat templates, are skipped."""
+"""Maximum length in bytes of the text of a field. Longer texts, such as chat templates, are skipped."""
 _MOST_DIMENSIONS = 8
 _MOST_TEXTS = 20_000_000
 """Maximum total number of strings in the lists of a header. The largest vocabularies have 300,000."""
@@ -35,7 +36,9 @@ _LONGEST_NAME = 65_535
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """The header of one tensor: its name, its shape in torch's order, its type's number, and its bytes' offset in the file."""
+    """The header of one tensor: its name, its shape in torch's order, the number of its type, and the offset of its bytes in the
+    file.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -53,8 +56,8 @@ class GGUFHeader:
     data_start: int = 0
     tensors: list[GGUFTensor] = field(default_factory=list)
     fields: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """The values of the fields by name. A number or a short text is kept as it is. Of a list, only the length is kept. Longer
-    texts are left out.
+    """The values of the header's fields by name. A number or a short text is kept as it is. Of a list, only the length is kept.
+    Longer texts are left out.
     """
 
 
@@ -132,8 +135,8 @@ class _Reader:
         return name, tuple(reversed(extents)), kind, start
 
     def value(self, kind: int) -> int | float | bool | str | None:
-        """Read a field's value and return a number or short text as it is, the length of a list, or None for a longer text. kind:
-        GGUF's number of the value's type.
+        """Read the value of a field. Returns a number or short text as it is, the length of a list, or None for a longer text.
+        kind: the number by which GGUF identifies the value's type.
         """
         if kind in _FORMATS:
             number: int | float | bool = self.number(_FORMATS[kind])
@@ -152,7 +155,9 @@ class _Reader:
         return int(count)
 
     def skip_value(self, kind: int, depth: int = 0) -> None:
-        """Skip a value of the type with the number `kind`. depth: how deeply the value is nested in lists."""
+        """Skip a value. kind: the number by which GGUF identifies the value's type. depth: in how many lists the value is
+        nested.
+        """
         if kind in _WIDTHS:
             self.skip(_WIDTHS[kind])
             return
@@ -166,8 +171,8 @@ class _Reader:
         self.skip_list(self.number("I"), self.number("Q"), depth)
 
     def skip_list(self, inner: int, count: int, depth: int) -> None:
-        """Skip the values of a list. inner: GGUF's number of the type of the values. count: the number of values. depth: how
-        deeply the list is nested in other lists.
+        """Skip the values of a list. inner: the number by which GGUF identifies the type of the values. count: the number of
+        values. depth: in how many other lists the list is nested.
         """
         if inner in _WIDTHS:
             self.skip(_WIDTHS[inner] * count)

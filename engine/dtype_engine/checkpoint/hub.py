@@ -42,7 +42,7 @@ from dtype_engine.core.user_folders import HEADERS, cache_folder
 
 SCHEME = "hf://"
 Progress = Callable[[str, int, int], None]
-"""A callback for the progress of reading or downloading. It is called with what is being done, the amount done, and the total."""
+"""A callback for the progress of reading from a hub. It is called with (what is being done, the amount done, the total amount)."""
 
 _ADDRESS = re.compile(
     rf"{SCHEME}(?:models/)?(?P<repo>[\w.-]{{1,96}}/[\w.-]{{1,96}})(?:@(?P<revision>refs/(?:pr|convert)/[\w.-]+|[^/@]+))?"
@@ -64,7 +64,7 @@ _LARGEST_DESCRIPTION = 1 << 18
 _FIRST_RANGE = 1 << 16
 _FIRST_GGUF_RANGE = 1 << 20
 _NEAR = 1 << 16
-"""Ranges of a file whose distance is at most this number of bytes are read by one request."""
+"""If two ranges of a file are at most this number of bytes apart, one request reads both."""
 _MOST_BYTES = 1 << 30
 """Maximum number of bytes that are read from one model. A model of 671 billion parameters has 20 MB of headers and index."""
 _MOST_FILES = 20_000
@@ -81,7 +81,7 @@ _MEANINGS = {
 }
 _TRANSIENT = (429, 500, 502, 503, 504)
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
-"""Patterns of the files beside the weights that a model needs."""
+"""Patterns for the names of the files that a model needs in addition to its weights, such as its configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class HubAddress:
 
     @classmethod
     def parse(cls, text: str) -> HubAddress:
-        """Raises UserError if the text is no such address."""
+        """Parse an address such as `hf://org/name`. Raises UserError for any other text."""
         found = _ADDRESS.fullmatch(text)
         path = unquote(found["path"] or "") if found is not None else ""
         revision = unquote(found["revision"]) if found is not None and found["revision"] else None
@@ -109,14 +109,16 @@ class HubAddress:
         return cls(found["repo"], revision, path)
 
     def of_revision(self, revision: str) -> HubAddress:
-        """Return the address of the same model in a branch, tag or commit. Raises UserError if this address names one already."""
+        """Return the address of the same model in `revision`, a branch, tag or commit. Raises UserError if this address names one
+        already.
+        """
         if self.revision is not None:
             raise UserError(f"{self} names a revision: leave out --revision")
         return HubAddress.parse(str(dataclasses.replace(self, revision=revision)))
 
     @property
     def title(self) -> str:
-        """The name of the model on the screen and in reports."""
+        """The name of the model, as it is shown on the screen and in reports."""
         return f"{self.repo}/{self.path}" if self.path else self.repo
 
     def __str__(self) -> str:
@@ -124,7 +126,7 @@ class HubAddress:
         return f"{SCHEME}{self.repo}{revision}{f'/{self.path}' if self.path else ''}"
 
     def listing(self) -> HubModel:
-        """Ask the hub for the files of the model. Raises UserError."""
+        """Ask the hub which files the model has, and return them. Raises UserError."""
         with _faults(self):
             from huggingface_hub import HfApi
 
@@ -159,13 +161,13 @@ class _Repository(msgspec.Struct):
 
 @dataclass(frozen=True)
 class HubModel:
-    """The files of one commit of a model on a hub."""
+    """The list of files of a model on a hub, in one commit. Its methods read the headers or download the model."""
 
     address: HubAddress
     commit: str
     endpoint: str
     sizes: dict[str, int | None]
-    """The size of each file in bytes, by its path in the repository. None if the hub does not say it."""
+    """The size of each file in bytes, by the file's path in the repository. None if the hub does not tell the size."""
 
     def downloaded(self, cache: Path) -> Path | None:
         """Return the folder or file of the model in the Hugging Face cache, or None unless all its weights are there. cache: the
@@ -182,8 +184,8 @@ class HubModel:
         return folder / self.address.path if wanted else None
 
     def headers(self, on_progress: Progress = ignore) -> Path:
-        """Return a folder (or file) with the headers of the model as sparse files. What was read before is not read again. Raises
-        UserError.
+        """Return the path of a folder (or file) that holds the headers of the model as sparse files. Headers that were read before
+        are not read again. Raises UserError.
         """
         wanted, weights = self._side_files(), self._weight_files()
         readable = [name for name in weights if not name.endswith(PICKLES)]
@@ -216,8 +218,8 @@ class HubModel:
         return folder / self.address.path
 
     def download(self, on_progress: Progress = ignore, cancelled: IsCancelled = never) -> Path:
-        """Download the model into the Hugging Face cache, and return its folder or file there. on_progress: called with bytes.
-        Raises UserError, and Cancelled if `cancelled` says so.
+        """Download the model into the Hugging Face cache, and return the path of its folder or file there. on_progress: called with
+        numbers of bytes. Raises UserError, and Cancelled if `cancelled` returns True.
         """
         with _faults(self.address):
             from huggingface_hub import constants, snapshot_download
@@ -280,9 +282,9 @@ class HubModel:
         )
 
     def _files(self, matches: Callable[[str], bool], beside: bool = False) -> list[str]:
-        """Return the paths in the repository of the files for whose names `matches` returns True. They are in the folder that the
-        address names and, if this is the folder of a pipeline, in its subfolders. beside: whether the address names a file, so
-        that its folder is meant.
+        """Return the files whose names satisfy `matches`, as paths in the repository. They are in the folder that the address names
+        and, if this is the folder of a pipeline, in its subfolders. beside: whether the address names a file, so that files in the
+        same folder are meant.
         """
         folder = self.address.path.rpartition("/")[0] if beside else self.address.path
         at = f"{folder}/" if folder else ""
@@ -306,7 +308,7 @@ class HubModel:
 def with_absent_values(checkpoint: Checkpoint, model: HubModel) -> Checkpoint:
     """Return a checkpoint in which `CheckpointTensor.absent` is set for each tensor whose values are still on the hub.
 
-    checkpoint: one that was read from the sparse files with the headers of `model`.
+    checkpoint: the checkpoint that was read from sparse files with only the headers of `model`.
     """
     tensors = {name: each if _describes(each) else _absent(each) for name, each in checkpoint.tensors.items()}
     return dataclasses.replace(checkpoint, tensors=tensors, headers_alone=model.headers_alone)
@@ -361,7 +363,9 @@ class _Reader:
         self._stopped = True
 
     def save(self, url: str, path: Path, size: int) -> None:
-        """Save the header of a weights file as a sparse file of `size` bytes, or the whole of another file."""
+        """Save the beginning of a weights file, with its header, as a sparse file of `size` bytes. Save any other file as a
+        whole.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
         try:
@@ -388,7 +392,9 @@ class _Reader:
             self._add_descriptions(url, partial, read_header(partial)[0].values())
 
     def _save_gguf(self, url: str, partial: Path, size: int) -> None:
-        """Save the header of a GGUF file. Its length is not stored, so ever longer ranges are read until the header is complete."""
+        """Save the header of a GGUF file as a sparse file, `partial`, of `size` bytes. A GGUF file does not store the header's
+        length, so ever longer ranges are read until the header is complete.
+        """
         start, wanted = b"", _FIRST_GGUF_RANGE
         while True:
             start += self.read(url, len(start), min(wanted, size - len(start)), size)
@@ -407,7 +413,9 @@ class _Reader:
             self._add_descriptions(url, partial, read_gguf(partial)[0].values())
 
     def _add_descriptions(self, url: str, partial: Path, tensors: Iterable[CheckpointTensor]) -> None:
-        """Write the values of the small tensors that describe weights into a sparse file."""
+        """Read the values of the small tensors that describe quantized weights from the hub, and write them into the sparse file
+        `partial`. tensors: all tensors of the file.
+        """
         spans: list[tuple[int, int]] = []
         for start, end in sorted(
             (each.start or 0, (each.start or 0) + each.nbytes) for each in tensors if _describes(each)
@@ -424,8 +432,8 @@ class _Reader:
                 file.write(content)
 
     def read(self, url: str, start: int, count: int, size: int | None = None) -> bytes:
-        """Return `count` bytes of a file from `start` on. size: the size of the file; if None, the answer may be shorter than
-        `count`. Raises UserError, and the errors of huggingface_hub.
+        """Return `count` bytes of the file at `url`, from the offset `start` on. size: the size of the file; if None, fewer than
+        `count` bytes may be returned. Raises UserError, and the errors of huggingface_hub.
         """
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
@@ -489,7 +497,9 @@ class _Reader:
 
 
 def _write_sparse(path: Path, start: bytes, size: int) -> None:
-    """Write a file of `size` bytes that begins with `start`. The rest is a hole. Raises UserError if there can be no such file."""
+    """Write a sparse file of `size` bytes that begins with the bytes `start`; the rest is a hole. Raises UserError if there can be
+    no such file.
+    """
     try:
         with open(path, "wb") as file:
             file.write(start)
@@ -500,7 +510,7 @@ def _write_sparse(path: Path, start: bytes, size: int) -> None:
 
 @contextmanager
 def _faults(address: HubAddress) -> Iterator[None]:
-    """Turn the errors of huggingface_hub into a UserError, which says what to do."""
+    """A context manager that turns the errors of huggingface_hub into a UserError, which says what to do."""
     from huggingface_hub import errors
 
     try:

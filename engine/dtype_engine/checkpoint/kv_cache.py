@@ -2,7 +2,7 @@
 
 The sizes are those of transformers' `DynamicCache`. The shapes of the projections decide wherever they can, since they are exact
 for every layer; `config.json` tells only what shapes don't: windows, shared layers, and how a fused projection is divided. What
-neither tells is said in `KVCache.notes` and never guessed.
+neither tells is not guessed, but stated in `KVCache.notes`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from dtype_engine.core.units import plural
 
 
 def kv_cache(tree: Tree, config: Mapping[str, Any] | None) -> KVCache:
-    """Return the tensors of the cache that the model keeps while it generates.
+    """Return the tensors of the KV cache that a model keeps while it generates text.
 
-    tree: from headers or of the live model. config: the contents of `config.json`, or the live model's configuration as a dict.
+    tree: the model's module tree, from headers or from the live model. config: the contents of `config.json`, or the live model's
+    configuration as a dict.
     """
     if config is None:
         return KVCache(none_because="no config.json tells the model's architecture, so that its KV cache is unknown")
@@ -67,7 +68,9 @@ _PATTERNS = {
     "gemma2": 2, "gpt_oss": 2, "vaultgemma": 2, "cohere2": 4, "olmo3": 4, "exaone4": 4, "gemma3n_text": 5, "gemma3_text": 6,
     "gemma4_text": 6,
 }  # fmt: skip
-"""Maps the model types in which every n-th layer has full attention, and the others a window, to transformers' default of n."""
+"""For model types in which every n-th layer has full attention and all others have a sliding window: the default of n in
+transformers, keyed by model type.
+"""
 
 
 def _architecture(tree: Tree, config: Mapping[str, Any]) -> str | None:
@@ -87,7 +90,9 @@ def _generates(architecture: str, config: Mapping[str, Any]) -> bool:
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first of the named entries that is a whole number over 0 and of a possible size, or None."""
+    """Return the value of the first of the named entries that is a positive whole number of a plausible size, or None if there is
+    none. config: the content of config.json.
+    """
     values = (config.get(name) for name in names)
     return next(
         (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
@@ -95,7 +100,7 @@ def _first(config: Mapping[str, Any], *names: str) -> int | None:
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a configuration that describes the decoder of text."""
+    """Return the part of a model's configuration that describes its text decoder."""
     for name in _TEXT_CONFIGS:
         nested = config.get(name)
         if isinstance(nested, Mapping):
@@ -104,7 +109,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Reader:
-    """Finds the tensors of one model's KV cache."""
+    """Finds the tensors of one model's KV cache in its module tree."""
 
     def __init__(self, tree: Tree, config: Mapping[str, Any]) -> None:
         self.tree = tree
@@ -177,7 +182,9 @@ class _Reader:
         )
 
     def _of_module(self, module: Module, layer: int) -> Iterator[KVCacheTensor]:
-        """Yield the cache tensors of one module, none if it is neither an attention nor a recurrent layer."""
+        """Yield the KV cache tensors of one module. A module that is neither an attention nor a recurrent layer has none. layer:
+        the layer's index.
+        """
 
         def tensor(part: str, **sizes: Any) -> KVCacheTensor:
             return KVCacheTensor(f"{module.name}.{KV_CACHE}.{part}", layer, **sizes)
@@ -225,7 +232,9 @@ class _Reader:
             yield tensor(part, per_token=size, heads=heads, **more)
 
     def _keys_and_values(self, module: Module) -> tuple[int, int] | None:
-        """Return the elements per token of the keys and the values, or None if the module is no attention that is known here."""
+        """Return (elements of the keys, elements of the values) for one token. Returns None if the module is not an attention whose
+        layout is known here.
+        """
         children = module.children
         planned = self.heads * self.head_dim if self.heads and self.head_dim else None
         keys = next((children[name] for name in _KEYS if name in children), None)
@@ -244,7 +253,9 @@ class _Reader:
         return (planned, planned) if shares else None
 
     def _recurrent_state(self, module: Module) -> int:
-        """Return the elements of the recurrent state beside a layer's convolution, or 0 if it has none or its size is unknown."""
+        """Return the number of elements of the state that a recurrent layer keeps in addition to the state of its convolution.
+        Returns 0 if it has none, or if its size is unknown.
+        """
         decay = module.tensors.get("A_log")
         if decay is None:
             return 0  # a convolution alone, as in LFM2
@@ -260,8 +271,8 @@ class _Reader:
         return inner * state
 
     def _shared(self, found: list[KVCacheTensor]) -> list[KVCacheTensor]:
-        """Return the tensors with `shared_with` set: the last layers of Gemma 3n and 4 read the cache of the last layer before them
-        that has the same window.
+        """Return the tensors `found`, with `shared_with` set for layers that read another layer's cache. In Gemma 3n and 4, the
+        last layers read the cache of the last layer before them that has the same window.
         """
         count = _first(self.config, "num_kv_shared_layers")
         if not count or not self.layers:
@@ -280,7 +291,7 @@ class _Reader:
 
 
 class _Windows:
-    """Tells the window of each layer."""
+    """Tells how many tokens the sliding window of each layer has, according to config.json."""
 
     def __init__(self, config: Mapping[str, Any], notes: dict[str, None]) -> None:
         self._types = _layer_types(config)
@@ -310,7 +321,9 @@ class _Windows:
 
 
 def _layer_types(config: Mapping[str, Any]) -> list[str] | None:
-    """Return the kind of attention of each layer, by transformers' rules for configurations that don't list it. None if unknown."""
+    """Return the kind of attention of each layer, such as "sliding_attention". If the configuration does not list the kinds,
+    transformers' rules determine them. Returns None if they are unknown.
+    """
     listed = config.get("layer_types")
     if isinstance(listed, list) and all(isinstance(kind, str) for kind in listed):
         return listed

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 DeclaredFormat = tuple[str, str, str]
-"""The format of KV caches: (the name of the attention module, or "" for all; the part, such as "k", or "" for both; the format)."""
+"""A format of KV caches that a configuration declares: (the name of the attention module, or "" for all; the cache tensor, "k" or
+"v", or "" for both; the format).
+"""
 _MODELOPT = {
     "FP8": (("", "float8_e4m3fn@tensor"),), "NVFP4": (("", "nvfp4"),),
     "FP8_K_NVFP4_V": (("k", "float8_e4m3fn@tensor"), ("v", "nvfp4")),

@@ -14,12 +14,14 @@ from dtype_engine.core.hints import hint
 from dtype_engine.core.units import human_bytes, time_left
 
 _STEP, _MOST_TIMED, _TIMED_S = 1 << 20, 256 << 20, 0.3
-"""How the speed of a disk is measured: the bytes of one read, and the bytes and the seconds after which the measurement ends."""
+"""How the speed of a disk is measured. _STEP: the number of bytes of each read. _MOST_TIMED, _TIMED_S: the measurement ends after
+this number of bytes or seconds.
+"""
 
 
 def shortfall(checkpoint: Checkpoint, limits: Mapping[str, int]) -> str | None:
-    """Return a sentence that says why a checkpoint does not fit into memory and how long it would take to run it from the disk, or
-    None if it fits. limits: the most bytes to use, keyed by "cpu" or the name of another device.
+    """Return a sentence that says why a checkpoint does not fit into memory, and how long it would take to run it from the disk.
+    Returns None if it fits. limits: the most bytes to use, keyed by "cpu" or the name of another device.
 
     Weights are mapped from their files, so the limit is the machine's total memory, not the free memory. If the checkpoint is
     larger than the total memory, every pass would read the whole checkpoint from disk again.
@@ -45,7 +47,9 @@ def shortfall(checkpoint: Checkpoint, limits: Mapping[str, int]) -> str | None:
 
 
 def disk_speed(file: Path) -> float | None:
-    """Return how many bytes a second are read from the middle of a file that is not in memory. None if it can't be measured."""
+    """Return how many bytes per second the disk reads, measured on the middle of a file, after dropping the file's pages from
+    memory. Returns None if it can't be measured.
+    """
     if not hasattr(os, "posix_fadvise"):
         return None
     try:
@@ -68,7 +72,7 @@ def disk_speed(file: Path) -> float | None:
 
 
 def usable_memory(limits: Mapping[str, int]) -> int:
-    """Return the bytes of memory that models may use: those of `total_memory`, or fewer if `limits` has fewer for "cpu"."""
+    """Return the bytes of memory that models may use: `total_memory()`, or the limit for "cpu" in `limits` if that is less."""
     return min(total_memory(), limits.get("cpu", total_memory()))
 
 

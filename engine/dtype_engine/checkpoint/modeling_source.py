@@ -1,5 +1,5 @@
-"""Reads the source code of a transformers architecture without importing it: which tensors it keeps in float32, and which prefix it
-expects in tensor names.
+"""Reads the source code of a transformers architecture without importing it, to learn which tensors it keeps in float32, and which
+prefix it expects in tensor names.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def _model_type(config: Mapping[str, Any] | None) -> str:
 
 
 def kept_in_float32(config: Mapping[str, Any] | None) -> KeptInFloat32:
-    """Return which tensors an architecture keeps in float32, as any of its model classes declares. The result names no tensors if
-    the architecture is unknown. config: the content of config.json, which names the architecture.
+    """Return which tensors an architecture keeps in float32, according to any of its model classes in transformers. The result
+    names no tensors if the architecture is unknown. config: the content of config.json, which names the architecture.
     """
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for strict, literal in _KEPT.findall(_source(_model_type(config))):

@@ -1,4 +1,5 @@
-"""Recognizes weights that other programs quantized: which tensors of a file form such a weight. These tensors are never cast.
+"""Recognizes weights that other programs quantized: which tensors of a file (codes, scales, ...) form such a weight. These tensors
+are never cast.
 
 A layout is recognized by the names that a program gives to a weight's tensors, and by the dtype of the codes. The names are taken
 from AutoGPTQ, AutoAWQ, bitsandbytes, compressed-tensors, torchao, optimum-quanto, HQQ, NVIDIA ModelOpt, ComfyUI, mlx-lm, and from
@@ -22,21 +23,21 @@ _CODES = _FP8 | _BYTES | _WORDS | {"int16", "uint16", "float4_e2m1fn_x2"}
 _SCALE_WORD = re.compile(
     r"scal(e|ing)|zero|absmax|quant|codebook|g_idx|_shift|^q?biases$|^s$|^S[UV]$|^smooth_|^weight_bias$|^(proj|lora)_(up|down)$"
 )
-"""Found in the last part of a tensor's name, such as `weight_scale` or `qzeros`, if the tensor accompanies codes."""
+"""Matches the last part of a tensor's name if the tensor belongs to codes, as `weight_scale` and `qzeros` do."""
 _TABLE_WORD = re.compile(r"centroids|codebook")
-"""Found in the name of a module that holds a table of values for the codes of its parent module. VPTQ's `x.centroids` holds the
-table for the codes of `x`.
+"""Matches the name of a module that holds a table of values for the codes of its parent module. For example, VPTQ's `x.centroids`
+holds the table for the codes of `x`.
 """
 _OF_INPUTS = re.compile(r"(^|_)([kvq]|kv|input|output|activation)_scale$|scale_input$|_act$")
 """Matches the last part of a scale's name, such as `k_scale` or `input_scale`, if the scale belongs to inputs, outputs or the
 key-value cache. Such a scale does not belong to codes.
 """
 OF_ACTIVATIONS = "is a scale of activations or of the key-value cache by its name"
-"""Why the scales whose names `_OF_INPUTS` matches are not cast."""
+"""The reason, for the user, why scales whose names match `_OF_INPUTS` are not cast."""
 
 
 class Stored(Protocol):
-    """A tensor in a file, with its dtype and shape."""
+    """The interface of a tensor in a file: its dtype and its shape."""
 
     @property
     def dtype(self) -> str:
@@ -49,17 +50,17 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The names that one quantization program gives to the tensors of a weight: a stem that all of them share, followed by one of
-    the suffixes below.
+    """The names that one quantization program gives to the tensors of a weight. Each name is a stem, which they share, followed by
+    a suffix, such as `x.q_proj` and `.qweight`. The fields hold the suffixes.
     """
 
     what: str
     """Words that describe the weight to the user and complete "a weight that is ...", such as "packed by compressed-tensors"."""
     codes: str
     scale: str
-    """The suffix of the scales, without which the codes can't be read."""
+    """The suffix of the tensor of scales, without which the codes can't be read."""
     dtypes: frozenset[str]
-    """The dtypes that codes may have. A tensor of another dtype under the same name is a plain weight."""
+    """The dtypes that codes may have. A tensor with the name of codes but another dtype is a plain weight."""
     more: tuple[str, ...] = ()
     """Suffixes of optional tensors other than codes and scales, such as zero points."""
     beside: tuple[str, ...] = ()
@@ -67,8 +68,8 @@ class Layout:
     suffixes are added to the weight's stem.
     """
     alone: tuple[str, ...] = ()
-    """Suffixes that the name of an unquantized tensor never has. A tensor with such a suffix is part of a quantized weight, even if
-    other parts are missing.
+    """Suffixes that the name of an unquantized tensor never has. A tensor with such a suffix belongs to a quantized weight, even if
+    its scales or other tensors are missing.
     """
 
 
@@ -146,7 +147,7 @@ _ALONE_ENDS = tuple(end for layout in LAYOUTS for end in layout.alone)
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight that another program quantized, with the names of its tensors in the file."""
+    """A weight that another program quantized, with the names of its tensors (codes, scales, ...) in the file."""
 
     layout: Layout
     stem: str
@@ -167,7 +168,7 @@ class PackedWeight:
         return self.stem + self.layout.scale
 
     def part(self, suffix: str) -> str:
-        """Return the full name of the weight's tensor with this suffix."""
+        """Return the full name of the weight's tensor that has this suffix in its layout."""
         return self.stem + suffix
 
     @property
@@ -198,8 +199,8 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
 
 
 def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Find the tensors that belong to weights which other programs quantized. Such tensors are never cast. Returns the reason for
-    each, by tensor name.
+    """Find the tensors (codes, scales, ...) that belong to weights which other programs quantized, and which are therefore never
+    cast. Returns the reason for each, by tensor name.
 
     tensors: all tensors of a file, by name. config: the content of config.json. If it describes the quantization method, the
     reasons contain this description.
@@ -240,20 +241,20 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
 
 
 def module_of(name: str) -> str:
-    """Return the name of the module that a tensor, or a module, is in: all but the last part of its name."""
+    """Return the name of the module that contains a tensor or module: all but the last part of the name."""
     return name.rpartition(".")[0]
 
 
 def declared_method(config: Mapping[str, Any] | None) -> str | None:
-    """Return the `quant_method` of a configuration, or None if the configuration names none."""
+    """Return the `quant_method`, such as "gptq", that a config.json declares, or None if it declares none."""
     declared = (config or {}).get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
     return str(method) if method else None
 
 
 def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
-    """Return how `quantization_config` says that the weights are quantized, such as "quantized by gptq, 4 bit", or None if it says
-    nothing. The words complete "a weight that is ...".
+    """Return how the `quantization_config` of a config.json says that the weights are quantized, such as "quantized by gptq, 4
+    bit", or None if it says nothing. The words complete "a weight that is ...".
     """
     method = declared_method(config)
     if method is None:

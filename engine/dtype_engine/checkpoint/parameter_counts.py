@@ -1,4 +1,6 @@
-"""Computes how many parameters each tensor of a quantized weight represents. It is used for weights that can't be decoded."""
+"""Computes how many parameters of the model each tensor of a quantized weight represents. It is used for weights that this program
+can't decode.
+"""
 
 from __future__ import annotations
 

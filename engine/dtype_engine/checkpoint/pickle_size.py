@@ -40,7 +40,7 @@ def some_opcodes(pickled: bytes | BinaryIO) -> Iterator[tuple[Any, Any, int | No
 
 
 def cut_in_pickle(path: Path) -> UserError:
-    """Return the UserError for a file that ends in the middle of its pickle."""
+    """Return the UserError that says that a file ends in the middle of its pickle."""
     return UserError(f"{path} is cut short: it ends in the middle of its pickle; copy or download it again")
 
 

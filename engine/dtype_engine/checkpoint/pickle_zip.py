@@ -20,7 +20,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 
 _LARGEST_PICKLE = 100_000_000
-"""Maximum size in bytes of data.pkl after decompression, if it is compressed. A safetensors header has the same limit."""
+"""If data.pkl is compressed: its maximum size in bytes after decompression. A safetensors header has the same limit."""
 _MOST_DEFLATED = 1032
 """The maximum compression ratio of deflate, according to zlib. Only very short records may exceed it slightly. A record that claims
 a far higher ratio is damaged or malicious.
@@ -35,19 +35,21 @@ _STORAGES = {
     "FloatStorage": 4, "QInt32Storage": 4, "LongStorage": 8, "DoubleStorage": 8, "ComplexFloatStorage": 8,
     "ComplexDoubleStorage": 16,
 }  # fmt: skip
-"""Bytes per element of torch's storage classes, by the class's name."""
+"""Bytes per element of torch's storage classes, keyed by the name of the class, such as "FloatStorage"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """Two properties of torch's zip archives: `compressed` archives can't be mapped, and `scripted` archives hold compiled code."""
+    """Two properties of a zip archive that torch wrote. compressed: it has compressed records, so it can't be mapped into memory.
+    scripted: it holds compiled code.
+    """
 
     compressed: bool
     scripted: bool
 
 
 def check_archive(path: Path, trust: bool) -> Archive:
-    """Check that the records of an archive agree with the storages that its pickle refers to.
+    """Check that the records of a zip archive agree with the storages that its pickle refers to. Returns properties of the archive.
 
     trust: whether to accept pickles that torch.save would not write. Raises UserError if a record is missing, shorter than its
     storage, present twice, compressed in a way that torch can't read, or inflates to more bytes than the free memory.
@@ -187,7 +189,7 @@ def _claims(path: Path, pickled: bytes, trust: bool) -> dict[str, int]:
 
 
 class _Global(str):
-    """The name of a class or function in a pickle."""
+    """The name of a class or function that a pickle refers to."""
 
     __slots__ = ()
 
@@ -197,7 +199,7 @@ _PLACEHOLDER = object()
 
 
 def storage_claims(pickled: bytes) -> dict[str, int]:
-    """Return the number of bytes that torch's pickle claims for each storage, by the storage's key.
+    """Return how many bytes a pickle that torch wrote claims for each storage, by the storage's key.
 
     The pickle's opcodes are run only on strings, numbers and names of classes: nothing is imported, called or created. Raises
     ValueError for a storage reference that torch would not write, and pickletools' errors for a damaged pickle.

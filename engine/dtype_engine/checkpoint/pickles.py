@@ -1,4 +1,6 @@
-"""Reads PyTorch's own files (`.pt`, `.pth`, `.bin`, `.ckpt`). Code in these files runs only if the user trusts them."""
+"""Reads PyTorch's own files (`.pt`, `.pth`, `.bin`, `.ckpt`), which are pickles. Code in these files runs only if the user trusts
+them.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,8 @@ class Pickled:
 
 
 def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
-    """Return the tensors of one or several files, memory-mapped if possible. trust: let the files run any code. Raises UserError,
-    naming the file and the problem.
+    """Return the tensors of one or several pickles, memory-mapped if possible. trust: whether to let the files run any code. Raises
+    UserError, which names the file and the problem.
     """
     tensors: dict[str, CheckpointTensor] = {}
     values: dict[str, torch.Tensor] = {}
@@ -119,7 +121,7 @@ def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _past_the_end(tensor: torch.Tensor) -> bool:
-    """Return whether a view extends beyond the end of its storage."""
+    """Return whether a tensor, which is a view of a storage, extends beyond the end of this storage."""
     if not tensor.numel():
         return False
     last = tensor.storage_offset() + sum(
@@ -143,7 +145,7 @@ def _storage_key(tensor: torch.Tensor) -> Any:
 
 
 def load_pickle(path: Path, trust: bool) -> Any:
-    """Return the object in a file. trust: let the file run any code. Raises UserError."""
+    """Return the object that a pickle file holds. trust: whether to let the file run any code. Raises UserError."""
     with reading(path):
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{path} is not a regular file")
@@ -205,9 +207,8 @@ def _first_byte(path: Path) -> bytes:
 
 
 def _refused(path: Path, error: Exception) -> str:
-    """Return the sentence that refuses a pickle because the pickle holds objects other than tensors.
-
-    The sentence names one of the objects, if the error from torch names one.
+    """Return a sentence that tells the user why a pickle is refused: it holds objects other than tensors. If torch's `error` names
+    one of these objects, the sentence names it, too.
     """
     text = str(error)
     for marker in ("Unsupported global: GLOBAL ", "Unsupported class "):
@@ -226,8 +227,9 @@ def _refused(path: Path, error: Exception) -> str:
 
 
 def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """Return (the tensors by name, notices for the user). The notices say which entry of the file was chosen as the weights, and
-    how many tensors the other entries hold. Raises UserError if there are no tensors, or if two have the same name.
+    """Find the model's weights in the content of a pickle. Returns (the tensors by name, notices for the user). The notices say
+    which entry of the file was chosen as the weights, and how many tensors the other entries hold. Raises UserError if there are no
+    tensors, or if two have the same name.
     """
     import torch
     from torch import nn
@@ -273,7 +275,7 @@ def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
 
 def _nested(level: Iterable[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
     """Yield the mappings inside the mappings of `level`, one level deeper, each as (path, mapping), such as ("model.state_dict",
-    {...}). For an `nn.Module`, its state dict is yielded.
+    {...}). In place of an `nn.Module`, its state dict is yielded.
 
     Within each mapping, keys that are usual names for weights come first. level: pairs (path, mapping).
     """

@@ -17,12 +17,14 @@ from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
 
 _COUNTS = re.compile(r"(.*_)?((n|num)_layers?|layers|blocks|depths?|experts)$")
-"""Matches configuration keys that count modules: `num_hidden_layers`, `encoder_layers`, `n_layer`, `depth`, `num_local_experts`."""
+"""Matches keys of config.json that count modules: `num_hidden_layers`, `encoder_layers`, `n_layer`, `depth`,
+`num_local_experts`.
+"""
 _WIDTHS = re.compile(
     r"(.*(hidden|intermediate|vocab|embed|embedding|ffn?|inner|state|model)_(size|dim)|d_model|d_ff|d_kv|n_embd|n_inner|dim"
     r"|.*(n|num)_(.*_)?heads?|.*_heads|head_dim|num_labels)$"
 )
-"""Matches configuration keys that determine tensors' sizes: `hidden_size`, `vocab_size`, `d_model`, `num_attention_heads`."""
+"""Matches keys of config.json that determine tensors' sizes: `hidden_size`, `vocab_size`, `d_model`, `num_attention_heads`."""
 _POSITIONS = re.compile(r".*positions?(_embeddings)?$")
 _ALWAYS_COUNTS = 1_000
 _ALWAYS_WIDTH = 1_000_000
@@ -34,8 +36,8 @@ _DEEPEST = 20
 
 
 def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> None:
-    """Raise NoForward if a number in the configuration contradicts the checkpoint's tensors. where: the file name with which the
-    error begins.
+    """Raise NoForward if a number in the configuration can't be right for the checkpoint's tensors, such as more layers than
+    tensors. where: the file name with which the message begins.
     """
     tensors = len(checkpoint.weights)
     most = max((math.prod(tensor.shape) for tensor in checkpoint.weights.values()), default=0)

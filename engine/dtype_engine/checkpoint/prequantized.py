@@ -1,4 +1,5 @@
-"""Finds the weights that this program's export stored with scales, and for each of them the tensors in the file: codes, scales, ...
+"""Finds the weights that an export of this program stores with scales, and the tensors in the file that belong to each of them:
+codes, scales, ...
 
 The export writes each weight's name and dtype to the file's metadata, so that `runtime` can dequantize the weight. The module
 `packed_weights` handles weights that other programs quantized.
@@ -38,17 +39,17 @@ class QuantizedWeight:
     dtype: str
     """The weight's format: a name in `core.dtypes`, with `@tensor` at the end if one scale covers the whole tensor."""
     shape: tuple[int, ...]
-    """The shape of the weight. Packed codes have another shape."""
+    """The shape of the weight itself. Its codes have another shape if they are packed."""
     parts: Mapping[str, CheckpointTensor]
-    """The weight's tensors in the file by suffix, in the order of `core.block_formats.parts`: codes, scales, and others such as
-    zero points.
+    """The tensors that store the weight in the file, in the order of `core.block_formats.parts`: codes, scales, and others such as
+    zero points. The keys are the suffixes of their names.
     """
     input_scale: CheckpointTensor | None = None
-    """NVFP4's scale for the inputs of the layer, or None if the file has none."""
+    """The scale for the inputs of the weight's layer, which NVFP4 has, or None if the file has none."""
 
     @property
     def data(self) -> CheckpointTensor:
-        """The codes of the weight."""
+        """The tensor that holds the codes of the weight."""
         return self.parts[CODES]
 
     @property
@@ -115,14 +116,14 @@ def _read_weight(
 
 
 def _read_shape(text: str | None) -> tuple[int, ...]:
-    """Parse a shape in the metadata. Returns () if the entry is not a shape."""
+    """Parse a shape, such as `16,128`, in a file's metadata. Returns () if the text is not a shape."""
     words = (text or "").split(",")
     return tuple(map(int, words)) if all(word.isdecimal() and len(word) < 16 for word in words) else ()
 
 
 def codes_names(name: str, dtype: str) -> tuple[str, str]:
-    """Return the two names under which a file may hold the codes of a weight. The first is used in layouts that other programs
-    read, the second in layouts that only this program reads. dtype: the format of the codes.
+    """Return the two names under which a file may hold the codes of a weight. The first is used if other programs can read the
+    layout, the second if only this program can. dtype: the format of the codes.
     """
     blocks = dtypes.BY_NAME[dtype].blocks
     packed = "_packed" if blocks is not None and blocks.packing != "none" else ""
@@ -130,7 +131,7 @@ def codes_names(name: str, dtype: str) -> tuple[str, str]:
 
 
 def input_scale_name(name: str) -> str:
-    """Return the name of the scale for the inputs of a weight's layer."""
+    """Return the name of the tensor that holds the scale for the inputs of a layer. name: the name of the layer's weight."""
     return f"{name.rpartition('.')[0]}.{INPUT_SCALE}".removeprefix(".")
 
 

@@ -88,8 +88,8 @@ def provenance(folder: Path, config: Mapping[str, Any] | None, metadata: Mapping
 
 
 def _declared(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the quantization settings of all files as pairs of a name and a value. The settings of config.json come last. If the
-    caller makes a dict of the pairs, they therefore replace settings of the same name in other files.
+    """Yield pairs (name, value) of the quantization settings in all files. The settings of config.json come last. If the caller
+    makes a dict of the pairs, they therefore replace settings of the same name in other files.
     """
     for name in OWN_FILES:
         content = _mapping(_json(folder / name))
@@ -118,7 +118,7 @@ def _method(declared: Mapping[str, Any], recipe: tuple[str, ...]) -> str | None:
 
 
 def _groups(declared: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the settings that describe the codes. There is one mapping for each group of layers with settings of its own."""
+    """Return the settings that describe the codes: a list of mappings, one for each group of layers that has its own settings."""
     groups = _mapping(declared.get("config_groups"))
     found = [_mapping(_mapping(group).get("weights")) for group in groups.values()]
     if found:
@@ -130,7 +130,7 @@ def _groups(declared: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _nested(settings: Any, depth: int = 6) -> Iterator[tuple[str, Any]]:
-    """Yield each name and its value in a torchao configuration, including those in nested objects. Lists are left out."""
+    """Yield (name, value) for each setting in a torchao configuration, including those in nested objects. Lists are left out."""
     for name, value in _mapping(settings).items():
         inner = _mapping(value).get("_data", value)
         if isinstance(inner, Mapping) and depth:
@@ -215,7 +215,9 @@ def _producer(declared: Mapping[str, Any], metadata: Mapping[str, str]) -> str |
 
 
 def _of_gguf(fields: Mapping[str, str]) -> Provenance:
-    """Return what the fields of a GGUF file's header say. The fields have the names that `llama-quantize` of llama.cpp writes."""
+    """Return what the fields of a GGUF file's header say about its quantization. The fields have the names that `llama-quantize` of
+    llama.cpp writes.
+    """
     kind = _text(fields.get("general.file_type"))
     chunks, data = (_text(fields.get(f"quantize.imatrix.{name}")) for name in ("chunks_count", "dataset"))
     file = _text(fields.get("quantize.imatrix.file"))
@@ -231,7 +233,7 @@ def _of_gguf(fields: Mapping[str, str]) -> Provenance:
 
 
 def _recipe(folder: Path) -> tuple[str, ...]:
-    """Return the first modifiers in the `recipe.yaml` of llm-compressor, each with its scheme, such as "GPTQModifier W4A16".
+    """Return the first modifiers that llm-compressor's `recipe.yaml` lists, each with its scheme, such as "GPTQModifier W4A16".
     Returns () if the file is missing or can't be read.
     """
     try:

@@ -40,7 +40,7 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """The header of one tensor in a file."""
+    """The header of one tensor in a file of a checkpoint: name, dtype, shape, and where its bytes are."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,12 +60,12 @@ class CheckpointTensor:
     refusal: str | None = None
     """Why the tensor's values can't be read or written, such as "is sparse", or None if they can."""
     absent: bool = False
-    """Whether the file has only the tensor's header here, and its values are on a hub."""
+    """Whether this machine has only the tensor's header, and its values are on a hub."""
 
     @property
     def bytes(self) -> ByteRange | None:
-        """Where the file holds the tensor's bytes in the form that torch reads. None if the bytes are not contiguous, if they have
-        a GGUF block type, or if the values can't be read or are not here.
+        """Where the file holds the tensor's bytes, as torch reads them. None if the bytes are not contiguous, if they have a GGUF
+        block type, or if the values can't be read or are not on this machine.
         """
         if self.start is None or self.packed or self.refusal is not None or self.absent:
             return None
@@ -101,12 +101,12 @@ def read_header(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]
 
 
 def too_many_tensors(path: Path) -> str:
-    """Return the sentence that refuses a checkpoint with too many tensors, which would take minutes and gigabytes to show."""
+    """Return the message of the error for a checkpoint with too many tensors, which would take minutes and gigabytes to show."""
     return f"{path}: over {MOST_TENSORS:,} tensors are more than any model has, and are not read"
 
 
 def _header_bytes(path: Path) -> tuple[bytes, int, int]:
-    """Return the JSON part of the header, the offset at which the tensors' bytes begin, and the file's size."""
+    """Return (the JSON text of a file's header, the offset at which the tensors' bytes begin, the file's size)."""
     with reading(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)

@@ -1,4 +1,4 @@
-"""Resolves the argument MODEL of the command line to a checkpoint or to Python code, without importing torch."""
+"""Resolves the command-line argument MODEL to a checkpoint or to Python code, without importing torch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Source:
             raise UserError(error.sentence.replace(str(self.path), str(self.hub.address))) from None
 
     def peek(self) -> tuple[Tree | None, bool]:
-        """Return (a tree that can be shown at once, whether it is the whole tree).
+        """Return (a module tree that can be shown at once, whether it is the whole tree).
 
         The tree is None for a Python source or a pickle, which need torch. For a very large checkpoint, it is the tree of the first
         shard. Raises UserError.
@@ -89,7 +89,9 @@ class Source:
         return checkpoint.tree(), True
 
     def refuse_other_options(self, options: Options) -> None:
-        """Raise UserError if an option was given that does not apply to a source of this kind (a checkpoint or Python code)."""
+        """Raise UserError if `options` have an option that does not apply to this kind of model: to a checkpoint or to Python
+        code.
+        """
         if self.kind == "checkpoint" and options.weights is not None:
             raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
         if self.kind == "python" and options.architecture is not None:
@@ -180,9 +182,9 @@ def is_python(model: str | None) -> bool:
 
 
 def component_of(model: str, name: str, download: bool = False) -> str:
-    """Return the text that names the component `name` of the diffusers pipeline that `model` names: the path of its folder. An
-    address of a model on another machine or a hub gets the name as the last part of its path. Raises UserError if there is no such
-    folder.
+    """Return the path of the folder of one component of a diffusers pipeline. model: the pipeline, as the user names it. name: the
+    component, such as "unet". If `model` is an address of a hub or of another machine, the name is added to its path. Raises
+    UserError if there is no such folder.
     """
     if model.startswith(("ssh://", _ON_HUB)):
         return f"{model.rstrip('/')}/{name}"
@@ -206,7 +208,7 @@ def locate_metric(text: str) -> Source:
 
 
 def _path(model: str | None) -> Path:
-    """Return the path that the text `model` names.
+    """Return the path that the user's text `model` names.
 
     Raises UserError if the text can't be a path: it is too long, or names an unknown user's home folder.
     """
@@ -282,8 +284,8 @@ def hub_cache() -> Path:
 
 
 def _cached(model: str) -> Path | None:
-    """Return the folder of a model in the Hugging Face cache: the snapshot of revision `main` or, without this revision, the only
-    snapshot. Returns None if the model has none or several.
+    """Return the folder of a model in the Hugging Face cache: the snapshot of revision `main` or, if there is none, the only
+    snapshot. Returns None if there is no snapshot, or several without `main`.
     """
     folder = hub_cache() / f"models--{model.replace('/', '--')}"
     try:

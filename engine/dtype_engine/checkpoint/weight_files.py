@@ -25,7 +25,7 @@ LARGEST_JSON = 100_000_000
 
 
 def read_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
-    """Return the tensors and metadata of several files together.
+    """Return the tensors and the metadata of several safetensors files together, each by name.
 
     Raises UserError if a file can't be read, or if two files have tensors of the same name.
     """
@@ -50,7 +50,9 @@ class NoWeights(UserError):
 
 
 def find_weight_files(folder: Path) -> tuple[Path, ...]:
-    """Return a folder's weights files. Raises UserError if there are several candidates, or NoWeights if there is none."""
+    """Return a folder's weights files, which together hold one model. Raises UserError if the folder has several models, or
+    NoWeights if it has none.
+    """
     for name in _INDEXES:
         if (folder / name).exists() and not (name != INDEX and (folder / SINGLE).exists()):
             return _shards(folder, folder / name)
@@ -113,7 +115,9 @@ def index_of(folder: Path) -> Path | None:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Return the file name of each tensor by the tensor's name. Raises UserError if the file is not an index."""
+    """Read an index, such as `model.safetensors.index.json`. Returns the name of the file that holds each tensor, by the tensor's
+    name. Raises UserError if the file is not an index.
+    """
     weight_map = read_json(index).get("weight_map")
     if (
         not isinstance(weight_map, dict)
@@ -149,7 +153,7 @@ def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises UserError, which names the file."""
+    """Return the JSON object in a file. Raises UserError, which names the file, if there is none."""
     try:
         with reading(path):
             data = json.loads(read_regular(path, LARGEST_JSON).decode())

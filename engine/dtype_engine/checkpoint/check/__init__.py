@@ -1,4 +1,6 @@
-"""Checks a checkpoint for missing, misshapen and damaged tensors. By default it reads only the headers and the scales."""
+"""Checks a checkpoint for missing, misshapen and damaged tensors. Only the headers and the scales are read, unless all values are
+asked for.
+"""
 
 from dtype_engine.checkpoint.check.check import Progress, architecture_findings, check
 

@@ -1,4 +1,4 @@
-"""Checks a checkpoint as a whole: its headers and scales and, on request, all values. torch is not imported."""
+"""Checks a checkpoint as a whole: its headers, its scales and, if the user asks for it, all values. torch is not imported."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def check(
 
 
 def architecture_findings(coverage: Coverage, model: str) -> tuple[Finding, ...]:
-    """Return a finding for each tensor that the model's architecture has and the checkpoint's files lack, and for each tensor that
-    the files have and the architecture lacks. coverage: the result of comparing both. model: the name of the model class.
+    """Return a finding for each tensor that only the model's architecture or only the checkpoint's files have. coverage: the
+    tensors of the architecture, compared with those of the files. model: the name of the model class.
     """
     missing = (Finding("missing-tensor", name, f"is in {model} and in no file") for name in coverage.missing)
     unused = (Finding("unused-tensor", name, f"has no place in {model}") for name in coverage.unused)
@@ -119,9 +119,11 @@ def architecture_findings(coverage: Coverage, model: str) -> tuple[Finding, ...]
 
 
 def _undecoded(checkpoint: Checkpoint, parts: Mapping[str, str], reported: set[str]) -> Iterator[str]:
-    """Yield a sentence if weights are in a scheme that is not decoded here, so that their scales and values are not checked.
+    """Yield a sentence for the user if weights are quantized by a scheme that this program can't decode, so that their scales and
+    values are not checked.
 
-    parts: why each tensor of a quantized weight is not cast, by name. reported: names of modules with a finding.
+    parts: the tensors (codes, scales, ...) of quantized weights by name, each with the reason why it is not cast. reported: names
+    of modules that already have a finding.
     """
     left = [
         name
@@ -210,10 +212,10 @@ def _bad_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: P
 
 
 def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
-    """Yield a finding for each group of layers that runtimes fuse into one (such as q, k and v) if their quantized formats or their
-    per-tensor scales differ.
+    """Yield a finding for each group of layers that runtimes fuse into one (such as q, k and v) if the quantized formats of the
+    layers, or their per-tensor scales, differ.
 
-    weights: the weights that other programs quantized. broken: names of modules that already have a finding; groups with such a
+    weights: the weights that other programs quantized. broken: names of modules that already have a finding. Groups with such a
     module are skipped, because its finding explains the difference.
     """
     if any(weight.scheme in ("mlx", "comfy") for weight in checkpoint.encoded.values()):
@@ -249,8 +251,8 @@ def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broke
 
 
 def _dtype_findings(plain: Mapping[str, CheckpointTensor], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield one finding if config.json declares a dtype that no weight has. Also yield a finding for each 16-bit tensor that the
-    architecture keeps in float32.
+    """Yield one finding if config.json declares a dtype that no weight has, and one for each 16-bit tensor that transformers' code
+    for the architecture keeps in float32.
 
     plain: the unquantized floating-point tensors, by name. config: the content of config.json.
     """
@@ -285,8 +287,8 @@ def _of_ties(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Find
 
 
 def _value_findings(checkpoint: Checkpoint, weights: Collection[str], progress: Progress) -> tuple[int, list[Finding]]:
-    """Read the values of all tensors. Returns (number of tensors that could be read, findings). A tensor with NaN or infinity is a
-    finding, and so is a weight whose values are all equal.
+    """Read the values of all tensors. Returns (number of tensors that could be read, findings). There is a finding for each tensor
+    with NaN or infinity, and for each weight whose values are all equal.
 
     weights: the names of the tensors that hold weights. In other tensors, equal values are no problem.
     """

@@ -131,7 +131,8 @@ def _layout_of_codes(name: str, tensor: CheckpointTensor) -> Layout | None:
 
 
 def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield findings for scales, zero points and other tensors of quantized weights whose shapes do not match the codes. config:
+    """Yield a finding for each tensor of a quantized weight, such as its scales or zero points, whose shape does not match that of
+    the weight's codes. tensors: all tensors of the checkpoint, by name. weights: the weights that have codes and scales. config:
     the content of config.json.
     """
     for weight in weights:
@@ -151,11 +152,11 @@ def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mappin
 def find_unread(
     tensors: Tensors, weights: list[PackedWeight], read: set[str], reported: set[str], metadata: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Yield a finding for each weight that could not be read although other weights of the same layout and dtype could. A weight
-    of ComfyUI that is described as being in an unsupported format gives no finding.
+    """Yield a finding for each quantized weight that could not be read although other weights of the same layout and dtype could. A
+    weight of ComfyUI that is described as being in an unsupported format gives no finding.
 
-    read: the names of the codes of all weights that could be read. reported: names of modules that already have a finding.
-    metadata: the metadata of the files' headers.
+    weights: the weights that have codes and scales. read: the names of the codes of all weights that could be read. reported: names
+    of modules that already have a finding. metadata: the metadata of the files' headers.
     """
     kinds = {(weight.layout, tensors[weight.codes].dtype) for weight in weights if weight.codes in read}
     known = comfy.in_other_formats((weight.codes for weight in weights if weight.codes not in read), tensors, metadata)
@@ -169,7 +170,9 @@ def find_unread(
 
 
 def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the rows and columns of a block as `quantization_config` declares them, or the usual 128 x 128 if it declares none."""
+    """Return the (rows, columns) of a block of values with one scale, as `quantization_config` declares them. Returns the usual
+    (128, 128) if it declares none.
+    """
     declared = config.get("quantization_config")
     declared = declared if isinstance(declared, Mapping) else {}
     found = declared.get("weight_block_size")
@@ -186,9 +189,9 @@ def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
 def _scale_shapes(
     weight: PackedWeight, codes: Shape, scale: Shape, tensors: Tensors, config: Mapping[str, Any]
 ) -> tuple[Shape, ...]:
-    """Return all shapes that the scales of a weight may have, or () if the weight's quantization layout does not determine them.
-    codes, scale: the shapes of the codes and of the scales in the file. tensors: all tensors of the checkpoint, by name. config:
-    the content of config.json, which may give the block size.
+    """Return all shapes that the scales of a quantized weight may have, or () if the weight's quantization layout does not
+    determine them. codes, scale: the shapes that the codes and the scales have in the file. tensors: all tensors of the checkpoint,
+    by name. config: the content of config.json, which may give the block size.
     """
     if f"{weight.stem.rpartition('.')[0]}.comfy_quant" in tensors:
         return ()  # these are in the order of the tensor cores, and padded
@@ -250,8 +253,9 @@ def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: M
 
 
 def _other_shapes(weight: PackedWeight, codes: Shape, scale: Shape) -> Iterator[tuple[str, Shape]]:
-    """Yield (suffix of the tensor's name, expected shape) for the tensors of a weight that are neither codes nor scales, such as
-    zero points. Tensors of unknown shape are left out. codes, scale: the shapes of the weight's codes and scales in the file.
+    """Yield (suffix of the tensor's name, expected shape) for each tensor of a quantized weight that holds neither codes nor
+    scales, such as its zero points. Tensors of unknown shape are left out. codes, scale: the shapes of the weight's codes and
+    scales in the file.
     """
     if weight.layout is MLX:
         yield "biases", scale

@@ -1,4 +1,4 @@
-"""Reads the bytes of tensors, one piece of a file after another. Counts invalid scales, and NaN and infinite values; finds tensors
+"""Reads the bytes of tensors, one chunk of a file after another. Counts invalid scales, and NaN and infinite values; finds tensors
 whose values are all equal; and compares two tensors bit by bit.
 """
 
@@ -23,7 +23,7 @@ _PIECE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class ScaleCounts:
-    """How many scales of a tensor are NaN, infinite, zero and negative."""
+    """How many scales in a tensor are NaN, infinite, zero and negative."""
 
     nan: int = 0
     infinite: int = 0
@@ -40,7 +40,7 @@ class ScaleCounts:
 
 
 def pieces(where: ByteRange, nbytes: int = _PIECE_BYTES) -> Iterator[bytes]:
-    """Read a range of a file, and yield its bytes in pieces of `nbytes` bytes. Raises UserError if the file can't be read or is too
+    """Read a range of a file, and yield its bytes in chunks of `nbytes` bytes. Raises UserError if the file can't be read or is too
     short.
     """
     with reading(where.file), open_regular(where.file) as file:
@@ -87,7 +87,7 @@ def _has_infinity(dtype: str) -> bool:
 
 
 def _magnitudes_and_signs(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
-    """Decode the raw bytes `piece` of floating-point values, so that NaN and infinity can be found by comparing integers. Returns
+    """Decode raw bytes of floating-point values (`piece`), so that NaN and infinity can be found by comparing integers. Returns
     (magnitudes, signs, limit), or None for an unsupported dtype.
 
     A magnitude is the bits of a value without its sign bit, as an integer. A sign is True for a negative value. A value is NaN if
@@ -106,9 +106,10 @@ def _magnitudes_and_signs(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] 
 
 
 def find_bad_values(tensor: CheckpointTensor, on_bytes: Callable[[int], None]) -> tuple[int, bool] | None:
-    """Return (number of NaN and infinite values, whether all values are equal). Returns None if the bytes can't be read as values.
+    """Read a tensor, and return (number of NaN and infinite values, whether all values are equal). Returns None if the tensor's
+    bytes can't be read as values.
 
-    on_bytes: called after each piece that was read, with the piece's size in bytes.
+    on_bytes: called after each chunk that was read, with the chunk's size in bytes.
     """
     import numpy as np
 

@@ -1,8 +1,9 @@
-"""Readers that find out which tensors of a checkpoint form one quantized weight. There is a file for each quantization scheme.
+"""Readers that find out which tensors of a checkpoint (codes, scales, ...) form one quantized weight. There is a file for each
+quantization scheme, that is, for each way in which programs store such weights.
 
-A reader gets the headers of all tensors. Of the values, it reads only small tensors, such as one that holds a shape. It returns
-the weights whose tensors are all there and have the dtypes and shapes that the scheme requires. Tensors that no reader recognizes
-are handled like those of an unknown scheme, and `check` reports those that look like parts of a weight. The decoders are in
+A reader gets the headers of all tensors. Of the values, it reads only small tensors, such as one that holds a shape. It returns the
+weights whose tensors are all there and have the dtypes and shapes that the scheme requires. Tensors that no reader recognizes are
+handled like those of an unknown scheme, and `check` reports those that seem to belong to a weight. The decoders are in
 `runtime/formats/schemes`.
 """
 
@@ -56,8 +57,8 @@ _BESIDE = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".output_zero_point", ".k_scale", ".v_scale",
     ".activation_scale", ".scale_input",
 )  # fmt: skip
-"""Suffixes of tensors that belong to the inputs or outputs of a module or to the key-value cache. They do not change the values
-of the module's weight.
+"""Suffixes of tensors that belong to the inputs or outputs of a layer or to the KV cache. They do not change the values of the
+layer's weight.
 """
 
 

@@ -1,12 +1,12 @@
-"""AWQ's two layouts with 4 bits, as AutoAWQ, GPTQModel and AutoRound write them. An int32 word holds eight codes.
+"""AWQ's two layouts with 4 bits, as AutoAWQ, GPTQModel and AutoRound write them. An int32 word holds eight codes. `x` is a layer.
 
 "gemm": `x.qweight` [in, out / 8] holds the codes. A word holds the codes of eight outputs, which from the lowest bits on are the
 outputs 0, 2, 4, 6, 1, 3, 5 and 7. `x.qzeros` [groups, out / 8] holds zero points, which are packed in the same way. `x.scales`
 [groups, out] holds a scale for each group and output.
 
-"gemv": `x.qweight` [out, in / 8] holds the codes. A word holds the codes of eight successive inputs. `x.qzeros` [out, words]
-holds a zero point for each group, and `x.scales` [out, 8 * words] holds a scale for each group. Both are padded, so they may have
-more entries in a row than the weight has groups.
+"gemv": `x.qweight` [out, in / 8] holds the codes. A word holds the codes of eight successive inputs. `x.qzeros` [out, words] holds
+a zero point for each group, and `x.scales` [out, 8 * words] holds a scale for each group. Both are padded, so they may have more
+entries in a row than the weight has groups.
 
 The shapes tell which layout a weight has.
 """
@@ -34,8 +34,8 @@ _GEMM = {"code": "row words", "order": (0, 2, 4, 6, 1, 3, 5, 7), "signed": False
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
 ) -> dict[str, EncodedWeight]:
-    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
-    metadata: the metadata of the files' headers.
+    """Return the weights that are stored in AWQ's layouts, keyed by name. tensors: all tensors of the files, by name. config: the
+    content of config.json. metadata: the metadata of the files' headers.
     """
     settings = declared(config)
     method = quant_method(settings)
@@ -65,8 +65,9 @@ def read(
 def _layout(
     codes: CheckpointTensor, scale: CheckpointTensor, zero: CheckpointTensor, sizes: set[int]
 ) -> tuple[str, int, int, int] | None:
-    """Return the scheme of the layout, the rows and columns of the weight, and the columns of a group, such as ("awq", 4096,
-    4096, 128). Returns None if the shapes fit no layout. sizes: the group sizes, in columns, that the configuration declares.
+    """Return (name of the scheme, rows of the weight, columns of the weight, columns of a group), such as ("awq", 4096, 4096, 128).
+    Returns None if the shapes fit no layout of AWQ. codes, scale, zero: the weight's tensors. sizes: the group sizes, in columns,
+    that the configuration declares.
     """
     (columns, words), (groups, rows) = codes.shape, scale.shape
     if rows == 8 * words and zero.shape == (groups, words):

@@ -1,9 +1,9 @@
-"""bitsandbytes: 4 bits with a table of values (NF4, FP4), and 8 bits with a scale for each row.
+"""bitsandbytes' two formats: 4 bits with a table of values (NF4, FP4), and 8 bits with a scale for each row. `x` is a layer.
 
 4 bits: `x.weight` holds two codes per byte, the first in the high nibble. `x.weight.quant_map` [16] holds the value of each code.
-`x.weight.absmax` holds a scale for each block of successive values. The JSON text in `x.weight.quant_state.bitsandbytes__nf4`
-gives the weight's shape and the size of a block. With "double quantization", the scales in `absmax` are themselves codes of 8
-bits. Then `nested_quant_map`, `nested_absmax` and an offset decode them.
+`x.weight.absmax` holds a scale for each block of successive values. The JSON text in `x.weight.quant_state.bitsandbytes__nf4` gives
+the weight's shape and the size of a block. With "double quantization", the scales in `absmax` are themselves codes of 8 bits. Then
+`nested_quant_map`, `nested_absmax` and an offset decode them.
 
 8 bits: `x.weight`, int8 [out, in], holds the codes. `x.SCB` [out] holds the largest absolute value of each row.
 """
@@ -29,8 +29,9 @@ GPUs, and such weights are not read.
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
 ) -> dict[str, EncodedWeight]:
-    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
-    metadata: the metadata of the files' headers. Raises UserError if a description of a weight can't be read.
+    """Return the weights that bitsandbytes quantized, keyed by name. tensors: all tensors of the files, by name. config: the
+    content of config.json. metadata: the metadata of the files' headers. Raises UserError if a description of a weight can't be
+    read.
     """
     found = (
         _four_bits(name, tensors) if _STATE in name else _eight_bits(name, tensors) if name.endswith(".SCB") else None
@@ -79,7 +80,9 @@ def _eight_bits(name: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWe
 
 
 def _read_state(tensor: CheckpointTensor) -> Mapping[str, Any]:
-    """Return the description of a weight of 4 bits. Returns an empty mapping if the tensor does not hold a JSON object."""
+    """Return the JSON object that describes a 4-bit weight: its shape, block size and so on. Returns an empty mapping if the tensor
+    does not hold a JSON object.
+    """
     try:
         state = json.loads(read_small(tensor))
     except (ValueError, RecursionError):
@@ -88,7 +91,7 @@ def _read_state(tensor: CheckpointTensor) -> Mapping[str, Any]:
 
 
 def _shape(found: object) -> tuple[int, ...]:
-    """Return a list of positive integers as a shape. Returns () for any other value."""
+    """Return a list of positive integers, read from JSON, as a shape. Returns () for any other value."""
     return tuple(found) if isinstance(found, list) and all(_positive(extent) for extent in found) else ()
 
 

@@ -1,4 +1,4 @@
-"""Single files for ComfyUI, which have no config.json.
+"""Quantized weights in single files for ComfyUI, which have no config.json.
 
 Current files describe how a layer `x` is quantized, either in JSON in a tensor `x.comfy_quant`, or in the header's metadata under
 `_quantization_metadata`. The block scales of NVFP4 and MXFP8 are in the order in which cuBLAS reads them (see
@@ -7,8 +7,8 @@ Current files describe how a layer `x` is quantized, either in JSON in a tensor 
 Older files have no descriptions. They have a tensor `scaled_fp8`, which is kept beside the first weight, and their scales are in
 `x.scale_weight`. Some files have neither. Their weights are float8 and have one scale each, or one for each row.
 
-int8 weights may be rotated (`convrot`): each group of columns was multiplied by a Hadamard matrix. This matrix is its own
-inverse, so the decoder multiplies by it again.
+int8 weights may be rotated (`convrot`): each group of columns was multiplied by a Hadamard matrix. This matrix is its own inverse,
+so the decoder multiplies by it again.
 
 The formats `convrot_w4a4`, `asym_w4a8_int8` and `awq_w4a16` are not read.
 """
@@ -29,15 +29,16 @@ from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describ
 SCHEME = "comfy"
 _IN_METADATA = "_quantization_metadata"
 _READ = ("nvfp4", "mxfp8", "int8_tensorwise", *FP8)
-"""The values of `format` in a layer's description for which the weight is read."""
+"""The formats, as a layer's description names them, in which weights are read."""
 _ROTATIONS = (4, 16, 64, 256, 1024, 4096)
-"""The sizes that the Hadamard matrix of a rotation may have, in columns."""
+"""How many columns the Hadamard matrix of a rotated weight may have."""
 Tensors = Mapping[str, CheckpointTensor]
 
 
 def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, EncodedWeight]:
-    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
-    metadata: the metadata of the files' headers. Raises UserError if the description of a layer can't be read.
+    """Return the weights that are quantized for ComfyUI, keyed by name. tensors: all tensors of the files, by name. config: the
+    content of config.json. metadata: the metadata of the files' headers. Raises UserError if the description of a layer can't be
+    read.
     """
     if declared(config):
         return {}
@@ -59,8 +60,8 @@ def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str
 def _read_weight(
     name: str, codes: CheckpointTensor, about: Mapping[str, Any] | None, tensors: Tensors
 ) -> EncodedWeight | None:
-    """Return the weight `name`, or None if its tensors do not fit its format. about: the description of its layer, such as
-    {"format": "nvfp4"}, or None if there is none.
+    """Return the quantized weight `name`, or None if its tensors do not fit its format. codes: the tensor of its codes. about: the
+    description of its layer, such as {"format": "nvfp4"}, or None if there is none. tensors: all tensors of the file, by name.
     """
     kind = None if about is None else about.get("format")
     mark = tensors.get(_mark(name))
@@ -110,13 +111,15 @@ def _read_weight(
 
 
 def _is_read(about: Mapping[str, Any]) -> bool:
-    """Return whether the format in a layer's description is one that is read. about: the description."""
+    """Return whether weights in the format of a layer's description are read. about: the description, such as {"format":
+    "nvfp4"}.
+    """
     return about.get("format") in (("int8_tensorwise",) if about.get("convrot") else _READ)
 
 
 def in_other_formats(names: Iterable[str], tensors: Tensors, metadata: Mapping[str, str]) -> set[str]:
-    """Return those weights whose layers are described as being in a format that is not read. names: the names of the weights to
-    look at, such as `x.weight`.
+    """Return the weights among `names` that are in a format which this program does not read, according to their layers'
+    descriptions. names: names of weights, such as `x.weight`. tensors, metadata: those of the file's header.
     """
     described = _layers(metadata)
     about = {name: _about(name, tensors, described) for name in names}
@@ -148,8 +151,8 @@ def _about(name: str, tensors: Tensors, described: Mapping[str, Any]) -> Mapping
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return the JSON object in a text. A JSON string is the name of a format, so "nvfp4" gives {"format": "nvfp4"}. Anything
-    else gives {}.
+    """Return the JSON object in a text, as a description of a layer. If the JSON is a string, it is the name of a format, so
+    "nvfp4" gives {"format": "nvfp4"}. Anything else gives {}.
     """
     try:
         found = json.loads(text)

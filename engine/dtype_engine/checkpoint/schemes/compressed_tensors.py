@@ -1,12 +1,13 @@
-"""compressed-tensors, as llm-compressor writes it. In config.json, `config_groups` gives the settings of groups of modules.
+"""Weights quantized by compressed-tensors, as llm-compressor writes it. In config.json, `config_groups` gives the settings of
+groups of modules. `x` is a layer.
 
 Integers of 1 to 8 bits are packed in the int32 words of `x.weight_packed`, along the row. The file stores each integer plus
 2^(bits-1). Versions before 0.16 leave the last bits of a word unused if they are too few for an integer. Later versions pack
 without gaps. `x.weight_shape` holds the weight's shape. Zero points are packed in the same way, but along the first dimension.
 `x.weight_g_idx` holds the group of each column.
 
-Floats of 4 or 6 bits are packed in the bytes of `x.weight_packed`, and each group has a scale. With NVFP4, these scales are
-divided by `x.weight_global_scale`.
+Floats of 4 or 6 bits are packed in the bytes of `x.weight_packed`, and each group has a scale. With NVFP4, these scales are divided
+by `x.weight_global_scale`.
 
 float8 and int8 codes are in `x.weight`. The formats in `_UNREAD` are not read.
 """
@@ -30,8 +31,9 @@ Tensors = Mapping[str, CheckpointTensor]
 
 
 def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, EncodedWeight]:
-    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
-    metadata: the metadata of the files' headers. Raises UserError if the shape of a packed weight can't be read.
+    """Return the weights that compressed-tensors quantized, keyed by name. tensors: all tensors of the files, by name. config: the
+    content of config.json. metadata: the metadata of the files' headers. Raises UserError if the shape of a packed weight can't be
+    read.
     """
     settings = declared(config)
     groups = settings.get("config_groups")
@@ -71,10 +73,10 @@ def _transforms_inputs(transforms: object) -> bool:
 
 
 def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Mapping[str, Any]]:
-    """Return the `weights` settings that may apply to a module, in the order in which to try them. If groups name the module,
-    these are the settings of those groups. Otherwise, they are the settings of all groups, because a header does not tell the
-    class of a module. Groups that name a class, such as "Linear", come first. usual: the format of groups that do not declare
-    one.
+    """Return the `weights` settings that may apply to a module, in the order in which to try them. If groups of `config_groups`
+    name the module, these are the settings of those groups. Otherwise, they are the settings of all groups, because a header does
+    not tell the class of a module. Groups that name a class, such as "Linear", come first. usual: the format of groups that do not
+    declare one.
     """
     named: list[Mapping[str, Any]] = []
     of_classes: list[Mapping[str, Any]] = []
@@ -95,8 +97,8 @@ def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Ma
 
 
 def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> EncodedWeight | None:
-    """Return the weight `name`, or None if its tensors are not those that the settings require. arguments: the `weights` settings
-    of a group.
+    """Return the quantized weight `name`, or None if its tensors are not those that the settings require. arguments: the `weights`
+    settings of a group of modules. tensors: all tensors of the files, by name.
     """
     block = _block(arguments)
     if block is None:
@@ -125,7 +127,10 @@ def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> E
 def _read_words(
     name: str, packed: CheckpointTensor, arguments: Mapping[str, Any], block: tuple[int, int] | str, tensors: Tensors
 ) -> EncodedWeight | None:
-    """Return a weight whose integers are packed in int32 words, or None if its tensors do not fit the settings."""
+    """Return a weight whose integers are packed in int32 words, or None if its tensors do not fit the settings. packed: the tensor
+    of the words. arguments: the `weights` settings of a group of modules. block: the rows and columns of a block, or "channel" or
+    "tensor".
+    """
     bits, held = size(arguments.get("num_bits")), tensors.get(f"{name}_shape")
     if bits is None or bits > 8 or arguments.get("type") != "int" or held is None or held.dtype not in _INTEGERS:
         return None
@@ -169,7 +174,10 @@ def _read_words(
 def _read_small_floats(
     name: str, packed: CheckpointTensor, arguments: Mapping[str, Any], block: tuple[int, int] | str, tensors: Tensors
 ) -> EncodedWeight | None:
-    """Return a weight of floats of 4 or 6 bits, which are packed in bytes. Returns None if its tensors do not fit the settings."""
+    """Return a weight of floats of 4 or 6 bits, which are packed in bytes. Returns None if its tensors do not fit the settings.
+    packed: the tensor of the bytes. arguments: the `weights` settings of a group of modules. block: the rows and columns of a
+    block, or "channel" or "tensor".
+    """
     bits = arguments.get("num_bits")
     if packed.dtype != "uint8" or arguments.get("type") != "float" or bits not in (4, 6) or not packed.shape:
         return None
@@ -189,8 +197,9 @@ def _read_small_floats(
 
 
 def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
-    """Return the rows and columns of a block, such as (1, 128). Returns "channel" if each row has one scale, and "tensor" if the
-    weight has a single scale. Returns None if the settings of a group do not say it.
+    """Return the (rows, columns) of a block of values that share a scale, such as (1, 128). Returns "channel" if each row has one
+    scale, and "tensor" if the weight has a single scale. Returns None if the settings do not say it. arguments: the `weights`
+    settings of a group of modules.
     """
     strategy, group = arguments.get("strategy"), arguments.get("group_size")
     if strategy is None:
@@ -204,8 +213,8 @@ def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
 
 
 def _group_indices(index: CheckpointTensor, columns: int) -> set[int]:
-    """Return the set of all groups in a tensor that holds the group of each column. Returns an empty set if the tensor has an
-    unexpected dtype or shape. Raises UserError if it can't be read.
+    """Return the numbers of all groups in `index`, a tensor that holds the number of the group of each column. Returns an empty set
+    if the tensor has an unexpected dtype or shape. Raises UserError if it can't be read.
     """
     if index.dtype not in _INTEGERS or index.shape != (columns,):
         return set()

@@ -20,12 +20,14 @@ def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def size(value: object) -> int | None:
-    """Return a declared number of rows or columns. Returns None if the value is not a positive integer."""
+    """Return a number of rows or columns that a configuration declares. Returns None if the value is not a positive integer."""
     return value if type(value) is int and value > 0 else None
 
 
 def sizes(value: object) -> tuple[int, int] | None:
-    """Return the declared rows and columns of a block: (128, 128) for [128, 128] or "128x128". Returns None for any other value."""
+    """Return the (rows, columns) of a block that a configuration declares: (128, 128) for [128, 128] or "128x128". Returns None for
+    any other value.
+    """
     pair = [int(word) if word.isdecimal() else 0 for word in value.split("x")] if isinstance(value, str) else value
     if not isinstance(pair, list) or len(pair) != 2 or size(pair[0]) is None or size(pair[1]) is None:
         return None
@@ -54,7 +56,7 @@ def quant_method(settings: Mapping[str, Any]) -> str:
 
 
 def declared_numbers(settings: Mapping[str, Any], key: str) -> set[int]:
-    """Return all numbers that the settings declare under a key, such as {4, 8} for "bits". These are the number for the whole
+    """Return all numbers that the quantization settings declare under a key, such as {4, 8} for "bits": the number for the whole
     model and the numbers for single modules. GPTQModel declares the latter in `dynamic`, AutoRound in `extra_config`.
     """
     found = [settings.get(key)]
@@ -65,11 +67,11 @@ def declared_numbers(settings: Mapping[str, Any], key: str) -> set[int]:
 
 
 def group_size(sizes: Iterable[int], columns: int, groups: int) -> int | None:
-    """Return the declared group size, in columns, that divides a row into the given number of groups. The last group may be
+    """Return which of the declared group sizes divides a row of a weight into the given number of groups. The last group may be
     smaller. Returns None if no declared size does.
 
-    sizes: the declared sizes. -1 means one group for the whole row. columns: the length of a row. groups: the number of groups in
-    a row.
+    sizes: the declared sizes, in columns. -1 means one group for the whole row. columns: the length of a row. groups: the number of
+    groups in a row.
     """
     for each in sorted(sizes):
         wide = columns if each == -1 else each
@@ -79,7 +81,7 @@ def group_size(sizes: Iterable[int], columns: int, groups: int) -> int | None:
 
 
 def block_name(wide: int, columns: int) -> str:
-    """Return the part of a format's name that tells the group size: "channel" if a group is a whole row, or such as "g128" for
-    groups of 128 columns. wide: the number of columns of a group. columns: the length of a row.
+    """Return the part of a format's name that tells the group size: "channel" if a group is a whole row, otherwise such as "g128"
+    for groups of 128 columns. wide: the number of columns of a group. columns: the length of a row.
     """
     return "channel" if wide >= columns else f"g{wide}"

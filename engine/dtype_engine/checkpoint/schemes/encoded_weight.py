@@ -14,7 +14,7 @@ from dtype_engine.core.hints import hint
 from dtype_engine.core.regular_files import reading
 
 CODES = "codes"
-"""The role of the tensor that has a code for each value. Every encoded weight has such a tensor in its `parts`."""
+"""The key in `EncodedWeight.parts` of the tensor that has a code for each value. Every encoded weight has such a tensor."""
 MOST_EXPERTS = 4096
 """The maximum number of experts in a tensor that is split into a weight for each expert."""
 _LARGEST_PART = 1 << 20
@@ -29,13 +29,17 @@ class EncodedWeight:
     shape: tuple[int, ...]
     """The shape of the weight in the unquantized checkpoint: [out, in], or [experts, out, in] for stacked experts."""
     scheme: str
-    """The name of the scheme, which selects the decoder in `runtime/formats/schemes`."""
+    """The name of the scheme in which the other program stored the weight, such as "gptq". It selects the decoder in
+    `runtime/formats/schemes`.
+    """
     format: str
     """The name of the weight's format, such as `gptq:int4@g128` or `fp8:e4m3@128x128`. It consists of the method, the type of a
     code, and the size of a block.
     """
     parts: Mapping[str, CheckpointTensor]
-    """The tensors in the files, keyed by their role in the scheme, such as "codes", "scale" or "zero_point"."""
+    """The tensors in the files that store the weight, keyed by their role in the scheme, such as "codes", "scale" or
+    "zero_point".
+    """
     settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """What the decoder needs besides the tensors, such as {"bits": 4, "group": 128}. The keys depend on the scheme."""
     beside: tuple[CheckpointTensor, ...] = ()

@@ -1,13 +1,13 @@
-"""float8 weights for which config.json declares `quant_method: fp8` or `fbgemm_fp8`. They have a scale for each block, as
-DeepSeek publishes them, or a scale for each row, or a single scale.
+"""float8 weights for which config.json declares `quant_method: fp8` or `fbgemm_fp8`. They have a scale for each block, as DeepSeek
+publishes them, or a scale for each row, or a single scale. `x` is a layer.
 
 `x.weight` holds float8 codes. If `weight_block_size` is declared, `x.weight_scale_inv` holds a scale for each block. In spite of
 its name, codes are multiplied by it. The last block of a row or column may be smaller. The size of a block is never derived from
-the number of scales: 576 rows with 5 scales have blocks of 128 rows, not of 116. If `weight_block_size` is not declared, the
-scales may also be in `x.weight_scale`.
+the number of scales: 576 rows with 5 scales have blocks of 128 rows, not of 116. If `weight_block_size` is not declared, the scales
+may also be in `x.weight_scale`.
 
-DeepSeek-V4 calls the scales `x.scale`. It may store experts in e2m1, with two values in an int8 and an exponent of two for every
-32 values. Its weights keep the names that they have in the files, because transformers renames these modules when it loads them.
+DeepSeek-V4 calls the scales `x.scale`. It may store experts in e2m1, with two values in an int8 and an exponent of two for every 32
+values. Its weights keep the names that they have in the files, because transformers renames these modules when it loads them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8,
 SCHEME, DEEPSEEK = "fp8", "deepseek"
 _SCALES = (*FLOATS, *EXPONENTS)
 _FP4_BLOCK = (1, 32)
-"""The rows and columns of a block in the experts of DeepSeek-V4. Its configuration does not declare them."""
+"""The (rows, columns) of a block in the experts of DeepSeek-V4, whose configuration does not declare them."""
 
 
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
 ) -> dict[str, EncodedWeight]:
-    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
-    metadata: the metadata of the files' headers.
+    """Return the weights that are stored as float8 codes with scales, as DeepSeek does, keyed by name. tensors: all tensors of the
+    files, by name. config: the content of config.json. metadata: the metadata of the files' headers.
     """
     settings = declared(config)
     method, declared_block = settings.get("quant_method"), settings.get("weight_block_size")

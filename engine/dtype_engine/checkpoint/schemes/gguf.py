@@ -75,7 +75,7 @@ class _Family:
     config: Mapping[str, Any] = field(default_factory=dict)
     """Entries of config.json that are the same for all models of the architecture."""
     reordered: bool = False
-    """Whether the converter reordered the rows of queries and keys for llama.cpp's rotary embedding."""
+    """Whether llama.cpp's converter reordered the rows of queries and keys for llama.cpp's rotary embedding."""
     shifted_norms: bool = False
     """Whether the file stores 1 + w for each weight w of a norm."""
 
@@ -162,8 +162,9 @@ def config_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
 def _rope_scaling(
     own: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the entry `rope_scaling` of config.json, or None if the rotary embedding is not scaled. own: the fields of the
-    header, without the architecture in their names.
+    """Return the entry `rope_scaling` of config.json, or None if the rotary embedding is not scaled. own: the fields of the GGUF
+    header, without the architecture in their names. tensors: the tensors of the file by name. config: the entries of config.json
+    that are already known.
     """
     factors = tensors.get(_ROPE_FACTORS)
     if factors is not None and factors.dtype == "float32":

@@ -1,7 +1,7 @@
-"""MXFP4, as gpt-oss stores its experts.
+"""Weights in MXFP4, as gpt-oss stores its experts. `x` is a parameter of the model.
 
-`x_blocks`, uint8 [experts, out, blocks, 16], holds two e2m1 values in each byte. `x_scales`, uint8 [experts, out, blocks], holds
-an exponent of two for each block of 32 values. The model's parameter `x` has the shape [experts, in, out].
+`x_blocks`, uint8 [experts, out, blocks, 16], holds two e2m1 values in each byte. `x_scales`, uint8 [experts, out, blocks], holds an
+exponent of two for each block of 32 values. The model's parameter `x` has the shape [experts, in, out].
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _BYTES = 16
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
 ) -> dict[str, EncodedWeight]:
-    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
-    metadata: the metadata of the files' headers.
+    """Return the weights that are stored in MXFP4, as gpt-oss does, keyed by name. tensors: all tensors of the files, by name.
+    config: the content of config.json. metadata: the metadata of the files' headers.
     """
     if declared(config).get("quant_method") not in ("mxfp4", None):
         return {}

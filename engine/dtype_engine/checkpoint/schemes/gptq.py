@@ -1,9 +1,9 @@
-"""GPTQ's layout, as AutoGPTQ, GPTQModel and AutoRound write it.
+"""Weights in GPTQ's layout, as AutoGPTQ, GPTQModel and AutoRound write it. `x` is a layer.
 
-`x.qweight` [in * bits / 32, out] holds codes of 2, 3, 4 or 8 bits. They are packed along the inputs without gaps, the first in
-the lowest bits. `x.qzeros` [groups, out * bits / 32] holds zero points, which are packed along the outputs. The first version of
-the format stores each zero point minus one. `x.scales` [groups, out] holds the scales. `x.g_idx` [in] is optional and holds the
-group of each input.
+`x.qweight` [in * bits / 32, out] holds codes of 2, 3, 4 or 8 bits. They are packed along the inputs without gaps, the first in the
+lowest bits. `x.qzeros` [groups, out * bits / 32] holds zero points, which are packed along the outputs. The first version of the
+format stores each zero point minus one. `x.scales` [groups, out] holds the scales. `x.g_idx` [in] is optional and holds the group
+of each input.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ formats do not use this layout.
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
 ) -> dict[str, EncodedWeight]:
-    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
-    metadata: the metadata of the files' headers.
+    """Return the weights that are stored in GPTQ's layout, keyed by name. tensors: all tensors of the files, by name. config: the
+    content of config.json. metadata: the metadata of the files' headers.
     """
     settings = declared(config)
     method = quant_method(settings)

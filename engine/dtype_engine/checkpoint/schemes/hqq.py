@@ -1,4 +1,5 @@
-"""HQQ, as `HQQLinear.state_dict` writes it: codes of 1 to 8 bits. Each group has a scale and a zero point, which are both floats.
+"""Weights quantized by HQQ, as `HQQLinear.state_dict` writes them: codes of 1 to 8 bits. Each group has a scale and a zero point,
+which are both floats. `x` is a layer.
 
 HQQ reshapes the weight [out, in] before it quantizes it: to [in * out / group, group] for axis 1, or to [group, in * out / group]
 for axis 0. Then it cuts the rows of this matrix into equal parts. The number of parts is the number of codes in an element of
@@ -20,17 +21,17 @@ from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
 
 SCHEME = "hqq"
 _PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
-"""Maps the name of a packing to the bits of a code and the number of codes in an element of `W_q`."""
+"""Maps the name of a packing, such as "4bit_u8", to (bits of a code, number of codes in an element of `W_q`)."""
 _NEEDED = ("shape", "axis", "packing")
 _UNREAD = ("view_as_float", "quant_scale", "quant_zero")
-"""Tensors that hold a setting which changes the layout if it is not 0. Weights with such a setting are not read."""
+"""Names of tensors that hold a setting of HQQ. If the setting is not 0, it changes the layout, and the weight is not read."""
 
 
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
 ) -> dict[str, EncodedWeight]:
-    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
-    metadata: the metadata of the files' headers. Raises UserError if a description of a weight can't be read.
+    """Return the weights that HQQ quantized, keyed by name. tensors: all tensors of the files, by name. config: the content of
+    config.json. metadata: the metadata of the files' headers. Raises UserError if a description of a weight can't be read.
     """
     found = (_weight(name.removesuffix("W_q"), tensors) for name in tensors if name.endswith(".W_q"))
     return {weight.name: weight for weight in found if weight is not None}

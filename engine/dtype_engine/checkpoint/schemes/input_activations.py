@@ -21,8 +21,8 @@ _MODELOPT = {"modelopt:e4m3@channel": "float8_e4m3fn", "modelopt:mxfp8": "mxfp8"
 
 
 def input_format(weight: EncodedWeight, config: Mapping[str, Any] | None) -> str:
-    """Return the format of `core.dtypes`, such as "int8", to which the inputs of a weight's layer are rounded, or "". config: the
-    content of config.json.
+    """Return the format, a name in `core.dtypes` such as "int8", to which runtimes round the inputs of a weight's layer. Returns ""
+    if they do not round them. config: the content of config.json.
     """
     settings = declared(config or {})
     if weight.scheme == "ct":
@@ -42,8 +42,8 @@ def input_format(weight: EncodedWeight, config: Mapping[str, Any] | None) -> str
 
 
 def _of_compressed_tensors(module: str, settings: Mapping[str, Any]) -> str:
-    """Return the format to which the inputs of a module are rounded, or "". A group that names the module has precedence over
-    groups that name a class.
+    """Return the format to which runtimes round the inputs of a module, or "" if they do not. A group of `config_groups` that names
+    the module has precedence over groups that name a class. settings: the quantization settings in config.json.
     """
     groups = settings.get("config_groups")
     of_class = ""

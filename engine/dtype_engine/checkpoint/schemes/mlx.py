@@ -1,8 +1,8 @@
-"""MLX, as mlx-lm writes it. `x.weight` holds codes in uint32 words. They are packed along the last dimension without gaps, the
-first in the lowest bits.
+"""Weights quantized by MLX, as mlx-lm writes them. `x` is a layer. `x.weight` holds codes in uint32 words. They are packed along
+the last dimension without gaps, the first in the lowest bits.
 
-The mode "affine" has integer codes of 1 to 8 bits. For each group, `x.scales` holds a scale, and `x.biases` holds a number that
-is added. The modes "mxfp4", "mxfp8" and "nvfp4" have floats as codes, and `x.scales` holds bytes. For "nvfp4" these are float8
+The mode "affine" has integer codes of 1 to 8 bits. For each group, `x.scales` holds a scale, and `x.biases` holds a number that is
+added. The modes "mxfp4", "mxfp8" and "nvfp4" have floats as codes, and `x.scales` holds bytes. For "nvfp4" these are float8
 numbers, and `x.global_scale` may hold a further scale. For the other two they are exponents of two.
 
 config.json gives the bits, group size and mode of the model, and those of modules that differ. The experts of a layer are stacked
@@ -23,19 +23,19 @@ from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
 SCHEME = "mlx"
 _AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
 _FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
-"""Maps a mode to the bits of a code and the number of codes in a group."""
+"""Maps a mode with floats as codes, such as "mxfp4", to (bits of a code, number of codes in a group)."""
 _STACKED = ".switch_mlp."
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-"""Maps MLX's names of an expert's weights to the names that Mixtral gives them. They are used for all models that have their
-experts in `block_sparse_moe`.
+"""Maps MLX's names for the weights of an expert to Mixtral's names. They are used for all models that have their experts in
+`block_sparse_moe`.
 """
 
 
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
 ) -> dict[str, EncodedWeight]:
-    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
-    metadata: the metadata of the files' headers.
+    """Return the weights that MLX quantized, keyed by name. tensors: all tensors of the files, by name. config: the content of
+    config.json. metadata: the metadata of the files' headers.
     """
     settings = config.get("quantization")
     settings = settings if isinstance(settings, Mapping) else declared(config)
@@ -72,8 +72,9 @@ def read(
 
 
 def _described(own: Mapping[str, Any], codes: CheckpointTensor, scale: CheckpointTensor) -> tuple[str, int, int] | None:
-    """Return the mode, the bits of a code and the size of a group, such as ("affine", 4, 64). Returns None if the shapes or
-    dtypes contradict them. own: the settings in config.json that apply to the module.
+    """Return (the mode, the bits of a code, the size of a group), such as ("affine", 4, 64), from the settings of a module. Returns
+    None if the shapes or dtypes of the codes and scales contradict the settings. own: the settings in config.json that apply to the
+    module.
     """
     mode = str(own.get("mode", "affine"))
     usual = _FLOAT_MODES.get(mode, (4, 64))
@@ -90,7 +91,9 @@ def _described(own: Mapping[str, Any], codes: CheckpointTensor, scale: Checkpoin
 
 
 def _experts(stacked: EncodedWeight) -> Iterator[EncodedWeight]:
-    """Yield the weight of each expert of a stacked weight. Its tensors are ranges of bytes of the stacked tensors."""
+    """Yield a weight for each expert in a weight that stacks all experts of a layer. The expert's tensors are ranges of bytes of
+    the stacked tensors.
+    """
     layer, _, local = stacked.name.partition(_STACKED)
     projection = local.removesuffix(".weight")
     if layer.endswith(".block_sparse_moe"):
@@ -102,7 +105,9 @@ def _experts(stacked: EncodedWeight) -> Iterator[EncodedWeight]:
 
 
 def _slice(tensor: CheckpointTensor, index: int) -> CheckpointTensor:
-    """Return one of the tensors that are stacked along the first dimension. index: its position in the stack."""
+    """Return the header of one of the tensors that are stacked along the first dimension of `tensor`. index: its position in the
+    stack.
+    """
     nbytes = tensor.nbytes // tensor.shape[0]
     start = None if tensor.start is None else tensor.start + index * nbytes
     return dataclasses.replace(tensor, shape=tensor.shape[1:], start=start, nbytes=nbytes)

@@ -1,9 +1,10 @@
-"""NVIDIA ModelOpt. The setting `quant_algo` names the algorithm of all layers. If layers differ, `quantized_layers` names the
-algorithm of each layer. These settings are in config.json and, more completely, in hf_quant_config.json.
+"""Weights quantized by NVIDIA ModelOpt. The setting `quant_algo` names the algorithm of all layers. If layers differ,
+`quantized_layers` names the algorithm of each layer. These settings are in config.json and, more completely, in
+hf_quant_config.json.
 
-`x.weight` holds codes, and `x.weight_scale` holds the scales of their blocks. `x.weight_scale_2` is a single number by which
-these scales are multiplied. `x.pre_quant_scale` holds a factor for each input of the layer. The layer multiplies its inputs by
-these factors. Here, the columns of the weight are multiplied by them instead, which has the same effect.
+For a layer `x`, `x.weight` holds codes, and `x.weight_scale` holds the scales of their blocks. `x.weight_scale_2` is a single
+number by which these scales are multiplied. `x.pre_quant_scale` holds a factor for each input of the layer. The layer multiplies
+its inputs by these factors. Here, the columns of the weight are multiplied by them instead, which has the same effect.
 
 Two kinds of weights are not read: experts that are stacked in one tensor, and NVFP4_SVD, whose layers also add a product of two
 small matrices.
@@ -27,7 +28,7 @@ _BESIDE_CONFIG = "hf_quant_config.json"
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How an algorithm stores a weight."""
+    """How an algorithm of ModelOpt stores a weight."""
 
     kind: str
     dtypes: tuple[str, ...]
@@ -64,9 +65,9 @@ _LAYOUTS: Mapping[str, _Layout] = {
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
 ) -> dict[str, EncodedWeight]:
-    """Return the weights of this scheme by name. Settings are also read from hf_quant_config.json in the folder of the files.
-    tensors: all tensors of the files, by name. config: the content of config.json. metadata: the metadata of the files' headers.
-    Raises UserError if hf_quant_config.json can't be read.
+    """Return the weights that ModelOpt quantized, keyed by name. Settings are also read from hf_quant_config.json in the folder of
+    the files. tensors: all tensors of the files, by name. config: the content of config.json. metadata: the metadata of the files'
+    headers. Raises UserError if hf_quant_config.json can't be read.
     """
     settings = dict(declared(config))
     if not str(settings.get("quant_method") or "modelopt").startswith("modelopt") or not tensors:
@@ -104,8 +105,8 @@ def _of_layer(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def _read_weight(
     name: str, settings: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
 ) -> EncodedWeight | None:
-    """Return the weight `name`, or None if its tensors are not those that its algorithm requires. settings: the settings of its
-    layer.
+    """Return the quantized weight `name`, or None if its tensors are not those that its algorithm requires. settings: the
+    quantization settings of its layer. tensors: all tensors of the files, by name.
     """
     layout, codes = _LAYOUTS.get(str(settings.get("quant_algo")).upper()), tensors.get(name)
     if layout is None or codes is None or codes.dtype not in layout.dtypes or len(codes.shape) != 2:

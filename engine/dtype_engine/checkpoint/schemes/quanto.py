@@ -1,5 +1,5 @@
-"""optimum-quanto with 8 bits. `x.weight._data` holds int8 or float8 codes, and `x.weight._scale` holds a scale for each output
-channel.
+"""Weights quantized to 8 bits by optimum-quanto. For a layer `x`, `x.weight._data` holds int8 or float8 codes, and
+`x.weight._scale` holds a scale for each output channel.
 
 Weights of 4 and 2 bits are not read, because their shape is not in the file. The file holds their codes in groups, and only the
 model's code knows the shape.
@@ -21,8 +21,8 @@ _CODES = {"int8": "int8", "float8_e4m3fnuz": "e4m3fnuz", **FP8}
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
 ) -> dict[str, EncodedWeight]:
-    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
-    metadata: the metadata of the files' headers.
+    """Return the weights that optimum-quanto quantized, keyed by name. tensors: all tensors of the files, by name. config: the
+    content of config.json. metadata: the metadata of the files' headers.
     """
     found = {}
     for name, codes in tensors.items():

@@ -1,7 +1,7 @@
-"""AMD Quark. `global_quant_config` has the settings of all layers. For layers whose names match a pattern, `layer_quant_config`
-has other settings.
+"""Weights quantized by AMD Quark. `global_quant_config` has the settings of all layers. For layers whose names match a pattern,
+`layer_quant_config` has other settings.
 
-`x.weight` holds codes, and `x.weight_scale` holds their scales. These kinds of weights are read:
+For a layer `x`, `x.weight` holds codes, and `x.weight_scale` holds their scales. These kinds of weights are read:
 - int8 with a scale for the tensor or for each row;
 - float8 with a scale for the tensor, for each row or for each block;
 - floats of 4 and 6 bits, which are packed in bytes, with an exponent of two for each group;
@@ -29,14 +29,14 @@ _PACKED = {
     "fp6_e2m3": ("mxfp6_e2m3", "six bits", 6),
     "fp6_e3m2": ("mxfp6_e3m2", "six bits", 6),
 }
-"""Maps a dtype that Quark declares to the name of the format, the way of packing and the number of bits."""
+"""Maps a dtype that Quark declares to (name of the format, way of packing, number of bits)."""
 
 
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
 ) -> dict[str, EncodedWeight]:
-    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
-    metadata: the metadata of the files' headers.
+    """Return the weights that Quark quantized, keyed by name. tensors: all tensors of the files, by name. config: the content of
+    config.json. metadata: the metadata of the files' headers.
     """
     settings = declared(config)
     if settings.get("quant_method") != "quark":
@@ -61,8 +61,8 @@ def read(
 def _read_weight(
     name: str, settings: object, order: tuple[int, ...], tensors: Mapping[str, CheckpointTensor]
 ) -> EncodedWeight | None:
-    """Return the weight `name`, or None if its tensors are not those that the settings of its layer require. order: for each of
-    the eight integers in a word, from the lowest bits on, its row among the word's eight rows.
+    """Return the quantized weight `name`, or None if its tensors are not those that the settings of its layer require. order: for
+    each of the eight integers in a word, from the lowest bits on, its row among the word's eight rows.
     """
     codes, scale = tensors.get(name), tensors[f"{name}_scale"]
     if not isinstance(settings, Mapping) or codes is None or len(codes.shape) != 2:

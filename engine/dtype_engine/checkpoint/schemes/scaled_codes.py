@@ -11,7 +11,7 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.encoded_weight import EncodedWeight
 
 FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-"""Maps the float8 dtypes that are read to their short names."""
+"""Maps torch's names of the float8 dtypes in which weights are read to their short names."""
 EXPONENTS = ("uint8", "float8_e8m0fnu")
 """The dtypes of scales that are powers of two."""
 FLOATS = ("float32", "bfloat16", "float16")
@@ -21,8 +21,8 @@ FLOATS = ("float32", "bfloat16", "float16")
 def packed_words(
     tensors: Mapping[str, CheckpointTensor],
 ) -> Iterator[tuple[str, CheckpointTensor, CheckpointTensor, CheckpointTensor]]:
-    """Yield each weight that is stored as in AutoGPTQ and AutoAWQ: the beginning of its name, and its matrices `qweight`, `scales`
-    and `qzeros`. Codes and zero points are words of 32 bits. Their shapes are not compared with each other.
+    """Yield each weight that is stored as AutoGPTQ and AutoAWQ do, as a tuple: the beginning of its name, and its matrices
+    `qweight`, `scales` and `qzeros`. Codes and zero points are words of 32 bits. The shapes are not compared with each other.
     """
     for name, codes in tensors.items():
         stem = name.removesuffix("qweight")
@@ -35,8 +35,8 @@ def packed_words(
 
 
 def same_grid(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Return whether a tensor has one number for each block, in the order of the blocks. shape: the tensor's shape. wanted: the
-    numbers of blocks, [rows, columns] or [experts, rows, columns].
+    """Return whether a tensor of scales has one number for each block of a weight, in the order of the blocks. shape: the tensor's
+    shape. wanted: the numbers of blocks, [rows, columns] or [experts, rows, columns].
 
     A shape fits even if dimensions of size 1 are missing at its end, or if the first dimension is missing and there is one row of
     blocks. ModelOpt's shape [rows, 1, columns, 1] fits, too.
@@ -59,8 +59,8 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _block(
     shape: tuple[int, ...], block: tuple[int, int] | str, scales: tuple[int, ...], in_tiles: bool
 ) -> tuple[tuple[int, int], str] | None:
-    """Return the size of a block and its name, such as ((128, 128), "128x128"). Returns None if the weight would need another
-    number of scales.
+    """Return the size of a block of values that share a scale, and its name, such as ((128, 128), "128x128"). Returns None if the
+    weight would need another number of scales.
 
     shape: the weight's shape, [rows, columns] or [experts, rows, columns]. The last block in a row or column may be smaller.
     scales: the shape of the scales. in_tiles: whether the scales are padded to whole tiles of 128 rows by 4 blocks, as cuBLAS

@@ -1,10 +1,11 @@
-"""torchao's safetensors. For each weight, the metadata of the file's header has the class and the attributes of its torch tensor.
+"""Weights in torchao's safetensors files. For each weight, the metadata of the file's header has the class and the attributes of
+its torch tensor. `x` is a layer.
 
 `x._weight_qdata` holds the codes of `x.weight`. The tensors that belong to them have names such as `x._weight_scale` and
-`x._weight_zero_point`. Integers of fewer than 8 bits are stored as int8. The scales of MX formats and NVFP4 may be in the order
-of the tensor cores (see `runtime/formats/schemes/block_scaled.py`). `x._weight_act_pre_scale` holds a factor for each input of
-the layer. The layer multiplies its inputs by these factors. Here, the columns of the weight are multiplied by them instead, which
-has the same effect.
+`x._weight_zero_point`. Integers of fewer than 8 bits are stored as int8. The scales of MX formats and NVFP4 may be in the order of
+the tensor cores (see `runtime/formats/schemes/block_scaled.py`). `x._weight_act_pre_scale` holds a factor for each input of the
+layer. The layer multiplies its inputs by these factors. Here, the columns of the weight are multiplied by them instead, which has
+the same effect.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _INTEGERS = ("IntxUnpackedToInt8Tensor", "Int8Tensor")
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
 ) -> dict[str, EncodedWeight]:
-    """Return the weights of this scheme by name. tensors: all tensors of the files, by name. config: the content of config.json.
-    metadata: the metadata of the files' headers.
+    """Return the weights that torchao quantized, keyed by name. tensors: all tensors of the files, by name. config: the content of
+    config.json. metadata: the metadata of the files' headers.
     """
     found = (_weight(name, text, tensors) for name, text in metadata.items() if '"_type"' in text)
     return {weight.name: weight for weight in found if weight is not None}
@@ -75,8 +76,8 @@ def _weight(name: str, text: str, tensors: Mapping[str, CheckpointTensor]) -> En
 
 
 def _word(kind: str, data: Mapping[str, Any], codes: CheckpointTensor, scale: CheckpointTensor) -> str | None:
-    """Return the name of the type of codes, such as "int4". Returns None if the dtypes of codes and scales don't fit the tensor's
-    class. kind: the name of the class, such as "MXTensor".
+    """Return the name of the type of a weight's codes, such as "int4". Returns None if the dtypes of codes and scales don't fit the
+    tensor's class. kind: the name of the class, such as "MXTensor". data: the attributes of the tensor, from the header's metadata.
     """
     if kind in _INTEGERS and codes.dtype == "int8" and scale.dtype in FLOATS:
         target = data.get("target_dtype")
@@ -92,8 +93,8 @@ def _word(kind: str, data: Mapping[str, Any], codes: CheckpointTensor, scale: Ch
 
 
 def _description(text: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the class of a tensor and its attributes. Returns ("", {}) if the text does not describe a tensor. text: a value in
-    the metadata.
+    """Return (name of a tensor's class, its attributes) from the text that describes the tensor in a file's metadata. Returns ("",
+    {}) if the text does not describe a tensor.
     """
     try:
         described = json.loads(text)
