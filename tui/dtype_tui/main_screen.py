@@ -68,8 +68,8 @@ def message_text(sentence: str) -> str:
 class MainScreen(Screen[None]):
     """Shows the module tree, drift, memory and rules.
 
-    chosen_keys: the keys that the user has configured, by binding id, such as {"measure": "f5"}. cursor: the node to start at. If
-    None, this is the root. next_event: returns the oldest waiting event of the engine, or None if none waits.
+    chosen_keys: the user's own keys, by binding id, such as {"measure": "f5"}. cursor: the node to start at. If None, this is the
+    root. next_event: returns the oldest waiting event of the engine, or None if none waits.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = MAIN_KEYS

@@ -1,4 +1,6 @@
-"""The requests that the worker accepts, as data classes. `queue.merge` orders them, and `run_commands` runs them."""
+"""The commands that the worker runs, and the requests that change its queue. `queue.merge` orders them, and `run_commands` runs
+them.
+"""
 
 from __future__ import annotations
 
@@ -235,7 +237,7 @@ class Generate(Command, frozen=True):
     name = "generate"
     tokens: int
     prompt: str = ""
-    """The text to continue, or "" for the model's inputs."""
+    """The text to continue, or "" to continue the model's inputs."""
 
 
 class Scan(Command, frozen=True):

@@ -16,9 +16,7 @@ class Engine(ABC):
     """The engine as the app uses it. Methods return at once; results arrive as events."""
 
     can_restart: ClassVar[bool] = False
-    """Whether this engine has the method `restart`, which ends even a computation that can't be cancelled, and opens the model
-    again.
-    """
+    """Whether `restart` is supported. It ends even a computation that can't be cancelled, and opens the model again."""
 
     @property
     def host(self) -> str:

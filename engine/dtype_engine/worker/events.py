@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Event(Message, frozen=True):
-    """The base class of all events."""
+    """The base class of all events, which tell the app what has happened."""
 
 
 class LoadingProgress(Event, frozen=True):

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
 
 class ManyRuns:
-    """Runs the jobs that need many forward passes: scans, the attribution of drift to modules, and measurements of several recipes.
-    They run in this process or, if the user set `Options.workers`, in worker processes. Only `close` may be called from other
-    threads than the worker's.
+    """Runs scans, the attribution of drift to modules, and measurements of several recipes: in this process or, if the user set
+    `Options.workers`, in worker processes. Only `close` may be called from other threads than the worker's.
     """
 
     def __init__(self, model: OpenModel, emit: Callable[[events.Event], None]) -> None:

@@ -25,14 +25,14 @@ def name_of(action: str) -> str:
 
 
 def described(bindings: Iterable[BindingType], chosen: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield (keys, description) of every binding. chosen: the keys that the user has configured, by binding id."""
+    """Yield (keys, description) of every binding. chosen: the user's own keys, by binding id."""
     for binding in bindings:
         if isinstance(binding, Binding):
             yield ", ".join(map(on_keyboard, keys_of(binding, chosen).split(","))), binding.description
 
 
 def keys_of(binding: Binding, chosen: Mapping[str, str]) -> str:
-    """Return the keys of a binding, separated by commas. chosen: the keys that the user has configured, by binding id."""
+    """Return the keys of a binding, separated by commas. chosen: the user's own keys, by binding id."""
     return chosen.get(binding.id or "", binding.key)
 
 

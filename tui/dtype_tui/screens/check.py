@@ -16,7 +16,9 @@ _SHOWN = 50
 
 
 def check_screen(report: CheckReport, width: int) -> Overlay:
-    """Return a window that shows the findings of each kind and why they matter. width: the screen's width in cells."""
+    """Return a window that shows what a check of the model's files found, by kind, and why it matters. width: the screen's width in
+    cells.
+    """
     read = f"{plural(report.tensors, 'header')} and {plural(report.scales, 'tensor')} of scales were read"
     words = Text(
         "No problems were found.\n" if not report.findings else f"{plural(len(report.findings), 'finding')}.\n",

@@ -44,8 +44,8 @@ def side_of(experiment: Experiment, entry: MeasuredRecipe, title: str) -> Side:
 
 
 def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
-    """Return what `comparison_screen` shows of a recipe, including a measurement if the recipe was measured on the current inputs
-    and settings. title: the short name of the recipe for headings.
+    """Return what `comparison_screen` shows of a recipe, including its measurement on the current inputs and settings, if there is
+    one. title: the short name of the recipe for headings.
     """
     now = experiment.settings, experiment.model.inputs
     for entry in experiment.measured:

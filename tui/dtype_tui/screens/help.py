@@ -55,7 +55,7 @@ class HelpScreen(ModalScreen[None]):
     """Shows the help.
 
     node: the name of the node under the cursor. node_keys: (binding id, description) of the keys for that node. chosen: the user's
-    own keys, by binding id. words: (title, text) of the explanations. hidden: the ids of key bindings that the help leaves out.
+    own keys, by binding id. words: (title, text) of the explanations. hidden: the ids of bindings to leave out.
     """
 
     DEFAULT_CSS = """
@@ -233,13 +233,13 @@ def _shown(bindings: Iterable[BindingType], hidden: Set[str]) -> list[BindingTyp
 
 def key_blocks(chosen: Mapping[str, str], hidden: Set[str] = frozenset()) -> list[list[Text]]:
     """Return the groups of keys, each as a heading and one line per entry. chosen: the user's own keys, by binding id. hidden: the
-    ids of the bindings that are left out.
+    ids of bindings to leave out.
     """
     return [_block(title, rows) for title, rows in _groups(chosen, hidden)]
 
 
 def _groups(chosen: Mapping[str, str], hidden: Set[str]) -> list[Section]:
-    """Return the groups of keys as (title, rows of keys and description), without the bindings whose ids are in `hidden`."""
+    """Return the groups of keys as (title, rows of keys and description). hidden: the ids of bindings to leave out."""
     return [
         (title, [_row_of(entry, chosen) for entry in entries if hidden.isdisjoint(entry[1])])
         for title, entries in GROUPS

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from dtype_tui.state.scan import ScanState
 
 Severity = Literal["information", "warning", "error"]
-"""The severity of a notification."""
 RESTARTS = "R starts it again"
 STOP_WAIT_S = 2.0
 """Number of seconds within which a job should stop. After that, the app offers to end the engine."""

@@ -81,7 +81,7 @@ class SavedSession:
 
     @property
     def recipe(self) -> Recipe:
-        """The current recipe."""
+        """The recipe that was current when the session was saved."""
         return self.rule_lists[self.at].recipe
 
     @property

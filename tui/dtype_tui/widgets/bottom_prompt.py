@@ -44,7 +44,6 @@ class BottomPrompt(Vertical):
     def __init__(self, id: str, placeholder: str = "") -> None:
         super().__init__(id=id)
         self.field = LineInput(f"{id}-input", self.entered, self.typed, placeholder)
-        """The input line."""
         self.field.cursor_blink = False  # every blink costs bytes on a slow connection
         self._focused_before: Widget | None = None
         self._hint_lines = 1

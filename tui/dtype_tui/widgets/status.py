@@ -102,7 +102,7 @@ def status_line(
 
     If there is room, the keys for jobs, messages and history follow at the right end. doing: what the engine is doing, or "" if
     idle; the share (0 to 1) of it that is done; and what Esc does now. idle: the words to show while the engine is idle. chosen:
-    the keys that the user has configured, by binding id.
+    the user's own keys, by binding id.
     """
     activity, share, stops = doing
     line = Text(" ", no_wrap=True, overflow="ellipsis")

@@ -30,12 +30,12 @@ class Columns:
     parameters: int = 0
     size: int = 0
     share: int = 0
-    """The bar that shows a node's share of its parent's bytes."""
+    """Width of the bar that shows a node's share of its parent's bytes."""
     drift: int = 0
     track: int = 0
-    """The bar that shows a module's SQNR."""
+    """Width of the bar that shows a module's SQNR."""
     other: int = 0
-    """The SQNR under the baseline recipe."""
+    """Width of the SQNR under the baseline recipe."""
     change: int = 0
     scan: int = 0
     heat: int = 0

@@ -1,4 +1,4 @@
-"""The plot of the measured recipes, bytes against drift, on wide screens."""
+"""The plot of the measured recipes, drift against bytes, on wide screens."""
 
 from __future__ import annotations
 
