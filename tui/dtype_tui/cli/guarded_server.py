@@ -24,7 +24,7 @@ from textual_serve.server import Server, to_int
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 _SHUTDOWN_SECONDS = 2.0
 _LARGEST = 1000, 500
-"""The most columns and rows that a page may have. Drawing a screen of a billion cells would take all memory."""
+"""Maximum (columns, rows) of the screen in a page. Drawing a screen of a billion cells would take all memory."""
 _MOST_APPS = 16
 
 

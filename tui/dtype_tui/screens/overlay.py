@@ -15,7 +15,7 @@ from dtype_tui.screens.modal import ModalScreen
 
 
 class Overlay(ModalScreen[None]):
-    """A box of text over the main screen. The usual keys scroll the text."""
+    """A box of text over the main screen. Arrow and page keys scroll the text."""
 
     DEFAULT_CSS = """
     Overlay { align: center middle; }
