@@ -22,7 +22,7 @@ largest value. The factor 1 + 2^-22 keeps rounding in the divisions from making 
 
 
 def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Return the scale (float32, 0-d) of a tensor whose largest |value| is `amax`. Returns 1 if the formula gives infinity."""
+    """Return the scale (float32, 0-d) of a tensor whose largest |value| is `amax`: 448 * 6 / amax, or 1 if that is infinite."""
     scale = amax.to(torch.float32).clamp(min=torch.finfo(torch.float32).tiny).reciprocal() * (_SCALE * _ELEMENT)
     return torch.where(torch.isfinite(scale), scale.clamp(min=_LEAST), 1.0)
 

@@ -1,1 +1,1 @@
-"""Loading a live `nn.Module` from the path, id or Python module that a user names."""
+"""Loads an `nn.Module` from the path, id or Python module that a user names."""

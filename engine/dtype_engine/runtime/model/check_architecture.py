@@ -1,6 +1,4 @@
-"""Adds to the report on a checkpoint which tensors its architecture has and the files lack, and which tensors only the
-files have.
-"""
+"""Adds findings to the report on a checkpoint: tensors that only its architecture has, and tensors that only the files have."""
 
 from __future__ import annotations
 

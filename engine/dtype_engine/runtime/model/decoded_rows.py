@@ -1,4 +1,6 @@
-"""Decodes a weight that another program quantized only where it is read, so that memory need not hold all of its values at once."""
+"""Decodes a weight that another program quantized. Only the values that are read are decoded, so memory need not hold
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ index is, for example, an expert, which is decoded as a whole. The next read oft
 
 
 class DecodedValues:
-    """The float32 values of a weight that another program quantized, readable by flat index or as rows. Each read decodes only the
-    values at the indexes of the first dimension that it covers.
+    """The float32 values of a weight that another program quantized, readable by flat index or as rows. A read decodes only those
+    indexes of the weight's first dimension that it needs.
     """
 
     device = torch.device("cpu")

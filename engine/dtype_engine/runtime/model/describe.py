@@ -35,7 +35,6 @@ class ModelDescription:
     kinds: dict[str, frozenset[str]]
     """Maps the name of each module class in the tree to the names of its base classes."""
     model_type: str | None
-    """The `model_type` in `config.json`."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Maps the name of each tensor of the files to where it is loaded in the model. A tensor without an entry has the same name in
     both.

@@ -1,5 +1,5 @@
 """Loads weights that other programs quantized. The module holds a placeholder for each such weight, and its values are decoded each
-time that they are used. In a model that is larger than memory, all large weights are read from the files in the same way.
+time that they are used. In a model that is larger than memory, all large weights have placeholders and are read from the files.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Weight:
     stashed: torch.Tensor | None = None
     """The cast data, while a reference run has the original data in the module. It is put back afterwards. Otherwise None."""
     other_reference: StoredValues | None = None
-    """The weight's values in the reference model, if this is another checkpoint. Otherwise None."""
+    """The weight's values in the reference model, if the reference is another checkpoint. Otherwise None."""
     as_stored: bool = False
     """Whether the reference run computes with this weight in its stored dtype, as plain torch does, instead of in float32."""
     shares: tuple[str, ...] = ()
@@ -75,7 +75,6 @@ class Weight:
     weights that runtimes fuse, such as q, k and v.
     """
     _sharing: tuple[Weight, ...] = ()
-    """The weights whose names are in `shares`."""
     _amax: float | None = None
 
     @property

@@ -355,8 +355,8 @@ def load_into(
     """Fill a given module with the tensors of a checkpoint, memory-mapped from the files and in their stored dtypes. The result
     holds the module and, for each weight that is stored with scales, its dtype and scales.
 
-    placements: maps names of tensors of the files to where they are loaded in the module; a tensor without an entry is loaded into
-    that of the same name. Raises UserError unless the checkpoint and the module have tensors of the same names and shapes.
+    placements: maps names of tensors of the files to where they are loaded in the module. A tensor without an entry is loaded into
+    the tensor of the same name. Raises UserError unless the checkpoint and the module have tensors of the same names and shapes.
     """
     module.requires_grad_(False)
     infos, tensors = collect_tensors(module)

@@ -31,7 +31,7 @@ class Pair:
     reference_part: tuple[int | None, int] | None = None
     """The position in the reference's weight, if the candidate's weight is only a part of it, such as one expert. For example, (3,
     1) is tensor 1 of those that are stacked in the rows of matrix 3. The first number is None if the reference's weight is a single
-    matrix. None if the reference's weight is compared as a whole.
+    matrix. The whole position is None if the reference's weight is compared as a whole.
     """
     candidate_part: tuple[int | None, int] | None = None
     """The position in the candidate's weight, if the reference's weight is only a part of it, written like `reference_part`. None

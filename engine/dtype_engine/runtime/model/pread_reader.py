@@ -71,7 +71,7 @@ class FileValues:
 
 
 class FileRows:
-    """A matrix or a flat tensor in a file. Indexing it with a slice reads these rows or elements."""
+    """A matrix or a flat tensor in a file. Indexing it with a slice reads the rows or elements of this slice."""
 
     device = torch.device("cpu")
 

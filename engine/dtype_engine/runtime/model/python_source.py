@@ -158,9 +158,6 @@ def _may_make_a_model(value: Any, module: str) -> bool:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a Python file and return the module. The file can import from its own folder, as if it were run as a program. Raises
-    UserError if its code fails.
-    """
     name = f"_dtype_engine_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

@@ -86,9 +86,6 @@ def _has_numbers(weight: Weight) -> bool:
 
 
 def _refuse_other_structure(other: LiveModel, live: LiveModel, sides: tuple[str, str]) -> None:
-    """Raise UserError unless both models have the same tensors with the same shapes. other: the reference. live: the candidate.
-    sides: their titles, in this order.
-    """
     theirs, ours = _shapes(other), _shapes(live)
     for mine, missing in ((sides, [*theirs.keys() - ours.keys()]), (sides[::-1], [*ours.keys() - theirs.keys()])):
         if missing:

@@ -35,7 +35,6 @@ class RowReader:
             raise UserError(f"{printable(name)} {self._stored.refusal}, so its values can't be read")
         shape = coded.shape if coded is not None else torch_shape(checkpoint.weights[name])
         self.shape = shape
-        """The shape of the weight."""
         self.columns = shape[-1] if shape else 1
         self.rows = math.prod(shape[:-1])
         self.unit = self.rows // shape[0] if self._encoded is not None and len(shape) > 2 and shape[0] else 1

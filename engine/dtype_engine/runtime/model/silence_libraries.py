@@ -47,7 +47,7 @@ def without_panic_message(drop: bool = False) -> Iterator[None]:
     True. Otherwise it is written when the block ends.
 
     A library in Rust that panics writes a message, and a backtrace if RUST_BACKTRACE is set, to the file descriptor itself. libtiff
-    and mpg123 do so with warnings about damaged files. Only one thread at a time can be in such a block, because the whole process
+    and mpg123 write warnings about damaged files to it. Only one thread at a time can be in such a block, because the whole process
     shares the descriptor.
     """
     with _STDERR, contextlib.ExitStack() as stack:

@@ -1,7 +1,7 @@
 """Makes the tree of a model from both its module and the files of its weights. Plans, casts and exports use this tree.
 
 Modules, classes and tied weights come from the module; dtypes and sizes come from the files. A tensor of the files that the module
-does not use is included, since an export copies it, but it is never cast. A tensor that the files lack counts no bytes.
+does not use is included, since an export copies it, but it is never cast. A tensor that the files lack counts as 0 bytes.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def with_files(
 def unused(
     placements: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
 ) -> list[TensorInfo]:
-    """Return descriptions of the tensors of the files that the module does not use. Each states as the reason why the tensor is
-    never cast that the model does not use it.
+    """Return descriptions of the tensors of the files that the module does not use. They are never cast, and their
+    `uncastable_reason` says that the model does not use them.
 
     placements: maps the name of each used tensor of the files to where it is loaded in the module. headers: descriptions of all
     tensors of the files, keyed by name. infos: descriptions of the module's tensors. title: the model's name, for the reason.

@@ -264,8 +264,8 @@ class StackedValues(StoredValues):
 
 
 class VisitedValues(StoredValues):
-    """The values of a weight of a model that is larger than memory. While the forward pass is in the weight's block (a group of
-    layers that fits in memory), they are read only once.
+    """The values of a weight of a model that is larger than memory, which runs block by block. While a forward pass is in the
+    weight's block, they are read only once.
 
     values: reads the values from the files. visits: the cache that keeps them until the pass enters the next block.
     """

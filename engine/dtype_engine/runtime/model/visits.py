@@ -127,7 +127,7 @@ class BlockVisits:
         return made
 
     def note_use(self, values: _InFiles) -> None:
-        """Release the pages from which `values` reads when the current block ends."""
+        """When the current block ends, release the pages that `values` reads."""
         self._used[id(values)] = values
 
     def _ask(self, name: str) -> None:

@@ -99,9 +99,6 @@ def _kernel_error(
     site: CallSite,
     error: Exception,
 ) -> KernelError:
-    """Return an error that names the missing kernel. It suggests a dtype in which the call works, which is found by
-    trying several.
-    """
     floats = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()]
     refused = floats[0].dtype if floats else torch.float32
     nearest = None

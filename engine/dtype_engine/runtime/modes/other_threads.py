@@ -42,8 +42,8 @@ class _RefusesWeights(TorchFunctionMode):
 
 @contextmanager
 def weights_in_one_thread(weights: Mapping[int, Weight], own: Container[int] = ()) -> Iterator[None]:
-    """During the `with` block, refuse torch calls with weights in other threads: those that the forward pass starts, or to whose
-    pool it submits work.
+    """During the `with` block, refuse torch calls with weights in threads that the forward pass starts, and in pools to which it
+    submits work.
 
     weights: the model's weights, keyed by the `id` of the tensor. own: the idents of the threads that run forward passes; by
     default, that of the current thread. Raises NoForward, which names the weight, even if the block raises another error.
@@ -61,8 +61,8 @@ def weights_in_one_thread(weights: Mapping[int, Weight], own: Container[int] = (
         return run
 
     submitting: list[ThreadPoolExecutor] = []
-    """The pool to which the forward pass is submitting work, if any. A thread that the pool starts then is not guarded, since it
-    outlives the pass.
+    """The pool to which the forward pass is submitting work, if any. A thread that this pool starts meanwhile is not checked, since
+    it outlives the pass.
     """
 
     def start_guarded(thread: threading.Thread) -> None:

@@ -167,8 +167,8 @@ def _common_dtype(
 def _note_promotions(
     name: str, floats: Sequence[torch.Tensor], args: Arguments, kwargs: dict[str, Any], result: Any, site: MixedCallSite
 ) -> None:
-    """Record the casts that torch made itself in an operation, to the dtype in which it computed or of the tensor to which it
-    wrote.
+    """Record the casts that torch itself made in an operation. They are to the dtype in which torch computed, or to the dtype of
+    the tensor to which the operation wrote.
 
     floats: the float tensors among the arguments. result: what the operation returned.
     """
@@ -190,7 +190,9 @@ def _note_promotions(
 
 
 class _BeforeCall:
-    """Saves what a failing torch call may change: the tensor to which it writes, and random number generators."""
+    """Saves what a torch call may change before it fails, to restore it: the tensor to which it writes, and random number
+    generators.
+    """
 
     def __init__(self, name: str, args: Arguments, kwargs: dict[str, Any], device: torch.device) -> None:
         self._destination = _destination(name, args, kwargs)

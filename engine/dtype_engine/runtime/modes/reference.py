@@ -21,7 +21,9 @@ from dtype_engine.search.sensitivity import is_lossless
 _MOST_NAMED = 3
 """Maximum number of stored dtypes in the name of the reference model."""
 _KEEPS_NO_ARGUMENT = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
-"""Operations whose result never shares memory with an argument. The memory of a widened weight can be reused right after them."""
+"""Operations whose result never shares memory with an argument. The memory of a weight that was cast to float32 for such an
+operation can be reused right after it.
+"""
 
 
 class ReferenceMode(WeightMode):

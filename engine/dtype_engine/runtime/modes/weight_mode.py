@@ -98,7 +98,7 @@ class WeightMode(TorchFunctionMode):
         self.rounding = rounding
         """Rounds activations that quantized weights multiply. None if the run setting `quantize_activations` is "none"."""
         self.record: Callable[[ImplicitCast], None] | None = None
-        """Called with every implicit cast, unless it is None."""
+        """A function that is called with every implicit cast, or None if casts are not recorded."""
         self.added = False
         """Whether the forward pass did more than plain torch would: it dequantized a weight, or cast the arguments of a call."""
         self.module = ""
@@ -106,7 +106,7 @@ class WeightMode(TorchFunctionMode):
         self.finished = 0
         """The number of module calls that have ended. The code that runs the pass keeps it current."""
         self.kept: Sequence[torch.Tensor] = ()
-        """Tensors of the model other than weights whose values are restored after the forward pass, if it changes them."""
+        """Tensors of the model, except weights, whose values are restored after the forward pass if it changes them."""
         self.first_use: dict[int, int] = {}
         """How many module calls had ended before a weight was first used, keyed by the `id` of the weight's tensor."""
         self.operation = ""

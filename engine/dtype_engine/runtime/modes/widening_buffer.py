@@ -1,4 +1,4 @@
-"""Widens one weight after the other into the same memory, so that not every weight needs new memory."""
+"""Casts one weight after the other to a wider dtype in the same memory, so that not every weight needs new memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from dtype_engine.runtime.model.live import Weight
 
 _WORTH_SHARING = 1 << 20
-"""Minimum size in bytes of a widened weight that goes into the reused memory. Smaller allocations are cheap, since they need no
-call to the operating system.
+"""A weight that is cast to a wider dtype goes into the reused memory if it has at least this many bytes. Smaller allocations are
+cheap, since they need no call to the operating system.
 """
 _ALIGNMENT = 64
 
@@ -32,8 +32,8 @@ class WidenedWeights:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def values(self, weights: Collection[Weight], value_of: Callable[[Weight], torch.Tensor]) -> list[torch.Tensor]:
-        """Return the widened weights of one operation. Large ones are in the reused memory, which the next call overwrites. Others
-        are computed by `value_of`.
+        """Return the weights of one operation in their wider dtype. Large ones are in the reused memory, which the next call
+        overwrites. Others are computed by `value_of`.
         """
         shared = [weight for weight in weights if self._is_worth_sharing(weight)]
         sizes = [-(-self._nbytes(weight) // _ALIGNMENT) * _ALIGNMENT for weight in shared]

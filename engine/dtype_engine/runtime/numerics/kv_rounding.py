@@ -6,8 +6,8 @@
   - min) / 15, where max and min include 0, and the code round(-min / scale) is 0. vLLM's int4 also rotates the values of a head
   before it rounds them, which is left out.
 - KIVI (Liu et al., 2024): code = round((x - min) / scale) with scale = (max - min) / (2^bits - 1), both in float16. Keys have
-  groups of 32 tokens in one channel; the newest (tokens modulo 128) keys are not rounded. Values have groups of 32 channels
-  in one token; those of the newest 128 tokens are not rounded.
+  groups of 32 tokens in one channel; of n tokens, the newest n modulo 128 are not rounded. Values have groups of 32 channels
+  in one token; the newest 128 tokens are not rounded.
 
 Values that are not finite stay unchanged, so that measurements report them.
 """

@@ -1,8 +1,8 @@
 """Computes the effect of a cast on the values of a tensor, without a forward pass: the round-trip error, and the histogram of
 exponents.
 
-A tensor is read once, some elements at a time, which stay in the processor's cache, so memory use does not grow with the tensor.
-Only if each output channel has its own scale, whole rows are read at once.
+A tensor is read once, some elements at a time, which stay in the processor's cache, so memory use does not grow with the tensor. If
+each output channel has its own scale, whole rows are read at once.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ tensor is higher, nearly all of the error comes from values that became zero.
 
 
 def _reported(sqnr: float, sums: _Sums) -> float | None:
-    """Return a tensor's SQNR in dB, or None if it would make the cast look better than it is: some stored values are not finite, or
-    tiny values that became zero cause nearly all of the error.
+    """Return a tensor's SQNR in dB, or None if it would make the cast look better than it is. This is so if some stored values are
+    not finite, or if tiny values that became zero cause nearly all of the error.
     """
     flattering = sums.nonfinite or (sums.underflowed and sqnr > _BEST_DB)
     return None if flattering and sqnr > -math.inf else sqnr

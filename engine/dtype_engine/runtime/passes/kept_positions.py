@@ -33,11 +33,11 @@ class KeptPositions:
     """
 
     encoder: torch.Tensor | None
-    """The mask of the encoder's positions or, in a model without a decoder of its own, of all positions. None if all
-    are compared.
+    """The mask of the encoder's positions in an encoder-decoder model, and of all positions in other models. None if all are
+    compared.
     """
     decoder: torch.Tensor | None
-    """The mask of the decoder's positions in an encoder-decoder model. None in other models, and if all of them are compared."""
+    """The mask of the decoder's positions in an encoder-decoder model, or None if all are compared. None in other models."""
     has_decoder: bool
 
     @classmethod
@@ -84,8 +84,8 @@ def _is_of_decoder(name: str, call: int) -> bool:
     """Return whether the rows of a module's output are positions of the decoder (and not of the encoder). name: the name of the
     module.
 
-    call: the number of the module's call in the forward pass, from 0. It decides for an embedding that encoder and decoder share,
-    which is first called for the encoder.
+    call: the number of the module's call in the forward pass, from 0. If encoder and decoder share an embedding, its first call is
+    the encoder's.
     """
     if _DECODER.search(name) or "encoder" in name:
         return _DECODER.search(name) is not None and _CROSS_ATTENTION.search(name) is None

@@ -31,12 +31,12 @@ class PassOptions:
     all are released.
     """
     prefix: int | None = None
-    """How many calls at the start of the pass `earlier` have outputs that can't have changed. Later calls run again. Only
+    """How many calls at the start of the earlier pass have outputs that can't have changed. Later calls run again. Only
     `ForwardRunner.partial` uses this.
     """
     around: Callable[[WeightMode], AbstractContextManager[object]] | None = None
-    """Returns a context manager that is entered around the forward pass, before its torch-function mode, which is the argument.
-    None if there is none.
+    """A function that gets the torch-function mode of the forward pass and returns a context manager. The pass runs inside this
+    context, which is entered before the mode. None if there is none.
     """
     caches: CacheWatcher | None = None
     """Receives all keys and values that a reference run writes into KV caches, for example to calibrate scales. None if no KV cache

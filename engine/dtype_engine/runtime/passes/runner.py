@@ -91,7 +91,8 @@ class ForwardRunner:
         """Call all functions in `works`, each of which runs one forward pass by this runner, and return their results.
 
         If the model is larger than memory, the passes take turns, so that each block of weights is read once for all of them. If
-        one pass changes state on which another depends, they run one after the other instead. Raises what the functions raise.
+        one pass changes state on which another depends, all passes run one after the other instead. Raises what the functions
+        raise.
         """
         visits = self.model.visits
         if visits is None or len(works) < 2 or self.behavior.stateful or self._together is not None:

@@ -58,7 +58,7 @@ class Watching(Protocol):
     """
 
     kept: Sequence[torch.Tensor]
-    """Tensors of the model other than weights that are watched for changes."""
+    """Tensors of the model, except weights, that are watched for changes."""
 
     @property
     def wrote(self) -> bool:
@@ -143,7 +143,6 @@ class _State:
         self._seen: set[int] = set()
 
     def add_module(self, module: nn.Module) -> None:
-        """Save the state of one module, but not of its submodules."""
         attributes = module.__dict__
         of_torch = [attributes[name] for name in _WITH_TENSORS if isinstance(attributes[name], dict)]
         self._named += [(each, each.copy()) for each in (attributes, *of_torch)]

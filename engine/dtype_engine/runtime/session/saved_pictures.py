@@ -17,8 +17,8 @@ def save_pictures(session: Session, folder: Path, force: bool) -> list[Path]:
     """Do a reference run and a candidate run on every input, and write their pictures to `folder` as `1-reference.png`,
     `1-candidate.png`, and so on. Of a video, the first frame is written. Returns the paths of the files.
 
-    force: whether to replace existing files. Raises UserError if the model produces no pictures, if a file exists, or if it can't
-    be written.
+    force: whether to replace existing files. Raises UserError if the model produces no pictures, or if a file exists or can't be
+    written.
     """
     pixels = getattr(type(session.model.module), "picture_range", None)
     if pixels is None:

@@ -157,7 +157,7 @@ class Session:
 
     @property
     def tree(self) -> Tree:
-        """The model's modules and tensors, with classes, ties and buffers.
+        """The model's modules and tensors, with module classes and tied weights.
 
         Example:
             >>> session.tree.stored_bytes

@@ -48,7 +48,7 @@ class _Side:
     """Returns the values of the tensor with a given name."""
     unchecked: tuple[str, ...] = ()
     decoded: frozenset[str] = frozenset()
-    """Names of the tensors whose values `read` computes from codes and scales, or from blocks."""
+    """Names of the tensors whose values `read` computes from codes and scales, or from blocks of GGUF."""
     parts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """The stored tensors of weights that this program can't decode, keyed by name, each with two texts: the name that the weight
     had before it was quantized, and a phrase that describes the weight.

@@ -123,7 +123,7 @@ class OpenExport:
 
     def _expected(self, item: ExportTensor) -> tuple[torch.Tensor, ...]:
         """Compute the tensors that the export should hold for a weight from the source's values, without code of the exporter.
-        item: the weight's dtype, shape and names there.
+        item: the weight's names, dtype and shape in the export.
         """
         values = tuple(map(self.source.read, _names_read(item)))
         if item.copied or (item.has_scales and item.dtype == item.stored):
@@ -230,7 +230,7 @@ def compare(
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> tuple[TensorDifference, ...]:
-    """Return the differences between an export and what `contents` says that it should hold. folder: the export.
+    """Return the differences between an export and `contents`, the description of what it should hold. folder: the export.
 
     Only names, dtypes and shapes come from `contents`. Values are computed from the source without the code of the exporter, with
     `Tensor.to` or, for formats with scales, by their formula. Tensors are read one at a time. on_bytes: called with the number of

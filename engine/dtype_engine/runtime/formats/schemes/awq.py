@@ -1,4 +1,4 @@
-"""Decodes AWQ's "gemv" layout, which packs the 4-bit codes and zero points of a row along the row. `block_scaled` decodes the
+"""Decodes AWQ's "gemv" layout, in which a packed word holds 4-bit codes, or zero points, of one row. `block_scaled` decodes the
 "gemm" layout.
 """
 

@@ -57,7 +57,6 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
 
 
 def _decode_matrix(settings: Settings, parts: Parts, first: int, last: int, columns: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a matrix whose rows have `columns` values: float32 [last - first, columns]."""
     code = settings.get("code", "plain")
     write, packed = _UNPACK[code], {"row pairs": 2, "row words": 8}.get(code, 1)  # how many rows share a byte or word
     block = parts["columns"].to(torch.int64) if "columns" in parts else settings["block"][1]

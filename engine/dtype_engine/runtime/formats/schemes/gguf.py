@@ -52,7 +52,6 @@ def _rows_of_halves(rows: int, heads: int, first: int, last: int) -> torch.Tenso
 
 
 def _dequantize(weight: EncodedWeight, rows: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values of some rows of a quantized weight, in one dimension. rows: the stored bytes, [rows, bytes]."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     part = weight.parts[CODES]

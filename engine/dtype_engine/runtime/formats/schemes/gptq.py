@@ -39,7 +39,7 @@ def _zero_points(weight: EncodedWeight, packed: torch.Tensor, first: int, last: 
 
     The first version of the format stores each zero point minus one. GPTQModel (`convert_gptq_v2_to_v1_format_module`) writes it by
     one subtraction from each packed word, in which a zero point of 0 borrows from its neighbor. One addition to the word undoes
-    this. With 3 bits, each zero point wraps around by itself.
+    this. With 3 bits, each zero point is decreased separately, and 0 becomes 7.
     """
     bits, added = weight.settings["bits"], weight.settings["added"]
     low, high = first // 32 * 32, min(-(-last // 32) * 32, weight.shape[0])  # 32 codes take whole words

@@ -1,4 +1,4 @@
-"""The type of the stored tensors of a quantized weight that a decoder takes."""
+"""Defines `Parts`: the stored tensors of a quantized weight, from which a decoder computes values."""
 
 from __future__ import annotations
 

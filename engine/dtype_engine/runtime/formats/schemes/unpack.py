@@ -26,9 +26,7 @@ columns] and contiguous. Before the call, `out` has no defined values. Several t
 
 
 def decode_rows(first: int, last: int, columns: int, fill: Fill) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight, float32 [last - first, columns]. `fill` is called for some rows at a
-    time.
-    """
+    """Return the rows from `first` up to `last` of a weight, float32 [last - first, columns]. `fill` writes some rows at a time."""
     with torch.inference_mode(False):  # else the other threads, which have no inference mode, can't write
         out = torch.empty(last - first, columns, dtype=torch.float32)
     step = max(CHUNK // max(columns, 1) // _ALIGNED, 1) * _ALIGNED

@@ -144,7 +144,7 @@ def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
 
 def sums_of_any(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
     """Return the sums over some elements of the outputs, which may differ by any amount, and may be infinite or NaN. r: the
-    reference. c: the candidate. Both are float64. `sums_of_small` is faster.
+    reference. c: the candidate. Both are float64. `sums_of_small` is faster where it applies.
     """
     r, c = r.view(-1), c.view(-1)
     finite = torch.isfinite(r) & torch.isfinite(c)

@@ -168,8 +168,8 @@ def compared_rows(output: torch.Tensor, classes_dim: int | None, kept: torch.Ten
 
     classes_dim: the dimension of the classes (from 0), or None if the output has no distributions. kept: a mask that is True at the
     positions to compare, bool [batch, positions], for the first two dimensions of the output; if None, all are compared. In a model
-    that finds an answer in a text, the classes are the positions at which the answer may start. The others then get the logit minus
-    infinity.
+    that finds an answer in a text, the classes are the positions at which the answer may start. Masked positions then get the logit
+    minus infinity.
     """
     if kept is not None and classes_dim in (0, 1):
         output = output.masked_fill(~kept.reshape(*kept.shape, *[1] * (output.ndim - 2)), -math.inf)
@@ -237,11 +237,6 @@ def _root_mean_square(dp: torch.Tensor) -> dict[str, float | None]:
 
 
 def _perplexities(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float | None]:
-    """Return the perplexities of reference and candidate, their ratio, difference and correlation, and standard errors, keyed by
-    name.
-
-    log_p, log_q: the reference's and the candidate's log-probabilities of the correct tokens, [tokens].
-    """
     reference, candidate = _exp(-float(log_p.mean())), _exp(-float(log_q.mean()))
     ratio = _exp(float((log_p - log_q).mean()))
     figures: dict[str, float | None] = {

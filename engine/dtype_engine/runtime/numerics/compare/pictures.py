@@ -71,9 +71,6 @@ def picture_sums(reference: torch.Tensor, candidate: torch.Tensor, low: float, h
 
 
 def _similarity(r: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """Return the structural similarity of every window of 11 x 11 pixels. r, c: planes of the reference and the candidate, [planes,
-    height, width]. Returns [planes, windows down, windows across].
-    """
     along = torch.exp(-((torch.arange(_WINDOW, dtype=torch.float64) - _WINDOW // 2) ** 2) / (2 * _SIGMA**2))
     along /= along.sum()
 
