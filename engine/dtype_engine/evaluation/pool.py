@@ -104,8 +104,8 @@ def _context() -> BaseContext:
     not survive a fork.
 
     On Linux, workers are forked from a server process that has imported torch and computed nothing. This saves the seconds that the
-    import takes, and workers share the server's memory pages. The server's only other thread belongs to OpenBLAS (used by numpy),
-    which ends this thread before a fork and replaces it after the fork.
+    import takes, and workers share the server's memory pages. The server's only other thread is OpenBLAS's, which ends before a
+    fork.
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")

@@ -1,4 +1,4 @@
-"""The workers that the user requests: a number of processes on this machine, or the workers of a Dask scheduler."""
+"""Starts the workers that the user requests: processes on this machine, or the workers of a Dask scheduler."""
 
 from __future__ import annotations
 

@@ -317,8 +317,8 @@ class ParetoFront:
         return chosen
 
     def solution(self, chosen: Sequence[int]) -> Solution:
-        """Return the solution in which each item has the dtype chosen for it. chosen: for each item, the dtype's index in
-        `Item.choices`.
+        """Return the solution in which each item (a weight, or several with the same dtype) has the dtype chosen for it. chosen:
+        for each item, the dtype's index in `Item.choices`.
         """
         planned = {
             name: item.choices[choice].dtype

@@ -125,9 +125,9 @@ class LayerMap:
     layers: tuple[str, ...]
     kinds: tuple[str, ...]
     cells: Mapping[tuple[str, str], float]
-    """The sum of the scores of the weights in each cell of the table, by (layer, kind of weight)."""
+    """The sum of the scores (drifts) of the weights in each cell of the table, by (layer, kind of weight)."""
     rest: tuple[tuple[str, float], ...]
-    """The (name, score) of each weight that is not in the table, because its name has no layer number."""
+    """(name, score) of each weight that is not in the table, because its name has no layer number. The score is the drift."""
 
 
 def layer_map(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> LayerMap:

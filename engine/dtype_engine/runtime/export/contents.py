@@ -99,8 +99,8 @@ class ExportTensor:
     export computes codes and scales from `values`.
     """
     byte_range: ByteRange | None = None
-    """The place of the weight's values in a source file, if they are stored there unchanged and contiguously. They are then read
-    without memory-mapping the file. Otherwise None.
+    """Where a source file holds the weight's values, if it holds them unchanged and contiguously. They are then read without
+    memory-mapping the file. Otherwise None.
     """
     shared: SharedScale | None = None
     """The scale that this weight shares with the weights that runtimes fuse with it, or that loading packs into one tensor with it.
@@ -161,9 +161,9 @@ class Contents:
     items: tuple[ExportTensor, ...]
     recipe: Recipe
     config: dict[str, Any] | None = None
-    """The source's `config.json`."""
+    """The `config.json` of the source checkpoint, or None if it has none."""
     folder: Path | None = None
-    """The source folder, from which files without weights are copied."""
+    """The folder of the source checkpoint, from which files without weights are copied."""
     linears: tuple[str, ...] = ()
     """The names of the model's linear modules. `quantization_config` must list those of them that stay unquantized."""
     notices: tuple[str, ...] = ()

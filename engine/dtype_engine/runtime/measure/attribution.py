@@ -110,7 +110,7 @@ class _Base:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of all kept outputs of modules."""
+        """The number of bytes of all outputs of modules that this object holds."""
         cached = self.cache.nbytes if self.cache is not None else 0
         return cached + sum({id(each): each.nbytes for each in self.modules.values()}.values())
 

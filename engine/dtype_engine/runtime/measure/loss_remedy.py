@@ -75,8 +75,8 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the nearest dtype that holds a tensor's values, which a cast to `dtype` loses, so that they are only rounded. Returns
-    `STORED` if no dtype with fewer bits than the stored one holds them. count: finds how many values a cast would lose.
+    """Return the nearest dtype that holds a tensor's values, so that a cast to it only rounds them. A cast to `dtype` loses some.
+    Returns `STORED` if no dtype with fewer bits than the stored one holds them. count: finds how many values a cast would lose.
     """
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:

@@ -233,8 +233,7 @@ def _sqnr(sums: ElementSums) -> float:
 
 def _hashes(rows: _Rows) -> torch.Tensor:
     """Return a hash of the float32 values of each row: int64 [rows]. Rows with equal values have equal hashes, and 0.0 and -0.0
-    count as equal. The hash multiplies the bits of each value by a random odd number, and adds up the products. int64 overflow
-    wraps around, which does no harm.
+    count as equal. The hash multiplies the bits of each value by a random odd number, and adds up the products modulo 2^64.
     """
     factors = torch.randint(-(1 << 62), 1 << 62, (rows.reader.columns,), generator=torch.Generator().manual_seed(7))
     step = max(1, _VALUES_AT_ONCE // max(1, rows.reader.columns))

@@ -58,7 +58,7 @@ class MeasuredWeight:
     key: Key
     score: float
     error: float | None
-    """The standard error of `score`, or None if it is unknown."""
+    """The standard error of the measured drift (`score`), or None if it is unknown."""
     unit: str
     forward_seconds: float
     """How many seconds a pass takes with no weight cast."""
@@ -176,8 +176,8 @@ class ExactScan:
         return MeasuredWeight(key, score, error, self.unit, self.forward_seconds, time.perf_counter() - started)
 
     def _started(self, cancelled: IsCancelled) -> DriftMeter:
-        """Return the drift meter. The first call creates it, measures the model with no weight cast, and finds the companions of
-        each weight.
+        """Return the drift meter. The first call creates it, measures the model with no weight cast, and finds which weights are
+        used together in one operation.
         """
         if self._meter is None:
             with ForwardRunner(self.model, self.settings, cancelled, watch=False) as runner:
@@ -201,7 +201,7 @@ class ExactScan:
             self.write(self.save)
 
     def report(self) -> ScanReport:
-        """Return a report with the scores of all measurements made so far. Casts that round nothing have the score 0."""
+        """Return a report with the drift (score) of each cast measured so far. Casts that round nothing have the score 0."""
         costly = set(self._costly)
         known = {key: self.done[key] if key in costly else (0.0, 0.0)
                  for key in self.wanted if key in self.done or key not in costly}  # fmt: skip

@@ -64,8 +64,8 @@ def _forward_seconds(one: SavedScan, other: SavedScan) -> float:
 
 
 def _missing(whole: SavedScan, files: Mapping[Path, SavedScan]) -> str:
-    """Return a sentence for the user which names the shards without a file, and the files of shards that did not finish. whole: the
-    merged scan. files: the saved scan in each file.
+    """Return a sentence for the user which names the jobs (shards) of the scan without a file, and the files of jobs that did not
+    finish. whole: the merged scan. files: the saved scan in each file.
     """
     parts = [f"{whole.parts - whole.count} of {whole.parts} parts are missing"]
     counts = {scan.shard.count for scan in files.values()}

@@ -17,8 +17,8 @@ estimated for each sampled call:
 A token with margin m then swaps with probability Φ(-m/σ). Which tokens swap is random, and this adds to the standard error. If most
 likely no token swaps (the expected number of swaps is below ln 2), no drift is added; otherwise, the expected drift is added.
 
-This derivation is our own; we know of no publication that has it. Tests compare it with random changes of the margins, and with
-measurements of every single weight of mixtures of experts (tests/engine/runtime/scan/test_routing.py).
+This derivation is our own; we know of no publication that has it. Tests compare it with random changes of the margins and with
+measurements (tests/engine/runtime/scan/test_routing.py).
 
 Shapes: margins [tokens], with all sequences and positions flattened; swap probabilities [dtypes of all weights, tokens].
 """
@@ -144,7 +144,9 @@ class SwapTopKMode(ReferenceMode):
 
 
 def tokens_to_swap(margins: torch.Tensor) -> torch.Tensor:
-    """Return a mask, bool [tokens], that is True for the tokens with the smallest margins, `1 / _SWAPPED` of all."""
+    """Return a mask, bool [tokens], that is True for `1 / _SWAPPED` of the tokens, those with the smallest margins. margins: for
+    each token, the router's k-th largest score minus the next one.
+    """
     rows = torch.zeros(margins.shape, dtype=torch.bool, device=margins.device)
     finite = torch.where(torch.isfinite(margins), margins, math.inf)
     rows[finite.argsort()[: max(1, len(margins) // _SWAPPED)]] = True

@@ -49,7 +49,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, model: LiveModel, inputs: Inputs, dtypes: Sequence[str], settings: RunSettings) -> Fingerprint:
-        """Compute the fingerprint of a scan. It hashes all inputs, and of each weight the name, the shape and some of the
+        """Compute the hashes that identify a scan. They cover all inputs, and of each weight the name, the shape and some
         values.
         """
         weights, calls = hashlib.sha256(), hashlib.sha256()
@@ -104,7 +104,7 @@ class SavedScan:
     done: dict[int, SequenceScores]
     """The results of an estimated scan, by the index of the sequence."""
     measured: dict[Key, tuple[float, float | None]] | None = None
-    """The results of an exact scan: (score, standard error) by (weight, dtype). None for an estimated scan."""
+    """The results of an exact scan: (drift, its standard error) by (weight, dtype). None for an estimated scan."""
     shard: Shard = WHOLE
     """The share of the whole scan that was assigned to the process which last saved the file."""
 
@@ -209,7 +209,7 @@ def read(path: Path, expected: Fingerprint, draws: int | None, exact: bool = Fal
 
 
 def different(one: Fingerprint, other: Fingerprint) -> list[str]:
-    """Return the names of the fields, such as "inputs", in which two fingerprints differ."""
+    """Return the names of the fields, such as "inputs", in which the fingerprints of two scans differ."""
     return [key for key, value in vars(other).items() if getattr(one, key) != value]
 
 

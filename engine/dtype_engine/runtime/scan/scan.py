@@ -70,8 +70,9 @@ OnEstimate = Callable[[ScanReport], None]
 def default_draws(sequences: int) -> int:
     """Return the number of backward passes per sequence: 24 divided by the number of sequences, but at least 4.
 
-    Each pass gives one sample of every score. With 24 samples in all, the standard error of a score is about 15 % if six dtypes are
-    scanned. It is larger for fewer dtypes, because a weight's samples in all dtypes improve each of its scores (see `scores.py`).
+    Each pass gives one sample of the drift that each cast causes (its score). With 24 samples in all, the standard error of a score
+    is about 15 % if six dtypes are scanned. It is larger for fewer dtypes, because a weight's samples in all dtypes improve each of
+    its scores (see `scores.py`).
     """
     return max(FEWEST_DRAWS, math.ceil(SAMPLES / max(1, sequences)))
 
@@ -224,7 +225,7 @@ class Scan:
         """Scan the remaining sequences of this process, and return the report. `on_progress("scan", done, total)` is called with
         the numbers of finished operations and of all operations, and `on_estimate(report)` with the report after every sequence.
 
-        Raises NoForward, KernelError and Cancelled. Finished sequences are kept, and the next `run` continues after them.
+        Raises NoForward, KernelError and Cancelled. Finished sequences are kept; the next `run` scans those that are left.
         """
         report: ScanReport | None = None
         count = len(self.shard.of(range(self.parts)))

@@ -1,4 +1,4 @@
-"""Combines the results of all sequences into a score and its standard error for each weight and dtype.
+"""Combines the results of all sequences into a score (the drift of a cast) and its standard error for each weight and dtype.
 
 A score is a ratio estimator over sequences, in nats per position (or relative squared error): Σ sums / Σ normalizers. These are
 fields of `SequenceScores`.
@@ -33,12 +33,12 @@ from dtype_engine.runtime.scan.routing import Key, TopKSample, rerouting_drift
 
 Scores = dict[Key, tuple[float, float | None]]
 _PRIOR_FREEDOM = 8
-"""How many degrees of freedom the mean variance of all scores has in the estimated variance of one score. For comparison, the
-score's own variance has one degree of freedom less than there are sequences.
+"""A score's variance is estimated from its own variance and the mean variance of all scores. This is the weight of the latter in
+degrees of freedom; a score's own variance has one less than there are sequences.
 """
 _APPROXIMATION = 0.1
-"""The relative standard error of a score that no number of samples removes, because the estimate is an approximation. On small
-models, it is 0.11 in 16 bits, where later operations round once more, and 0.03 in 8 bits.
+"""The relative standard error of a score (an estimated drift) that no number of samples removes, because the estimate is an
+approximation. On small models, it is 0.11 in 16 bits, where later operations round once more, and 0.03 in 8 bits.
 """
 
 
@@ -49,12 +49,12 @@ class SequenceScores:
     normalizer: float
     """The divisor of `sums`: the number of positions, or the sum of the output's squares if it is no distribution."""
     sums: dict[Key, float]
-    """The estimated drift of each cast, times `normalizer`: (Σ g·Δ)², averaged over the probes, with the gradients g and the local
-    errors Δ at the outputs of the weight's operations.
+    """The estimated drift of each cast, times `normalizer`: (Σ g·Δ)², averaged over the backward passes, with the gradients g and
+    the local errors Δ at the outputs of the weight's operations.
     """
     independent: dict[Key, float] = field(default_factory=dict)
     """Σ g²Δ², with the gradients g and local errors Δ from which `sums` is computed. It equals `sums` on average if the errors Δ
-    are independent, and varies far less between probes.
+    are independent, and varies far less between backward passes.
     """
     complete: bool = False
     """Whether the backward passes used every vector whose squares add up to the drift's second-order term, and not a random sample
@@ -82,8 +82,9 @@ def combine_scores(
     num_probes: int,
     free: Callable[[str, str], bool],
 ) -> Scores:
-    """Return each weight's score and standard error in each dtype. done: the results of each sequence. wanted: the dtypes of each
-    weight. num_probes: backward passes per sequence. free(weight, dtype): whether the cast rounds nothing; the score is then 0.
+    """Return (score, standard error) by (weight, dtype). The score is the drift of the output if only this weight is cast. done:
+    the results of each sequence. wanted: the dtypes of each weight. num_probes: backward passes per sequence. free(weight, dtype):
+    whether the cast rounds nothing; the score is then 0.
     """
     normalizers = [sequence.normalizer for sequence in done]
     normalizer, count = sum(normalizers), len(done)
@@ -97,8 +98,8 @@ def combine_scores(
     mean_between = statistics.fmean(between.values()) if between else 0.0
 
     def error_of(score: float, own: float, sequences: int, least: float = 0.0, more: float = 0.0) -> float:
-        """Return the standard error of `score`. own: the score's own variance between sequences. sequences: the number of
-        sequences. least: the lower limit of the variance. more: a variance to add. All variances are relative.
+        """Return the standard error of `score`. own: its variance between `sequences` sequences. least, more: a lower limit of the
+        variance, and an addition to it. All variances are relative.
         """
         prior = mean_between * count / sequences
         variance = (_PRIOR_FREEDOM * prior + (sequences - 1) * own) / (_PRIOR_FREEDOM + sequences - 1)

@@ -48,14 +48,14 @@ from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOpRecorder
 
 @dataclass
 class SequenceScan:
-    """Scans a single sequence: runs its forward pass and its backward passes, and computes the sums that give the scores of all
-    weights.
+    """Scans a single sequence: runs its forward pass and its backward passes, and computes the sums that give the drift (score) of
+    each cast.
     """
 
     model: LiveModel
     runner: ForwardRunner
     wanted: Mapping[str, tuple[str, ...]]
-    """The dtypes in which each weight is scored, by weight name."""
+    """The dtypes to which each weight may be cast, by weight name."""
     costly: Mapping[str, tuple[str, ...]]
     """Those dtypes of `wanted` in which a weight may drift, because the cast rounds the weight or the activations multiplied by
     it.
@@ -287,18 +287,19 @@ class _Gradients:
     columns: torch.Tensor
     """The number of the backward pass from which each gradient comes, [N]."""
     squares: torch.Tensor
-    """Squares of the gradients, [1 + calls, E]. The first row is their sum over all probes. Each further row is for the backward
-    pass of one sampled `topk` call.
+    """Squares of the gradients, [1 + calls, E]. The first row is their sum over all backward passes that start at the main output.
+    Each further row is for the backward pass of one sampled `topk` call.
     """
     square_columns: torch.Tensor
     """For each row of `squares`, the column of the sums Σ g²Δ² in `SequenceScan._independent` to which it contributes: 0 for the
-    probes, then one column for each sampled `topk` call.
+    first row, then one column for each sampled `topk` call.
     """
 
     @classmethod
     def of(cls, gradients: list[tuple[int, torch.Tensor]], count: int) -> _Gradients:
-        """Stack gradients of one output. gradients: pairs (number of the backward pass, gradient [elements]). count: the number of
-        backward passes for probes, which come first; higher numbers belong to sampled `topk` calls.
+        """Stack gradients of one output. gradients: pairs (number of the backward pass, gradient [elements]). count: how many
+        backward passes start at the main output. They have the numbers below `count`; higher numbers belong to sampled `topk`
+        calls.
         """
         calls = [(column, gradient) for column, gradient in gradients if column >= count]
         # Squares are added one by one, because torch takes ten times as long to sum over a first dimension of four.

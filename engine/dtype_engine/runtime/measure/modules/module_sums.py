@@ -92,9 +92,9 @@ def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torc
 def _sums_on_accelerator(reference: torch.Tensor, candidate: torch.Tensor) -> ElementSums:
     """Return the sums over two flat outputs whose elements have at most 32 bits.
 
-    On an accelerator, a comparison takes as long as its memory traffic, which is a quarter of that of float64 copies here.
-    Differences are rounded to float32, and so is the sum over each row of `_ROW_ELEMENTS` elements. The rows' sums are added in
-    float64. The relative error of a sum is about 1e-7.
+    On an accelerator, memory traffic limits the speed of a comparison. This function needs a quarter of the traffic of float64
+    copies: it rounds differences to float32, sums each row of `_ROW_ELEMENTS` elements in float32, and adds these sums in float64.
+    The relative error of a sum is about 1e-7.
     """
     if not len(reference):
         return ElementSums()

@@ -32,7 +32,7 @@ class Routing:
     """
 
     experts: frozenset[int]
-    """All numbers of experts in the configuration. A module whose outputs have this many scores for each token may be a router."""
+    """All numbers of experts in the configuration. A module that outputs this many values for each token may be a router."""
     chosen: int | None
     """The number of experts to which a token is sent, if these are the experts with the largest scores. None if the number is
     unknown or other settings also affect the choice.
