@@ -82,8 +82,8 @@ packs all experts of a layer into one weight, unlike linear layers.
 
 
 def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Outcome]]:
-    """Return, for each kind of weight, how the values that `from_pretrained` loads compare with the exported ones: (without further
-    arguments, with `dequantize=True`). wide: the dtype that `config.json` names.
+    """Return, for each kind of weight, how the values that `from_pretrained` loads compare with the exported ones, as a pair:
+    without further arguments, and with `dequantize=True`. wide: the dtype that `config.json` names.
     """
     found = {}
     one_format = _one_format([dtype for dtype, expert in kinds if not expert])

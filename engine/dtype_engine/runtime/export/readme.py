@@ -59,9 +59,6 @@ def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], los
 
 
 def _plain_section(contents: Contents, name: str) -> list[str]:
-    """Return the lines of the README's section on loading, for a transformers model or weights without a configuration. name: the
-    name of the export's folder.
-    """
     module = "" if contents.config is not None else ", module=YourModel()"
     ours = "gives the model with every weight in the dtype of the table, mapped from the files."
     if quantized := sorted({item.dtype for item in contents.items if item.has_scales}):
@@ -185,9 +182,6 @@ def _from_pretrained_lines(contents: Contents) -> list[str]:
 
 
 def _scaled_weights(contents: Contents) -> list[str]:
-    """Return a paragraph and a table for the README: which values transformers loads for weights with scales in compressed-tensors
-    form.
-    """
     wide = export_dtype(contents)
     table = [
         "| weights | `from_pretrained(folder)` | with `quantization_config=CompressedTensorsConfig(dequantize=True)` |",

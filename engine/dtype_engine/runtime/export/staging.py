@@ -36,8 +36,8 @@ _SLACK = 1 << 20
 
 @contextmanager
 def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
-    """Yield a new folder next to `target` to write into. It is renamed to `target` if the block ends without an error, and removed
-    otherwise.
+    """Yield a new folder next to `target` to write into. It is renamed to `target` if the `with` block ends without an error, and
+    removed otherwise.
 
     All data is flushed to the disk before the folder is renamed. needed: bytes that the disk must have free. force: whether to
     replace an existing folder, which is moved aside first and removed once the new one is in place. Raises UserError if too little

@@ -43,7 +43,9 @@ class Batch:
         return sum(tensor.numel() for _, tensor in self.named_tensors())
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor with its name: the argument's name or "argument 0", and for a nested tensor a dotted path after it."""
+        """Yield every tensor with its name: the argument's name (or its position, "argument 0"), and for a nested tensor a dotted
+        path after it.
+        """
         for index, value in enumerate(self.args):
             yield from named_tensors_in(f"argument {index}", value)
         for name, value in self.kwargs.items():

@@ -103,7 +103,7 @@ def _unet(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
 
 def _autoencoder(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
     """Return the argument of one call of an autoencoder's decoder: random latents with the mean and scale that the configuration
-    specifies.
+    specifies. draw: creates random tensors. step: ignored.
     """
     channels = config.get("latent_channels") or config.get("z_dim")
     means, scales = config.get("latents_mean"), config.get("latents_std")

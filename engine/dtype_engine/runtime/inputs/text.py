@@ -148,8 +148,8 @@ def text_samples(options: Options) -> Iterator[TextSample]:
 
 
 def read_jsonl(path: Path, limits: InputLimits) -> Iterator[TextSample]:
-    """Yield one text for each line: a string, or an object with `text`, `prompt` or `messages`. Raises UserError for a wrong line,
-    which it names, and for a file that is over the limits.
+    """Yield one text for each line: a string, or an object with `text`, `prompt` or `messages`. Raises UserError for an invalid
+    line and for a file that is over the limits.
     """
     for number, line in enumerate(read_text(path, limits).split("\n"), 1):
         if not line.strip():

@@ -105,7 +105,6 @@ class DriftMeter:
     _routing: Routing | None = field(init=False)
     _plan: MeasurementPlan = field(init=False)
     _modules: int = field(init=False)
-    """The number of submodules of the model."""
 
     def __post_init__(self) -> None:
         self._plan = MeasurementPlan(self.inputs.batches)
@@ -310,9 +309,6 @@ class DriftMeter:
         return ran
 
     def _has_record(self, number: int, with_modules: bool) -> bool:
-        """Return whether the reference's outputs for the sequence with this index are kept; if `with_modules`, including those of
-        modules.
-        """
         record = self._records.get(number)
         return record is not None and (record.modules is not None or not with_modules)
 
@@ -363,7 +359,6 @@ def _comparable_output(ran: PassResult[Any], reference: ReferenceRecord) -> torc
 
 
 def _precision(listener: MeasurementListener) -> float | None:
-    """Return the relative standard error at which the measurement may stop, or None if all inputs have to be run."""
     return None if listener.precision is None else listener.precision()
 
 

@@ -55,7 +55,8 @@ def tried_remedy(
     these rules is measured over the same sequences as in `report` and returned, too.
 
     If the nearest dtypes that hold the values do not reduce the drift, the stored dtypes are tried, too, and the better rules are
-    returned. The model stays cast as in the last trial, so the caller has to apply its recipe again. Raises Cancelled.
+    returned. The model stays cast as in the last trial, so the caller has to apply its recipe again. count: finds how many values a
+    cast would lose. `on_trial(done, total)` is called before each trial. Raises Cancelled.
     """
     first = untried_remedy(tree, plan, report.lost, count, "")
     if first is None:

@@ -48,8 +48,9 @@ def measure_noise_floor(
     """Return the noise floor: the largest differences between the reference run and two variants of it, one with a different
     attention implementation and one with each input twice in a batch. Variants that the model does not support are skipped.
 
-    behavior: what earlier passes have shown about the model. `on_progress(done, total)` is called with the numbers of finished runs
-    and of all runs, each on one input; `total` is an estimate. Raises NoForward if the reference run fails.
+    behavior: what earlier passes have shown about the model. classes_dim: the output dimension along which logits lie.
+    `on_progress(done, total)` is called with the numbers of finished runs and of all runs, each on one input; `total` is an
+    estimate. Raises NoForward if the reference run fails.
     """
     comparisons: dict[str, OutputMetrics] = {}
     positions = 0
@@ -77,7 +78,6 @@ def measure_noise_floor(
 
 
 def _expected(done: int, positions: int, batches: int) -> int:
-    """Estimate how many batches have `ENOUGH_POSITIONS` output rows together, if the first `done` batches had `positions` rows."""
     return batches if not positions else min(batches, max(done + 1, math.ceil(ENOUGH_POSITIONS * done / positions)))
 
 

@@ -176,8 +176,8 @@ def diagnose_nonfinite(
     """Find the operation that causes non-finite values in a model measured under `recipe`, and rules that avoid them.
 
     modules, output: the results of that measurement, with modules in the order of the pass. If the output is finite but modules are
-    not, the rules make every module finite. The model stays cast as in the last trial, so the caller has to apply its recipe again.
-    Raises NoForward, KernelError, Cancelled.
+    not, the rules make every module finite. `on_trial(done, total)` is called before each trial of rules. The model stays cast as
+    in the last trial, so the caller has to apply its recipe again. Raises NoForward, KernelError, Cancelled.
     """
     reference_bad = bool(output.nonfinite_reference and not output.nonfinite)
     modules = list(modules)

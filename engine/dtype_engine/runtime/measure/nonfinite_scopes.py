@@ -80,7 +80,7 @@ def _in_bfloat16(tree: Tree, recipe: Recipe, names: list[str]) -> Scope:
 
 def _beyond(names: list[str], limit: float, reached: Magnitudes) -> list[str]:
     """Return those of the weights `names` near which the reference run has values beyond `limit`: in the weight's operations, or in
-    the code of a module around it.
+    the code of a module around it. reached: the largest |values| in the reference run.
     """
     modules = tuple(f"{module}." for module, largest in reached.modules.items() if module and largest > limit)
     return [name for name in names if reached.weights.get(name, 0.0) > limit or name.startswith(modules)]

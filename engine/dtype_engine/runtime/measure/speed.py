@@ -35,8 +35,8 @@ def measure_speed(
     the slowest. A notice names each variant that does not fit into memory.
 
     For the float32 variant, the model is really cast to float32, as a user would run it. (Measurements of drift instead widen each
-    weight when it is used.) Afterwards, the model is cast according to `plan`. `runner` must have been created with `watch=False`.
-    Raises NoForward, KernelError, Cancelled.
+    weight when it is used.) Afterwards, the model is cast according to `plan`. on_passes: called with the progress. `runner` must
+    have been created with `watch=False`. Raises NoForward, KernelError, Cancelled.
     """
     model, planned = runner.model, plan.dtypes
     reference = _reference_dtypes(model)

@@ -139,7 +139,6 @@ def read_otherwise(reads: Sequence[ValueRead], costly: Mapping[str, Sequence[str
 
 
 def _groups(names: Sequence[str], errors: LocalErrors) -> list[list[str]]:
-    """Divide weights into groups whose cast values fit into the memory budget for cast weights, each group by itself."""
     groups: list[list[str]] = []
     held = errors.budget
     for name in names:

@@ -115,7 +115,7 @@ class SavedScan:
 
 
 class _TopKSample(msgspec.Struct):
-    """A `TopKSample` (what was found for one sampled call of a router) in the form in which a saved scan has it."""
+    """The saved form of a `TopKSample`: what was found for one sampled call of a router."""
 
     place: int
     share: float
@@ -126,7 +126,7 @@ class _TopKSample(msgspec.Struct):
 
 
 class _Sequence(msgspec.Struct):
-    """A `SequenceScores` (the results for one sequence) in the form in which a saved scan has it."""
+    """The saved form of a `SequenceScores`: the results for one sequence."""
 
     mass: float
     """The divisor of the sums: the number of positions, or the energy of the output (`SequenceScores.normalizer`)."""
@@ -252,8 +252,8 @@ def read_any(path: Path) -> SavedScan:
 
 
 def _drifts(file: _File) -> Iterator[float | None]:
-    """Yield the numbers in a saved scan that must not be NaN: the drifts, and the numbers by which they are divided. Margins and
-    variances may be NaN and are left out.
+    """Yield the numbers in the file of a scan that must not be NaN: the drifts, and the numbers by which they are divided. Margins
+    and variances may be NaN and are left out.
     """
     yield from (score for _, _, score, _ in file.scores or ())
     for sequence in file.sequences:

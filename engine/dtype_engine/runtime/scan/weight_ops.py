@@ -322,8 +322,8 @@ class WeightOpRecorder(ReferenceMode):
         self._hide({key})
 
     def _hide(self, keys: Iterable[int]) -> None:
-        """Stop following the weights whose tensors have these `id`s, because the pass has changed their memory in an unknown
-        way.
+        """Stop following the weights whose tensors have the `id`s in `keys`, because the pass has changed their memory in an
+        unknown way.
         """
         for key in self.weights.keys() & keys:
             name = self.weights[key].info.name

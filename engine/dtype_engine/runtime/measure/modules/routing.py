@@ -62,8 +62,8 @@ class RoutingComparer:
         self._changed: dict[str, int] = {}
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
-        """Receive the indexes of the experts that a router chose for each token. If the reference run chose other experts, the
-        router is recorded.
+        """Receive the indexes of the experts (`chosen`) that a router chose for each token in its call number `call`. If the
+        reference run chose other experts, the router is recorded.
         """
         kept = self._choices.get((module, call))
         if kept is not None and not torch.equal(kept, chosen):
