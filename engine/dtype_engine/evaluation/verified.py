@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def candidates(
     session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
 ) -> tuple[Solution, ...]:
-    """Return up to `count` recipes to measure, as solutions of a search. With a `budget` in bytes, they are the ones nearest to it
-    in size. With `max_drift`, they are the ones nearest to it in predicted drift. Without a limit, they are spread over the Pareto
-    front.
+    """Return up to `count` recipes to measure, as solutions of a search. With a limit on bytes (`budget`) or on predicted drift
+    (`max_drift`), the first is the best within it, and the others are near it in bytes. Without a limit, they are spread over the
+    Pareto front.
 
     constraints: what the user requires of a recipe. Raises UserError, and OutOfReach if no recipe meets the limit.
     """

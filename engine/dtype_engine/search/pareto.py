@@ -58,7 +58,7 @@ class Constraints:
     """
 
     keep: tuple[str, ...] = ()
-    """Patterns, such as `*.lm_head`, of weights that keep their stored dtype."""
+    """Patterns, such as `*norm*`, of weights that keep their stored dtype."""
     groups: tuple[str, ...] = ()
     """Patterns such as `*.{q,k,v}_proj`. All weights that one of these patterns matches in the same parent module get the same
     dtype.

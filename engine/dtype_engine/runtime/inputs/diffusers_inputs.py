@@ -29,7 +29,7 @@ _LARGEST = 64
 _TIME_IDS = 6
 """How many numbers SDXL takes that describe the sizes and the position of the picture."""
 _PICTURE = 256
-"""The largest height and width, in pixels, of the pictures that a pipeline is asked for. Small pictures keep measurements short."""
+"""The largest height and width, in pixels, of the pictures that a pipeline is asked for."""
 _VIDEO = 64
 """The largest height and width, in pixels, of the video frames that a pipeline is asked for."""
 _PIPELINE_STEPS = 4

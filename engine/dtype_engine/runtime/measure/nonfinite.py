@@ -264,13 +264,13 @@ class _Origin:
     """Where in a pass non-finite values arise first."""
 
     culprit: _NonFiniteOp | None
-    """The operation in which the values arise, or None if it was not found."""
+    """The operation in which non-finite values arise, or None if it was not found."""
     first_module: str
     """The first module whose output is not finite, or "" if there is none."""
     largest_reference: float | None = None
-    """The largest |value| that the same operation returns in the reference run, or None if it is unknown."""
+    """The largest |value| that the culprit returns in the reference run, or None if it is unknown."""
     reached: Magnitudes = field(default_factory=lambda: Magnitudes({}, {}))
-    """The largest |values| in the reference run over the same inputs, by weight and by module."""
+    """The largest |values| in the reference run, by weight and by module."""
 
 
 def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool) -> _Origin:

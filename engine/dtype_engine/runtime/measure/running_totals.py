@@ -109,8 +109,8 @@ class RunningTotals:
         self._reused = self._reused or ran.reused
 
     def set_modules(self, number: int, modules: dict[str, ModuleSums]) -> None:
-        """Store the sums from which the drifts of modules are computed, for the sequence with the index `number`. modules: the sums
-        by module name. The sequence must have been added before.
+        """Store the results of the modules for the sequence with the index `number`, which must have been added before. modules: by
+        module name, the sums (such as the squared error) from which the module's drift is computed.
         """
         self._modules[number] = modules
 
@@ -134,7 +134,7 @@ class RunningTotals:
 
     def modules_with(self, number: int, modules: Mapping[str, ModuleSums]) -> tuple[ModuleDrift, ...]:
         """Return the drifts of the modules in `modules` over all sequences, including the one with the index `number`, which is
-        still running. modules: the sums in the running sequence, by module name.
+        still running. modules: by module name, the sums (such as the squared error) in the running sequence.
         """
         sequences = {**self._modules, number: modules}
         return tuple(self._module(name, sequences) for name in modules)

@@ -19,8 +19,8 @@ _KIND = "dtype-engine weights"
 """The value of the entry `kind`, which marks a file as a saved comparison."""
 _LARGEST = 1 << 30
 _EVERY = 300
-"""The minimum time between two writes of the file while the comparison runs, in tenths of a second. Each write replaces the whole
-file, so frequent writes would be slow.
+"""The minimum time, in tenths of a second, between two writes of the saved comparison. Each write replaces the whole file, so
+frequent writes would be slow.
 """
 
 
@@ -51,13 +51,13 @@ class SavedDifferences:
                 self.add(weight)
 
     def add(self, weight: WeightDifference) -> None:
-        """Add the difference of one weight. The file is written if the last write was long enough ago."""
+        """Add the difference of one weight. All are saved to the file if the last write was long enough ago."""
         self.found[weight.reference_name, weight.name] = weight
         if self._throttle.due():
             self.write()
 
     def write(self) -> None:
-        """Write the file. Raises UserError if that is not possible."""
+        """Save all differences to the file. Raises UserError if it can't be written."""
         file = _File(_KIND, self._files, [*self.found.values()])
         write_text_atomic(self._path, json.dumps(as_plain(file)), replace=True)
 

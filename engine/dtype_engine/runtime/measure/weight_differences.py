@@ -101,9 +101,9 @@ class TwoCheckpoints:
         return self._report(pair, tuple(shapes[0]), sums, order)
 
     def _in_another_order(self, left: _Rows, right: _Rows, sums: ElementSums) -> tuple[ElementSums, str]:
-        """Check whether the candidate has the reference's rows in a different order. If so, return the sums over matching rows, and
-        a phrase that says how the candidate orders them. Otherwise, return `sums`, which compares the rows in their stored order,
-        and "".
+        """Check whether the candidate has the reference's rows in a different order. If so, return the errors summed over matching
+        rows, and a phrase that says how the candidate orders them. Otherwise, return `sums`, which compares the rows in their
+        stored order, and "".
         """
         for heads in self._heads:
             if left.count % (2 * heads) == 0 and left.count > 2 * heads:
@@ -188,7 +188,7 @@ def _heads(configs: Sequence[Mapping[str, Any] | None]) -> list[int]:
 
 
 def _sums(left: _Rows, right: _Rows, heads: int | None = None) -> ElementSums:
-    """Compare two weights element by element, and return the sums from which the metrics are computed.
+    """Compare two weights element by element, and return sums such as the squared error, from which the metrics are computed.
 
     heads: if given, the rows of `right` are in llama.cpp's order of the rows of queries and keys, and are first put into the order
     of `left`. In llama.cpp's order, row i of the first half of each head is followed by row i of the second half.

@@ -47,7 +47,7 @@ class CacheWrite:
 
 @dataclass
 class CacheRecorder(CacheWatcher):
-    """Records the keys and values that a pass writes into KV caches, and passes their gradients on."""
+    """Records the keys and values that a pass writes into KV caches, and passes their gradients to `on_gradient`."""
 
     names: CacheNames
     on_gradient: Callable[[Any, int, torch.Tensor], None]

@@ -39,7 +39,7 @@ from dtype_engine.runtime.modes.reference import ReferenceMode
 
 Key = tuple[str, str]
 SAMPLED_CALLS = 16
-"""How many `topk` calls of routers are sampled, counted over all sequences."""
+"""For how many calls of routers, counted over all sequences, the drift from rerouted tokens is estimated."""
 _SWAPPED = 8
 """To measure what one swap costs, the k-th and the next expert are swapped for 1 / `_SWAPPED` of all tokens. These are the tokens
 with the smallest margin between the scores of the two experts.
@@ -70,8 +70,8 @@ class TopKSample:
     cost: float = 0.0
     """The drift caused by swapping the k-th and the next expert of one token, summed over all positions of the sequence."""
     squares: dict[Key, float] = field(default_factory=dict)
-    """For each (weight, dtype): a random estimate of Σ (change of a margin)² over all tokens, if the weight is cast to this
-    dtype.
+    """For each (weight, dtype): a random estimate of the sum over all tokens of (change of the margin)², if the weight is cast to
+    this dtype. The margin is the router's k-th largest score minus the next one.
     """
     independent: dict[Key, float] = field(default_factory=dict)
     """For each (weight, dtype): the value that `squares` would have on average if the errors in an operation's output were
@@ -80,8 +80,8 @@ class TopKSample:
 
 
 def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:
-    """Return the `topk` calls to sample in the sequence with the index `sequence`. Different sequences sample different calls, so
-    that they cover all calls if there are enough sequences.
+    """Return the `topk` calls of routers for which the sequence with the index `sequence` estimates the drift from rerouted tokens.
+    Different sequences choose different calls, so that they cover all calls if there are enough sequences.
     """
     count = len(calls)
     if not count:
@@ -154,7 +154,9 @@ def tokens_to_swap(margins: torch.Tensor) -> torch.Tensor:
 
 
 def rerouting_drift(samples: Sequence[TopKSample]) -> dict[Key, tuple[float, float]]:
-    """Return the expected drift from rerouted tokens and its variance, for each (weight, dtype), summed over the sequences."""
+    """Return (the expected drift from tokens that a router sends to other experts, its variance) by (weight, dtype), summed over
+    the sequences.
+    """
     squares: dict[Key, float] = {}
     independent: dict[Key, float] = {}
     costs: dict[int, list[float]] = {}

@@ -129,7 +129,9 @@ class _Sequence(msgspec.Struct):
     """The saved form of a `SequenceScores`: the results for one sequence."""
 
     mass: float
-    """The divisor of the sums: the number of positions, or the energy of the output (`SequenceScores.normalizer`)."""
+    """The saved `SequenceScores.normalizer`, by which the estimates are divided: the number of positions, or the sum of the
+    output's squares.
+    """
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None]]
     """Rows of (weight, dtype, sums, independent, measured). The last three are the fields of `SequenceScores` with these names."""

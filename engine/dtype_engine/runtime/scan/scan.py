@@ -78,8 +78,8 @@ def default_draws(sequences: int) -> int:
 
 
 def scanned_dtypes(model: LiveModel, targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the dtypes in which each weight is scored: those of `targets`, and its stored dtype, which may also drift from the
-    reference. The result also has the tensors of KV caches, with those formats of `targets` that begin with `kv:`.
+    """Return the dtypes to which casts of each weight are scanned: those of `targets`, and its stored dtype, which may also drift
+    from the reference. The result also has the tensors of KV caches, with those formats of `targets` that begin with `kv:`.
     """
     of_weights = tuple(target for target in targets if not target.startswith(SCANNED))
     of_caches = tuple(target for target in targets if target.startswith(SCANNED))

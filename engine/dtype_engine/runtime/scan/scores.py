@@ -1,14 +1,14 @@
 """Combines the results of all sequences into a score (the drift of a cast) and its standard error for each weight and dtype.
 
-A score is a ratio estimator over sequences, in nats per position (or relative squared error): Σ sums / Σ normalizers. These are
-fields of `SequenceScores`.
+A score is a ratio estimator over sequences, in nats per position (or relative squared error): Σ sums / Σ normalizers, two fields of
+`SequenceScores`.
 
-The relative variance of a score is the larger of two. The first is 2 / samples, the variance of a mean square of Gaussian numbers.
-The second is the variance of a ratio over sequences (Cochran, "Sampling Techniques", 1977, chapter 6). Few sequences give a poor
-estimate of the second, so it is replaced by a weighted mean of the score's own variance and the mean variance of all scores (a
-scaled inverse chi-squared prior; Gelman et al., "Bayesian Data Analysis", 3rd edition, 2.6). A mean of squares is skewed: if it
-happens to be low, its error would be low, too. The error is therefore half the distance from the score to the upper limit of its
-log-normal 95 % interval (`log_normal_error`).
+The relative variance of a score is the larger of two estimates. The first is 2 / samples, the variance of a mean square of Gaussian
+numbers. The second is the variance of a ratio over sequences (Cochran, "Sampling Techniques", 1977, chapter 6). Few sequences make
+it unreliable, so it is replaced by a weighted mean of the score's own variance and the mean variance of all scores (a scaled
+inverse chi-squared prior; Gelman et al., "Bayesian Data Analysis", 3rd edition, 2.6). A mean of squares is skewed: if it happens to
+be low, its error would be low, too. The error is therefore half the distance from the score to the upper limit of its log-normal 95
+% interval (`log_normal_error`).
 
 A sample (Σ g·Δ)² of gradients g and local errors Δ has a relative standard error of √2, and samples of different dtypes are
 independent. Its ratio to Σ g²Δ² shows how strongly an operation's errors are correlated, and is nearly the same in all dtypes of a

@@ -57,8 +57,8 @@ class SequenceScan:
     wanted: Mapping[str, tuple[str, ...]]
     """The dtypes to which each weight may be cast, by weight name."""
     costly: Mapping[str, tuple[str, ...]]
-    """Those dtypes of `wanted` in which a weight may drift, because the cast rounds the weight or the activations multiplied by
-    it.
+    """By weight name: those dtypes of `wanted` to which a cast can change the output, because it rounds the weight or its
+    activations.
     """
     num_probes: int
     """The number of backward passes that start at the main output."""
@@ -90,8 +90,8 @@ class SequenceScan:
     nothing.
     """
     _differentiated: set[str] = field(default_factory=set)
-    """The weights of operations that the model differentiates itself. They affect the output also through the model's own
-    gradients, not only through the outputs of these operations.
+    """The weights of operations that the model differentiates itself, for example with `torch.autograd.grad`. They affect the
+    output also through the model's own gradients, not only through the outputs of these operations.
     """
 
     def run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
@@ -242,7 +242,6 @@ class SequenceScan:
             self._measure(operation)
 
     def _measure(self, operation: WeightOp | CacheWrite) -> None:
-        """Compute an operation's local errors, add their products with its gradients to the sums, and release the gradients."""
         if self.cancelled():
             raise Cancelled
         if isinstance(operation, WeightOp) and operation.block:
@@ -265,9 +264,6 @@ class SequenceScan:
         self.on_measured(self._measured, len(self._operations))
 
     def _add(self, weight: str, errors: torch.Tensor, gradients: _Gradients) -> None:
-        """Add the products of local errors and gradients at one output of an operation to the sums. `errors` [dtypes, elements] are
-        overwritten.
-        """
         if weight not in self._sums:
             shape = len(errors), self._count + len(self._samples)
             self._sums[weight] = torch.zeros(shape, dtype=torch.float64)
@@ -280,15 +276,15 @@ class SequenceScan:
 
 @dataclass(slots=True)
 class _Gradients:
-    """The gradients with respect to one output of an operation. N is their number, and E the number of the output's elements."""
+    """The gradients with respect to one output of an operation."""
 
     stacked: torch.Tensor
-    """All gradients, [N, E]."""
+    """The gradients of one output of an operation, [gradients, elements]."""
     columns: torch.Tensor
-    """The number of the backward pass from which each gradient comes, [N]."""
+    """The number of the backward pass from which each gradient comes, [gradients]."""
     squares: torch.Tensor
-    """Squares of the gradients, [1 + calls, E]. The first row is their sum over all backward passes that start at the main output.
-    Each further row is for the backward pass of one sampled `topk` call.
+    """Squares of the gradients, [1 + calls, elements]. The first row is their sum over all backward passes that start at the main
+    output. Each further row is for the backward pass of one sampled `topk` call of a router.
     """
     square_columns: torch.Tensor
     """For each row of `squares`, the column of the sums Σ g²Δ² in `SequenceScan._independent` to which it contributes: 0 for the

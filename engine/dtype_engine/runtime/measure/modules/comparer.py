@@ -20,7 +20,7 @@ _REPORT_EVERY = 10
 
 class ModuleComparer(ModuleObserver):
     """Observes a candidate's pass, and compares each module output with that of the reference run. It does so as soon as the module
-    returns, because the model may overwrite the output later. `sums` holds the results by module name.
+    returns, because the model may overwrite the output later. `sums` holds the squared errors and other sums by module name.
 
     reference: the outputs that a `ModuleRecorder` recorded. on_sums: called from time to time with the sums that have changed.
     kept: the positions to compare; if None, all. routing: finds routers that choose other experts than in the reference run.
@@ -65,8 +65,8 @@ class ModuleComparer(ModuleObserver):
         self._routing.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: ModuleSums | None) -> None:
-        """Add the sums of a module call that is skipped in this pass, because the output of an earlier pass is used. observed: the
-        sums of the earlier comparison; None if the module's output was not compared.
+        """Add the result of an earlier comparison for a module call that is skipped in this pass, because its earlier output is
+        used again. observed: sums of squared errors from the earlier comparison; None if the module's output was not compared.
         """
         if observed is not None:
             if observed.rerouted:
