@@ -152,7 +152,7 @@ class BlockWork:
 
 
 def _drop_nan(values: torch.Tensor) -> None:
-    """Replace each NaN by 0 in place. To save time, this pass is skipped if the sum of all values is not NaN."""
+    """Replace each NaN by 0 in place. To save time, nothing is done if the sum of all values is not NaN."""
     if bool(torch.isnan(values.sum())):
         values.nan_to_num_(0.0)
 

@@ -126,7 +126,7 @@ def load_python(source: Source, options: Options, device: torch.device, on_step:
 
 def import_named(source: Source) -> tuple[Any, ModuleType]:
     """Import the Python file or module of a source. Returns the attribute that the source names, such as a class, and the imported
-    module. Raises UserError if the code fails, or if it has no such attribute.
+    module. Raises UserError if the code fails, or if the module lacks this attribute.
     """
     assert source.attribute is not None
     namespace = _import_file(source.path) if source.path else _import_module(source.module or "")

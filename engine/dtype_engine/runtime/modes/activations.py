@@ -67,8 +67,8 @@ class Rounds:
 
 
 class ActivationRounding:
-    """Rounds the activations that quantized weights multiply. It also recognizes tensors that were computed from one
-    such weight.
+    """Rounds the activations that quantized weights multiply. It also recognizes tensors that were computed from one quantized
+    weight.
     """
 
     def __init__(self) -> None:

@@ -63,8 +63,9 @@ class LossCounter:
         self._parts: list[_Counts] = []
 
     def see(self, start: int, after: torch.Tensor, before: torch.Tensor | None = None) -> None:
-        """Count the values that the cast loses among some successive elements of the flattened tensor. start: the index of the
-        first of them. after: the elements after the cast, flat. For a dtype with scales, these are the codes of whole rows.
+        """Count the values that become infinite or zero, or saturate, among some successive elements of the flattened tensor.
+        start: the index of the first of them. after: the elements after the cast, flat. For a dtype with scales, these are the
+        codes of whole rows.
 
         before: the elements before the cast, flat; if None, they are read from the original tensor.
         """
@@ -75,10 +76,8 @@ class LossCounter:
         )
 
     def result(self, cancelled: IsCancelled = never) -> ValueLoss | None:
-        """Return how many values the cast loses in the whole tensor, or None if it only rounds values. All elements must have been
-        counted.
-
-        Raises Cancelled.
+        """Return how many values of the whole tensor become infinite or zero, or saturate, or None if the cast only rounds. All
+        elements must have been counted. Raises Cancelled.
         """
         if not self._original.numel():
             return None
@@ -157,8 +156,8 @@ def _quantize(original: torch.Tensor, dtype: str, on_rows: Callable[[int, torch.
 
 
 def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
-    """Return how many values a cast to a dtype without scales, such as float16, loses among some elements of a tensor. `channels`
-    is not counted.
+    """Return how many values become infinite or zero among some elements that are cast to a dtype without scales, such as float16.
+    `channels` is not counted.
 
     before, after: the elements before and after the cast, flat; `after` may be on a GPU.
     """
@@ -216,9 +215,7 @@ def _is_within(values: torch.Tensor, limit: float) -> bool:
 
 
 def count_zeroed_nan(before: torch.Tensor, dtype: str) -> int:
-    """Return how many NaNs become zeros because a dtype with scales has no code for NaN. They are not counted as lost values.
-    before: the values before the cast.
-    """
+    """Return how many NaNs become zeros because a dtype with scales has no code for NaN. before: the values before the cast."""
     row = dtypes.BY_NAME[dtype]
     return int(torch.isnan(before).sum()) if row.kind == "int" or row.bits < 8 else 0
 

@@ -44,8 +44,8 @@ class ForwardPass:
     """The state of one running forward pass.
 
     observer: receives outputs of the modules in `watched`, or of all modules if that is None. cache: keeps outputs for later
-    passes. reusable_calls: the calls to skip, (module, number of its call), with their indexes in the calls of `earlier`, an
-    earlier pass. weights: the `id`s of the model's weights.
+    passes. earlier: the outputs of an earlier pass, or None. reusable_calls: the calls to skip, as a mapping from (module, number
+    of its call) to an index in `earlier.calls`. weights: the `id`s of the model's weights.
 
     Attributes:
         calls: the number of ended calls of each watched module.

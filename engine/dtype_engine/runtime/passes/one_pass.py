@@ -39,8 +39,8 @@ class PassOptions:
     context, which is entered before the mode. None if there is none.
     """
     caches: CacheWatcher | None = None
-    """Receives all keys and values that a reference run writes into KV caches, for example to calibrate scales. None if no KV cache
-    has a rule.
+    """Receives all keys and values that a reference run writes into KV caches, for example to calibrate scales. None if the recipe
+    has no rule for a KV cache.
     """
 
 

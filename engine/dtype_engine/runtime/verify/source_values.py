@@ -54,7 +54,7 @@ def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_co
 def with_decoded(
     values: SourceValues, decoded: Mapping[str, EncodedWeight], renamed: Mapping[str, str]
 ) -> SourceValues:
-    """Return the values of a source with some weights decoded that another program quantized. Each decoded weight replaces its
+    """Return the values of a source, with those weights decoded that another program quantized. A decoded weight replaces its
     stored tensors, such as codes and scales.
 
     decoded: these weights, keyed by name. renamed: the model's names of other tensors, keyed by their names in the files.
