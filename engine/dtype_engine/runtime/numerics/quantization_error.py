@@ -110,9 +110,6 @@ errors. The tensors are only valid during the call.
 
 
 def _in_pieces(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
-    """Cast a tensor some rows or elements at a time to a dtype without blocks, and call `on_piece` with these. They are whole rows
-    if each row has its own scale.
-    """
     quantized, per_channel = dtype in dtypes.STORAGE_DTYPES, dtypes.has_channel_scales(tensor.shape, dtype)
     rows = as_rows(tensor) if quantized and per_channel else tensor.reshape(-1)
     pieces, top = row_slices(rows), dtypes.BY_NAME[dtype].max
