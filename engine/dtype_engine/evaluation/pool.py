@@ -1,4 +1,4 @@
-"""Runs evaluations on an executor. Results come in any order. If a worker dies, the remaining workers repeat its evaluations."""
+"""Runs evaluations on an executor. Results come in any order. If a worker dies, other workers repeat its evaluations."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The last step of a search: measures the drift of the recipes that are predicted to lie nearest to a limit on bytes or drift, and
-chooses the best.
-"""
+"""The last step of a search: measures the drift of a few recipes near a limit on bytes or predicted drift, and chooses the best."""
 
 from __future__ import annotations
 

@@ -61,8 +61,9 @@ class SearchConstraints:
     lines: tuple[str, ...] = ()
 
     def with_line(self, line: str, stored_bytes: int) -> SearchConstraints:
-        """Return these requirements with one more typed line applied. The line is `keep PATTERN`, `alike PATTERN`, `only DTYPES`,
-        `only PATTERN=DTYPES`, or a budget such as `8MiB`, `45%` or `budget 8MiB`. The line `clear` removes all requirements.
+        """Return a copy of the requirements with one more typed line applied. The line is `keep PATTERN`, `alike PATTERN`, `only
+        DTYPES`, `only PATTERN=DTYPES`, or a budget such as `8MiB`, `45%` or `budget 8MiB`. The line `clear` removes all
+        requirements.
 
         stored_bytes: the size of the stored model; a budget such as `45%` means a percentage of it. Raises UserError for any other
         line.

@@ -46,10 +46,10 @@ def all_experts(layer: str) -> str:
 
 
 def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:
-    """Return the weights among `items` that belong to experts and that the export stores in a layout which other programs read.
+    """Return the weights among `items` that belong to experts and have a layout which other programs read.
 
-    The README of an export and the notices treat them separately, because transformers packs them while other programs load them
-    one by one.
+    The README of an export and its notices for the user treat them separately, because transformers packs them while other programs
+    load them one by one.
     """
     return [item for item in items if item.packed_into and item.portable]
 

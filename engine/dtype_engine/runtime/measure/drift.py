@@ -233,9 +233,6 @@ class DriftMeter:
             yield group
 
     def _runners(self, cancelled: IsCancelled, stack: ExitStack) -> tuple[ForwardRunner, ForwardRunner]:
-        """Return the runners of the reference and of the candidate, which `stack` closes. If no other candidate model is given,
-        they are the same runner.
-        """
         reference = stack.enter_context(ForwardRunner(self.model, self.settings, cancelled, behavior=self.behavior))
         if self.candidate is None or self.candidate is self.model:
             return reference, reference

@@ -40,9 +40,8 @@ def generate(
     """Let the reference and the candidate each continue every prompt of the user by up to `tokens` tokens, with greedy decoding.
     Returns both continuations of each prompt.
 
-    If the user gave no prompts, only the first input is continued. This is a calibration text, cut to `PROMPT_TOKENS` tokens, or an
-    image, for which a caption is generated. Raises NoForward if the model can't generate or can't be run, KernelError and
-    Cancelled.
+    If the user gave no prompts, only the first input is continued: a calibration text, cut to `PROMPT_TOKENS` tokens, or an image,
+    for which a caption is generated. Raises NoForward if the model can't generate or can't be run, KernelError and Cancelled.
     """
     if (why := why_no_text(runner.model.module)) is not None:
         raise NoForward(why)

@@ -116,7 +116,7 @@ def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times
     """Run the reference on a batch in which each input occurs `times` times. Returns the main output for the first copy, or None if
     the run fails or the copies have different outputs.
 
-    reference: the main output for the inputs without repetition. The output for each copy must have its shape.
+    reference: the main output for the inputs without repetition, which has the shape that the output for each copy must have.
     """
     try:
         output = main_output(_run(runner, batch))[1]

@@ -78,8 +78,8 @@ class _OpObserver(TorchFunctionMode):
         self._vanished: dict[str, float] = {}
 
     def observing(self, mode: WeightMode) -> _OpObserver:
-        """Remember the torch-function mode of the pass to observe, and return this observer, to be entered before that mode. This
-        method is the value of `PassOptions.around`.
+        """Remember the torch-function mode of the pass to observe, and return this observer, to be entered before that mode.
+        Callers pass this method as `PassOptions.around`.
         """
         self.observed = mode
         return self

@@ -37,8 +37,8 @@ class MeasurementPlan:
         self.cached: frozenset[str] | None = None
 
     def steps(self, all_modules: Callable[[], bool]) -> Iterator[Step]:
-        """Yield a step for every sequence. all_modules: returns whether modules should be compared in all sequences. If it returns
-        True at the end, the sequences in which modules were not compared are yielded again.
+        """Yield a step for every sequence. all_modules: a function that returns whether to compare modules in all sequences. If it
+        returns True at the end, the sequences in which modules were not compared are yielded again.
         """
         without = list[int]()
         for turn, number in enumerate(self.order):

@@ -35,7 +35,7 @@ class OutputMetric:
 
     name: str
     function: Callable[[Any, dict[str, Any]], Any]
-    """Returns a list or a tensor with one value for each example, or the value of a single example."""
+    """A function that returns a list or a tensor with one value for each example, or the value of a single example."""
     aggregate: Aggregate | None
 
 
@@ -47,7 +47,7 @@ class ModelMetric:
 
     name: str
     function: Callable[[LiveModel, Inputs], Mapping[str, Examples]]
-    """Returns the values of all examples by metric name."""
+    """A function that returns the values of all examples by metric name."""
 
 
 def load_metrics(texts: Sequence[str]) -> tuple[OutputMetric | ModelMetric, ...]:
@@ -100,7 +100,7 @@ def _of_model(
 
 @dataclass
 class MetricMeter:
-    """Measures metrics over inputs. Their values in the reference run are measured once and kept."""
+    """Measures the user's metrics. Their values in the reference run are measured once and kept."""
 
     model: LiveModel
     metrics: tuple[OutputMetric | ModelMetric, ...]

@@ -95,8 +95,8 @@ class SequenceScan:
     """
 
     def run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
-        """Scan the sequence `batch`, and return its sums. index: the sequence's index among the inputs. sequences: the number of
-        all sequences. Raises NoForward, KernelError, Cancelled.
+        """Scan the sequence `batch`, and return the estimated drift of each cast. index: the sequence's index among the inputs.
+        sequences: the number of all sequences. Raises NoForward, KernelError, Cancelled.
         """
         output, mode, writes = self._forward(batch)
         self._operations = [*mode.operations, *writes]

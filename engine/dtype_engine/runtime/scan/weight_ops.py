@@ -104,7 +104,7 @@ class WeightOp:
         return [*tensors_in(self.args, self.kwargs), *self.outputs]
 
     def note_versions(self) -> None:
-        """Store the version counters of the arguments and outputs, so that `overwritten` can compare them later."""
+        """Store torch's version counters of the arguments and outputs, so that `overwritten` can compare them later."""
         self.versions = [version_of(tensor) for tensor in self._held()]
 
 

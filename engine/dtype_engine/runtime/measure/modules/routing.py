@@ -70,7 +70,8 @@ class RoutingComparer:
             self.mark(module, len(chosen.reshape(-1, chosen.shape[-1])))
 
     def take_scores(self, module: str, call: int, reference: torch.Tensor, candidate: torch.Tensor) -> None:
-        """Receive the scores [..., experts] of a router that returns only scores, in the reference run and in the candidate's pass.
+        """Receive the values [..., experts] of a router that returns one score for each expert, in the reference run and in the
+        candidate's pass.
 
         For each token, the experts with the largest scores are chosen. If they, or their order, differ from those of the reference
         run for any token, the router is recorded.
