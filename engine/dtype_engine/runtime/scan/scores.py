@@ -146,8 +146,8 @@ def _variance_of_ratio(parts: Sequence[float], shares: Sequence[float]) -> float
 def _shrink_to_mean(
     done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], variance: float
 ) -> dict[Key, tuple[float, float]]:
-    """Return two factors for each score that make the scores of a weight vary less from sample to sample: (factor for the score,
-    factor for its variance).
+    """Return two factors for each score that make the scores of a weight vary less from sample to sample: one for the score, and
+    one for its variance.
 
     The ratio of `sums` to `independent` (see `SequenceScores`) is nearly the same in all dtypes of a weight. A score's factor
     shrinks its ratio towards the mean ratio of the weight. done: the results of each sequence. wanted: the dtypes of each weight.

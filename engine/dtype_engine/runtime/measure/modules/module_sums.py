@@ -61,8 +61,8 @@ class ModuleSums:
 
 
 def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torch.Tensor | None = None) -> ModuleSums:
-    """Return sums, in float64, over all elements of two outputs of a module. The sums that only the metrics of the main output need
-    are left out, since they would double the time.
+    """Return the sums over all elements of two outputs of a module, such as the squared error, in float64. Sums that only the main
+    output's metrics need are left out, since they would double the time.
 
     kept: a bool mask of the output's first dimensions; only these positions are compared. If None, all are compared.
     """
@@ -90,7 +90,7 @@ def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torc
 
 
 def _sums_on_accelerator(reference: torch.Tensor, candidate: torch.Tensor) -> ElementSums:
-    """Return the sums over two flat outputs whose elements have at most 32 bits.
+    """Return the sums over two flat outputs, such as the squared error. Their elements have at most 32 bits.
 
     On an accelerator, memory traffic limits the speed of a comparison. This function needs a quarter of the traffic of float64
     copies: it rounds differences to float32, sums each row of `_ROW_ELEMENTS` elements in float32, and adds these sums in float64.
