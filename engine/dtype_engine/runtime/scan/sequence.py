@@ -276,8 +276,6 @@ class SequenceScan:
 
 @dataclass(slots=True)
 class _Gradients:
-    """The gradients with respect to one output of an operation."""
-
     stacked: torch.Tensor
     """The gradients of one output of an operation, [gradients, elements]."""
     columns: torch.Tensor
