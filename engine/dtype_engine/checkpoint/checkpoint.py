@@ -224,7 +224,6 @@ class Checkpoint:
 
     @property
     def _own_tensor_names(self) -> set[str]:
-        """The names in the files of all codes and scales that belong to the weights in `quantized`."""
         return {part.name for weight in self.quantized.values() for part in weight.tensors}
 
     def need_values(self) -> None:

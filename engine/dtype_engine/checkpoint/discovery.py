@@ -85,7 +85,6 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _size_and_time(entry: os.DirEntry[str]) -> tuple[int, float]:
-    """Return a file's size in bytes and its modification time in seconds since 1970, or (0, 0) if the file can't be examined."""
     try:
         status = entry.stat()
     except OSError:

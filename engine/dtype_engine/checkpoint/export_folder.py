@@ -109,9 +109,6 @@ def _text(file: Path) -> str | None:
 
 
 def _component_folders(folder: Path) -> frozenset[str]:
-    """Return the names of the component folders that an exported pipeline's `model_index.json` lists, or an empty set if there is
-    no such file.
-    """
     try:
         return frozenset(component_names(read_json(folder / PIPELINE_INDEX)))
     except UserError:

@@ -137,7 +137,6 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
 
 
 def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a copy of the checkpoint that is marked as a PEFT adapter and has a notice naming its base model."""
     base = str(read_json(checkpoint.path / ADAPTER_CONFIG).get("base_model_name_or_path") or "an unnamed model")
     notice = f"a PEFT adapter for {printable(base, 200)}: these are its own tensors, the base model is not among them"
     return dataclasses.replace(
@@ -171,7 +170,6 @@ def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | No
 
 
 def _open_pipeline(folder: Path) -> Checkpoint:
-    """Return the checkpoint of a diffusers pipeline. The top level of its module tree consists of the components with weights."""
     from dtype_engine.checkpoint.components import pipeline_notices, read_components
 
     index = read_json(folder / PIPELINE_INDEX)

@@ -39,9 +39,6 @@ def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, Any]]:
 
 
 def _file_type(number: object) -> dict[str, str]:
-    """Return the entry of a GGUF file's fields that names the file's type: {"general.file_type": "Q4_K_M"} for the number 15.
-    Returns {} for an unknown number.
-    """
     from gguf.constants import LlamaFileType
 
     if type(number) is not int:

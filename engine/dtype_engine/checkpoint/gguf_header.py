@@ -23,7 +23,6 @@ _SMALLEST_TENSOR, _SMALLEST_FIELD = 24, 13
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes per value of each numeric type. The keys are the numbers by which GGUF identifies types."""
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Maps GGUF's number of each numeric type to the type's format character in Python's `struct` module."""
 _UINT32, _TEXT, _LIST = 4, 8, 9
 _LONGEST_TEXT = 4096
 """Maximum length in bytes of the text of a field. Longer texts, such as chat templates, are skipped."""

@@ -413,9 +413,6 @@ class _Reader:
             self._add_descriptions(url, partial, read_gguf(partial)[0].values())
 
     def _add_descriptions(self, url: str, partial: Path, tensors: Iterable[CheckpointTensor]) -> None:
-        """Read the values of the small tensors that describe quantized weights from the hub, and write them into the sparse file
-        `partial`. tensors: all tensors of the file.
-        """
         spans: list[tuple[int, int]] = []
         for start, end in sorted(
             (each.start or 0, (each.start or 0) + each.nbytes) for each in tensors if _describes(each)
@@ -497,9 +494,6 @@ class _Reader:
 
 
 def _write_sparse(path: Path, start: bytes, size: int) -> None:
-    """Write a sparse file of `size` bytes that begins with the bytes `start`; the rest is a hole. Raises UserError if there can be
-    no such file.
-    """
     try:
         with open(path, "wb") as file:
             file.write(start)

@@ -100,7 +100,6 @@ def _first(config: Mapping[str, Any], *names: str) -> int | None:
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a model's configuration that describes its text decoder."""
     for name in _TEXT_CONFIGS:
         nested = config.get(name)
         if isinstance(nested, Mapping):
@@ -109,8 +108,6 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Reader:
-    """Finds the tensors of one model's KV cache in its module tree."""
-
     def __init__(self, tree: Tree, config: Mapping[str, Any]) -> None:
         self.tree = tree
         self.config = text = _text_config(config)
@@ -182,10 +179,6 @@ class _Reader:
         )
 
     def _of_module(self, module: Module, layer: int) -> Iterator[KVCacheTensor]:
-        """Yield the KV cache tensors of one module. A module that is neither an attention nor a recurrent layer has none. layer:
-        the layer's index.
-        """
-
         def tensor(part: str, **sizes: Any) -> KVCacheTensor:
             return KVCacheTensor(f"{module.name}.{KV_CACHE}.{part}", layer, **sizes)
 
@@ -349,7 +342,6 @@ def _layer_count(config: Mapping[str, Any]) -> int:
 
 
 def _shape(module: Module) -> tuple[int, ...] | None:
-    """Return the shape of a module's weight, or None if it has none or its shape is that of packed codes."""
     weight = module.tensors.get("weight")
     if weight is None or weight.uncastable_reason is not None or weight.logical_numel is not None:
         return None

@@ -31,7 +31,6 @@ class KeptInFloat32:
 
 @cache
 def _source(model_type: str) -> str:
-    """Return the source code of an architecture's modeling files, or "" if no installed transformers has such files."""
     if not model_type.replace("-", "_").isidentifier():
         return ""
     spec = importlib.util.find_spec("transformers")

@@ -189,8 +189,6 @@ def _claims(path: Path, pickled: bytes, trust: bool) -> dict[str, int]:
 
 
 class _Global(str):
-    """The name of a class or function that a pickle refers to."""
-
     __slots__ = ()
 
 
@@ -261,7 +259,6 @@ def _step(opcode: Any, stack: list[Any], marks: list[int]) -> None:
 
 
 def _storage(reference: Any) -> tuple[str, int]:
-    """Return a storage's key and number of bytes, given its persistent id: ("storage", class, key, device, elements)."""
     if not isinstance(reference, tuple):
         raise ValueError("a storage is not named as torch does it")
     kind, made, key, _, elements = reference

@@ -80,7 +80,6 @@ def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
 
 
 def _specification(name: str, tensor: torch.Tensor, file: Path) -> CheckpointTensor:
-    """Return the tensor `name` described as a `CheckpointTensor`. If safetensors can't hold the tensor, `refusal` says why."""
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -121,7 +120,6 @@ def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _past_the_end(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor, which is a view of a storage, extends beyond the end of this storage."""
     if not tensor.numel():
         return False
     last = tensor.storage_offset() + sum(
@@ -207,9 +205,6 @@ def _first_byte(path: Path) -> bytes:
 
 
 def _refused(path: Path, error: Exception) -> str:
-    """Return a sentence that tells the user why a pickle is refused: it holds objects other than tensors. If torch's `error` names
-    one of these objects, the sentence names it, too.
-    """
     text = str(error)
     for marker in ("Unsupported global: GLOBAL ", "Unsupported class "):
         if marker in text:
@@ -297,9 +292,6 @@ def _count(mapping: Mapping[Any, Any]) -> int:
 
 
 def _tensors(mapping: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors among the values of `mapping`, by name; keys that are not strings are converted. path: the file, for
-    errors. Raises UserError if a name is empty or occurs twice.
-    """
     import torch
 
     named: dict[str, torch.Tensor] = {}

@@ -116,7 +116,6 @@ def _read_weight(
 
 
 def _read_shape(text: str | None) -> tuple[int, ...]:
-    """Parse a shape, such as `16,128`, in a file's metadata. Returns () if the text is not a shape."""
     words = (text or "").split(",")
     return tuple(map(int, words)) if all(word.isdecimal() and len(word) < 16 for word in words) else ()
 

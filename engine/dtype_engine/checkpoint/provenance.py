@@ -118,7 +118,6 @@ def _method(declared: Mapping[str, Any], recipe: tuple[str, ...]) -> str | None:
 
 
 def _groups(declared: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the settings that describe the codes: a list of mappings, one for each group of layers that has its own settings."""
     groups = _mapping(declared.get("config_groups"))
     found = [_mapping(_mapping(group).get("weights")) for group in groups.values()]
     if found:
@@ -130,7 +129,6 @@ def _groups(declared: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _nested(settings: Any, depth: int = 6) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) for each setting in a torchao configuration, including those in nested objects. Lists are left out."""
     for name, value in _mapping(settings).items():
         inner = _mapping(value).get("_data", value)
         if isinstance(inner, Mapping) and depth:
@@ -140,9 +138,6 @@ def _nested(settings: Any, depth: int = 6) -> Iterator[tuple[str, Any]]:
 
 
 def _codes(group: Mapping[str, Any]) -> str:
-    """Return a description of the codes of a group of layers, such as "4-bit int, groups of 128, symmetric". group: its settings,
-    from `_groups`.
-    """
     bits = next((group[name] for name in ("bits", "num_bits", "nbits", "w_bit") if _number(group.get(name))), None)
     kind = next(
         (each for name in ("type", "data_type", "weight_dtype", "dtype", "fmt") if (each := _text(group.get(name)))), ""
@@ -191,13 +186,11 @@ def _calibration(declared: Mapping[str, Any]) -> str | None:
 
 
 def _ignored(declared: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names or patterns of the modules that were not quantized."""
     found = (each for name in _IGNORED if isinstance(each := declared.get(name), list) and each)
     return tuple(text for each in next(found, []) if (text := _text(each)))
 
 
 def _producer(declared: Mapping[str, Any], metadata: Mapping[str, str]) -> str | None:
-    """Return the program that wrote the files, with its version."""
     if named := _mapping(declared.get("producer")):
         return " ".join(filter(None, (_text(named.get("name")), _text(named.get("version"))))) or None
     quantizer = _mapping(declared.get("meta")).get("quantizer")
@@ -215,9 +208,6 @@ def _producer(declared: Mapping[str, Any], metadata: Mapping[str, str]) -> str |
 
 
 def _of_gguf(fields: Mapping[str, str]) -> Provenance:
-    """Return what the fields of a GGUF file's header say about its quantization. The fields have the names that `llama-quantize` of
-    llama.cpp writes.
-    """
     kind = _text(fields.get("general.file_type"))
     chunks, data = (_text(fields.get(f"quantize.imatrix.{name}")) for name in ("chunks_count", "dataset"))
     file = _text(fields.get("quantize.imatrix.file"))
@@ -233,9 +223,6 @@ def _of_gguf(fields: Mapping[str, str]) -> Provenance:
 
 
 def _recipe(folder: Path) -> tuple[str, ...]:
-    """Return the first modifiers that llm-compressor's `recipe.yaml` lists, each with its scheme, such as "GPTQModifier W4A16".
-    Returns () if the file is missing or can't be read.
-    """
     try:
         content = load_yaml(read_regular(folder / "recipe.yaml", _LARGEST_FILE).decode())
     except (OSError, UserError, UnicodeDecodeError):
@@ -265,9 +252,6 @@ def _number(value: Any) -> bool:
 
 
 def _text(value: Any) -> str | None:
-    """Return a text or a number as a short text that is safe to show. Returns None for an empty text, and for a value of any
-    other type.
-    """
     if isinstance(value, str) or _number(value):
         return printable(str(value), _LONGEST).removeprefix("torch.") or None
     return None

@@ -106,7 +106,6 @@ def too_many_tensors(path: Path) -> str:
 
 
 def _header_bytes(path: Path) -> tuple[bytes, int, int]:
-    """Return (the JSON text of a file's header, the offset at which the tensors' bytes begin, the file's size)."""
     with reading(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)

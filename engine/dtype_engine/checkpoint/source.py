@@ -163,7 +163,6 @@ def _located(model: str | None, trust_pickle: bool, download: bool, python_only_
 
 
 def _json_files(path: Path) -> tuple[FileIdentity, ...]:
-    """Return the state (size, modification time, ...) of a checkpoint's configuration and index files, to detect later changes."""
     folder = path if path.is_dir() else path.parent
     files = sorted(folder.glob("*.json")) if path.is_dir() else [folder / "config.json"]
     return tuple(FileIdentity.of(file) for file in files if file.is_file())
@@ -208,10 +207,6 @@ def locate_metric(text: str) -> Source:
 
 
 def _path(model: str | None) -> Path:
-    """Return the path that the user's text `model` names.
-
-    Raises UserError if the text can't be a path: it is too long, or names an unknown user's home folder.
-    """
     if model is None:
         return DEMO
     try:
@@ -259,9 +254,6 @@ def _python(module_or_file: str, attribute: str) -> Source:
 
 
 def _downloaded(model: str) -> Path:
-    """Download a model into the cache, and return its folder. huggingface_hub shows its own progress bars on standard error. Raises
-    UserError.
-    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

@@ -43,8 +43,8 @@ def check(
     request: RunRequest, against: str | None, values: bool, modules: bool | None, sarif: bool, as_object: bool
 ) -> int:
     """Check a checkpoint for errors without loading it. Errors are missing tensors, quantized weights whose codes or scales are
-    missing or have a wrong shape, scales with invalid values such as NaN, and different dtypes in layers that belong together, such
-    as q, k and v.
+    missing or have a wrong shape, invalid scales such as NaN, and different dtypes in layers that belong together, such as q, k and
+    v.
 
     Only headers and scales are read, unless --values is given. The exit status is 1 if an error is found.
     """

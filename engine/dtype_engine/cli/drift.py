@@ -251,7 +251,6 @@ def _exit_status(reached: Sequence[Verdict]) -> int:
 
 
 def _save_measured(session: Session, report: DriftReport, file: Path, force: bool) -> None:
-    """Write the session's recipe and its measured drift to a file. force: whether to replace an existing file. Raises UserError."""
     from dtype_engine.core.atomic_write import write_text_atomic
     from dtype_engine.recipe.provenance import recipe_text
     from dtype_engine.reports.versions import versions

@@ -153,7 +153,6 @@ def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | 
 
 
 def _print_comparison(report: VerifyReport | CastReport, text: str, as_object: bool) -> int:
-    """Print a comparison of a checkpoint with its source, as JSON if `as_object`, otherwise as `text`. Returns the exit status."""
     say("")
     if as_object:
         print_json(as_json(report) | {"same": report.same})

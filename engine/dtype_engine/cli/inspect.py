@@ -61,9 +61,8 @@ from dtype_engine.results.coverage import Coverage
 def inspect(
     request: RunRequest, as_object: bool, depth: int | None, top: int | None, by: str | None, sort: str, whole: bool
 ) -> None:
-    """List MODEL's modules with their dtypes, number of parameters and bytes: as they are stored or, if there are rules such as
-    --cast, as they would be after the casts. If the checkpoint's files have headers, as safetensors files have, only the headers
-    are read.
+    """List MODEL's modules with their dtypes, number of parameters and bytes: as they are stored or, with rules such as --cast, as
+    they would be after the casts. Only the headers of the files are read, if they have headers, as safetensors files do.
     """
     if (top is not None) + (by is not None) + (depth is not None or sort != "model" or whole) > 1:
         raise UserError("--top, --by, and the options of the tree (--depth, --sort, --all) exclude each other")

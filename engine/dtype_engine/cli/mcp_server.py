@@ -118,9 +118,6 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
     one_at_a_time = anyio.CapacityLimiter(1)  # each call may take the memory of a whole model
 
     async def run(command: str, model: str, *options: str, json: bool = False) -> str:
-        """Run a command of `dtype-engine` and return what it prints. Raises UserError, with the command's own message, if it
-        fails.
-        """
         words = [*engine, command, *options, *(["--json"] if json else []), "--", access.model(model)]
         async with one_at_a_time:
             try:
@@ -248,10 +245,8 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
 
 
 def _option(name: str, value: object) -> list[str]:
-    """Return the words that give an option with a value on a command line: `["--depth=3"]`, or no words if the value is None."""
     return [f"--{name}={value}"] if value is not None else []
 
 
 def _options(name: str, values: Sequence[str] | None) -> list[str]:
-    """Return the words that give an option once for each value on a command line: `["--cast=*=bf16", ...]`."""
     return [f"--{name}={value}" for value in values or ()]

@@ -30,7 +30,6 @@ force_option = click.option(
 
 
 def _paths(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Tell the shell to complete the argument MODEL as a file path. begun: the part of the path that is already typed."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(begun, type="file")]
@@ -53,8 +52,6 @@ class _ClassesDim(click.ParamType["ClassesDim"]):
 
 
 class _InputLimit(click.ParamType[tuple[str, int]]):
-    """A click parameter type for a limit such as `pixels=200000000`: the name of a field of InputLimits, and its value."""
-
     name = "limit"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
@@ -358,8 +355,6 @@ class Bytes(click.ParamType[int]):
 
 
 class _Precision(click.ParamType[float]):
-    """A click parameter type for a fraction, written as `5%` or `0.05`."""
-
     name = "precision"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:

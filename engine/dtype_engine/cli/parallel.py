@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def _workers(ctx: click.Context, param: click.Parameter, value: str | None) -> str | int | None:
-    """Convert the value of `--workers` to a number of processes or to a scheduler's address. Raises UserError."""
     if value is None:
         return None  # before any import, because the app's first paint waits for this
     from dtype_engine.evaluation.workers import parse_workers

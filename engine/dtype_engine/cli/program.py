@@ -69,7 +69,6 @@ def say(step: str) -> None:
 
 
 def _last_line(sentence: str) -> None:
-    """Erase the progress text, if one is shown, and print a sentence in its place on standard error."""
     say("")
     print_stderr(sentence)
 
@@ -144,9 +143,6 @@ def _status(command: click.Command, program: str, arguments: Sequence[str] | Non
 
 
 def _report_interrupted(program: str, error: BaseException) -> int:
-    """Print one line that says that a signal interrupted the program, and return the exit status. program: the name with which the
-    line begins. error: the exception that the signal raised.
-    """
     number = ended_by(error)
     name = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
     _last_line(f"{program}: interrupted{name}")
@@ -154,7 +150,6 @@ def _report_interrupted(program: str, error: BaseException) -> int:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, then its cause, then the cause of that cause, and so on."""
     link: BaseException | None = error
     while link is not None:
         yield link

@@ -242,9 +242,6 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 def _from_file(file: Path, request: RunRequest) -> Context:
-    """Read a recipe file, and return its plan for the request's model or, if the request names no model, for the model that the
-    file names.
-    """
     from dtype_engine.recipe.file import read_recipe_file
 
     given = read_recipe_file(file)

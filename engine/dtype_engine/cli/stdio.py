@@ -12,8 +12,6 @@ from dtype_engine.core.text import printable
 
 
 class _Duration(click.ParamType):  # type: ignore[type-arg,unused-ignore]
-    """A click parameter type for a time in seconds, minutes or hours, such as 90s, 10m or 2h."""
-
     name = "duration"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:

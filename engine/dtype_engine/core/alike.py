@@ -16,8 +16,8 @@ class AlikeModules:
     """
 
     def __init__(self, tree: Tree, planned: Mapping[str, str], caches: Mapping[str, str] | None = None) -> None:
-        """planned: the dtype of each tensor under the recipe, keyed by the tensor's name. caches: the format of each KV cache
-        tensor under the recipe, keyed by the tensor's name; None if the model has no cache.
+        """planned: the dtype of each tensor under the recipe, by the tensor's name. caches: the format of each KV cache tensor
+        under the recipe, by the tensor's name.
         """
         self._caches: dict[str, list[tuple[str, str]]] = {}
         for name, form in (caches or {}).items():
@@ -57,7 +57,6 @@ class AlikeModules:
         return not (self._tree.has_classes or self._has_ties) or self._have_same_modules(one, other)
 
     def _have_same_modules(self, one: Module, other: Module) -> bool:
-        """Return whether two modules agree in class, children and tied tensors, and whether the modules inside them do as well."""
         stack = [(one, other)]
         while stack:
             a, b = stack.pop()

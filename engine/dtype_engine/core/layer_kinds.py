@@ -60,7 +60,6 @@ def kinds_of_modules(tree: Tree) -> dict[str, str]:
 
 
 def _recognised(module: Module) -> str | None:
-    """Return the kind of layer, such as "norms", that a module's own name or class tells, or None if they tell none."""
     label = module.label
     for kind, pattern in _BY_NAME:
         if pattern.fullmatch(label):

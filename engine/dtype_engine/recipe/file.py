@@ -235,7 +235,6 @@ def _scalar(text: str) -> str:
 
 
 def _figure(value: Figure) -> str:
-    """Return a metric as YAML. A metric that is a string is quoted if YAML could read it as another type."""
     if isinstance(value, str):
         return value if value.isidentifier() and yaml.safe_load(value) == value else _scalar(value)
     return yaml.safe_dump(value, width=1 << 20).removesuffix("...\n").strip()

@@ -42,7 +42,6 @@ def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups:
 
 
 def _short(names: Collection[str]) -> str:
-    """Return the last parts of the names of the weights' layers, such as `q_proj, k_proj`, without repeats."""
     return ", ".join(dict.fromkeys(layer_name(name) for name in names))
 
 

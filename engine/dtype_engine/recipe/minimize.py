@@ -158,7 +158,6 @@ class _Proposals:
         return [*patterns, *literal]
 
     def _modules(self) -> list[str]:
-        """Return the names of the modules that patterns may match."""
         return [name for name in self.tree.modules if name]
 
     def _below(self, name: str) -> list[str]:
@@ -222,7 +221,6 @@ def _kinds(name: str) -> dict[tuple[str, str], int]:
 
 
 def _numbers(numbers: tuple[int, ...]) -> str:
-    """Return a pattern that matches exactly these numbers: `3`, `{0..4}`, `{0,{3..5}}`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -241,9 +239,6 @@ def _numbers(numbers: tuple[int, ...]) -> str:
 
 
 def _choices(names: list[str]) -> str:
-    """Return one pattern for several dotted names: their common prefix, then the alternatives in braces, as in
-    `self_attn.{k_proj,v_proj}`.
-    """
     parts = [name.split(".") for name in names]
     common = 0
     while all(len(part) > common + 1 and part[: common + 1] == parts[0][: common + 1] for part in parts):

@@ -265,5 +265,4 @@ def generalisations(name: str, class_name: str | None = None) -> list[str]:
 
 
 def _literal(name: str) -> str:
-    """Return a pattern that matches only this name: special characters are put in brackets."""
     return re.sub(r"[*?\[{},]", lambda found: f"[{found[0]}]", name) if re.search(r"[*?\[{}]", name) else name

@@ -95,9 +95,6 @@ def limited(
 
 
 def _seconds_left(shown: str) -> float:
-    """Return how many seconds the current match may take. Raises TooSlow if the time limit that `time_limit` sets is used up.
-    shown: the pattern that the error names.
-    """
     limit = _deadline.get()
     if limit is None:
         return _ALONE_S

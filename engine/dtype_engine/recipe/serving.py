@@ -90,7 +90,7 @@ def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) 
     """Yield findings for weights in formats for which no public layout exists. An export stores such weights in a layout that only
     this program reads, so the runtime refuses them.
 
-    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
+    quantised: the format of each weight that the plan quantizes, by weight name.
     """
     by_reason: dict[str, list[str]] = {}
     for name, dtype in quantised.items():
@@ -144,7 +144,7 @@ def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
     """Yield a finding for quantized routers of mixture-of-experts models. The runtime refuses them, because it creates routers with
     `quant_config=None`, that is, without parameters for scales.
 
-    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
+    quantised: the format of each weight that the plan quantizes, by weight name.
     """
     names = tuple(name for name in quantised if layer_name(name) in _ROUTERS)
     if names:
@@ -156,7 +156,7 @@ def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Ite
     """Yield a finding for each group of layers that the runtime fuses, such as q, k and v, if the plan gives them different
     formats. The runtime refuses them: its `should_ignore_layer` raises if it ignores only some members of a group.
 
-    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
+    quantised: the format of each weight that the plan quantizes, by weight name.
     """
     for group in split_groups(context.plan.dtypes):
         formats = ", ".join(f"{layer_name(name)} {dtypes.short_name(context.plan.dtypes[name])}" for name in group)
@@ -168,7 +168,7 @@ def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
     """Yield a finding for each layer whose experts' projections have different formats. The runtime refuses them: its
     `get_moe_method` raises.
 
-    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
+    quantised: the format of each weight that the plan quantizes, by weight name.
     """
     layers: dict[str, list[str]] = {}
     for name in context.plan.dtypes:
@@ -186,7 +186,7 @@ def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
     """Yield a finding for each group of quantized weights that the runtime fuses, such as q, k and v, if the model lacks one of the
     group. The runtime does not quantize such a fused layer, because its `_match_fused_layer` requires a match for every member.
 
-    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
+    quantised: the format of each weight that the plan quantizes, by weight name.
     """
     source = _source(runtime, "compressed_tensors/utils.py: _match_fused_layer")
     for group in fused_groups(quantised):
@@ -201,7 +201,7 @@ def _int8(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iter
     """Yield a finding for int8 weights whose layers have unquantized inputs. The runtime refuses them: its
     `_quantization_scheme_map_from_config` allows unquantized inputs only for float weights.
 
-    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
+    quantised: the format of each weight that the plan quantizes, by weight name.
     """
     names = tuple(name for name, dtype in _written(context, quantised).items() if layout(dtype) == "int-quantized")
     if names:
@@ -214,7 +214,7 @@ def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) ->
     """Yield a finding for each group of fp8 weights that the runtime fuses, if each weight has a single scale for the whole tensor.
     The runtime then quantizes all of them again with the largest scale, which changes values.
 
-    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
+    quantised: the format of each weight that the plan quantizes, by weight name.
     """
     written = _written(context, quantised)
     source = _source(runtime, "utils/w8a8_utils.py: requantize_with_max_scale" if runtime == "vllm" else "fp8_utils.py")
@@ -226,7 +226,7 @@ def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, s
     """Yield a finding for each group of weights that the runtime fuses, if a block would span two of them: the number of rows of a
     weight is not a multiple of the number of rows of a block. The runtime refuses them: its `validate_fp8_block_shape` raises.
 
-    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
+    quantised: the format of each weight that the plan quantizes, by weight name.
     """
     written = _written(context, quantised)
     for group in fused_groups(name for name, dtype in written.items() if _block_rows(dtype) > 1):
@@ -254,7 +254,7 @@ def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> It
     support. Marlin needs a multiple of 64 outputs and a multiple of 128 inputs. For other shapes, only few devices have another
     kernel.
 
-    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
+    quantised: the format of each weight that the plan quantizes, by weight name.
     """
     written = {name: dtype for name, dtype in _written(context, quantised).items() if layout(dtype) == "pack-quantized"}
     fused = {name: group for group in fused_groups(written) for name in group}
@@ -277,7 +277,7 @@ def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str])
     """Yield a finding if the export needs several checkpoint layouts and the runtime is SGLang, which supports only one layout per
     checkpoint, and does not support the layout `mixed-precision`.
 
-    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
+    quantised: the format of each weight that the plan quantizes, by weight name.
     """
     written = {name: layout(dtype) for name, dtype in _written(context, quantised).items()}
     if runtime == "sglang" and len(set(written.values())) > 1:
@@ -290,7 +290,7 @@ def _asymmetric(context: Context, runtime: Runtime, quantised: dict[str, str]) -
     """Yield a finding for weights with zero points if the runtime is SGLang, whose `_is_wNa16_group_channel` requires symmetric
     quantization.
 
-    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
+    quantised: the format of each weight that the plan quantizes, by weight name.
     """
     names = tuple(
         name for name, dtype in _written(context, quantised).items()
@@ -305,7 +305,7 @@ def _always_quantised(runtime: Runtime, quantised: dict[str, str]) -> Iterator[F
     """Yield findings for weights in formats for which the runtime always quantizes activations, although the recipe does not:
     DeepSeek's fp8 layout requests this, and vLLM does so for MXFP4 and MXFP8 even without a request.
 
-    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
+    quantised: the format of each weight that the plan quantizes, by weight name.
     """
     deepseek = tuple(name for name, dtype in quantised.items() if layout(dtype) == "fp8")
     if deepseek:

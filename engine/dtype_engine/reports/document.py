@@ -232,7 +232,6 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
 
 
 def _nonfinite_section(diagnosis: NonFiniteDiagnosis) -> Section:
-    """Return the report's section that names the operation in which values stop being finite, and rules that prevent this."""
     rows = [("where", first_sentence(diagnosis)), ("why", value_sentence(diagnosis))]
     if diagnosis.remedy:
         rows += [("remedy", Identifier(rule)) for rule in map(printable, diagnosis.remedy)]
@@ -309,9 +308,6 @@ def _leaves(tree: Tree, drift: DriftReport) -> list[ModuleDrift]:
 
 
 def _depth(tree: Tree, drift: DriftReport | None) -> list[Section]:
-    """Return the report's section with the plot of modules' SQNR over depth, as a list of one section, or [] if no SQNR is
-    finite.
-    """
     if drift is None:
         return []
     leaves, totals = _leaves(tree, drift), tree.totals()
@@ -331,9 +327,6 @@ def _depth(tree: Tree, drift: DriftReport | None) -> list[Section]:
 
 
 def _worst(tree: Tree, drift: DriftReport | None) -> list[Section]:
-    """Return the report's section with the modules whose outputs drift most, as a list of one section, or [] without a
-    measurement.
-    """
     if drift is None:
         return []
     worst = worst_modules(_leaves(tree, drift))[:_WORST]
@@ -345,9 +338,6 @@ def _worst(tree: Tree, drift: DriftReport | None) -> list[Section]:
 
 
 def _has_weights(totals: Totals) -> bool:
-    """Return whether a module has parameters or persistent buffers, counting those of modules inside it and those that are tied to
-    another module's. totals: the totals of the module.
-    """
     return bool(totals.nbytes or totals.tied or totals.unknown)
 
 

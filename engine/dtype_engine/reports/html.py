@@ -34,9 +34,6 @@ def _page(name: str) -> Template:
     from markupsafe import Markup
 
     def shown(value: object) -> object:
-        """Return a value for the template, with the control characters in it escaped. HTML that this program itself generated is
-        returned unchanged. Jinja escapes all other text for HTML later.
-        """
         return value if isinstance(value, Markup) or not isinstance(value, str) else printable(value, len(value))
 
     environment = jinja2.Environment(

@@ -16,7 +16,6 @@ from dtype_engine.results.meaning import meaning
 from dtype_engine.results.scan import ScanReport
 
 _ROWS = 12
-"""Maximum number of modules or weights that a notebook cell lists, the worst first."""
 
 
 def session_html(title: str, tree: Tree, plan: Plan, inputs: str) -> str:

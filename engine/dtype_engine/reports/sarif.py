@@ -20,7 +20,6 @@ _EFFECTS: Mapping[str, tuple[str, Literal["error", "warning", "note"]]] = {
     "stays wide": ("the runtime leaves weights unquantized", "warning"),
     "slower": ("the runtime is slower with these weights", "note"),
 }
-"""Maps what a runtime does with a weight (`Finding.effect`) to (title of the finding, severity in SARIF)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,6 @@ def serving_sarif(file: Path, lint: ServingLint) -> dict[str, Any]:
 
 
 def _line_of(file: Path, pattern: str) -> int | None:
-    """Return the first line of a recipe file that contains a pattern, counted from 1, or None if no line does."""
     try:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError):

@@ -74,7 +74,6 @@ def parting(text: Generation) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return the text in one line that is safe for a terminal, with ⏎ for each newline."""
     return printable(text.replace("\n", "⏎"), 10_000)
 
 

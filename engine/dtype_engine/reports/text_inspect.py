@@ -88,7 +88,6 @@ def _module_row(label: str, totals: Totals) -> tuple[str, str, str, str]:
 
 
 def _sum(parts: Iterator[Totals]) -> Totals:
-    """Return the totals of several modules together."""
     whole = Totals()
     for part in parts:
         whole.add_totals(part)
@@ -96,9 +95,6 @@ def _sum(parts: Iterator[Totals]) -> Totals:
 
 
 def _unknown_counts(tree: Tree) -> list[str]:
-    """Return a list with a line that says for how many packed weights the number of parameters is unknown. Empty if there are
-    none.
-    """
     unknown = [tensor for tensor in tree.tensors.values() if tensor.logical_numel == "unknown"]
     if not unknown:
         return []
@@ -132,9 +128,6 @@ def largest_text(tree: Tree, plan: Plan, number: int) -> str:
 
 
 def _own_totals(module: Module, planned: Mapping[str, str]) -> Totals:
-    """Return the totals of the tensors that the module itself holds. A tied weight counts only in the module that holds it under
-    its canonical name.
-    """
     totals = Totals()
     prefix = f"{module.name}." if module.name else ""
     for local, tensor in module.tensors.items():

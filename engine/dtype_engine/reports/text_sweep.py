@@ -38,9 +38,6 @@ def sweep_text(report: SweepReport) -> str:
 
 
 def _plot(rows: Sequence[SweepRow]) -> list[str]:
-    """Return the lines of a plot of drift (vertical, logarithmic) over planned bytes, with a point for each recipe. Returns no
-    lines unless two recipes have a finite drift above 0.
-    """
     shown = [row for row in rows if 0 < row.drift < math.inf]
     if len(shown) < 2:
         return []

@@ -11,7 +11,6 @@ from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.weights import WeightDifference, WeightsComparison
 
 _SHOWN = 3
-"""Maximum number of names in a line about weights that only one checkpoint has."""
 
 
 def comparison_text(report: WeightsComparison) -> str:

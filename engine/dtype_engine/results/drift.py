@@ -167,7 +167,6 @@ def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
 
 
 def _has_inner(module: str, names: Sequence[str]) -> bool:
-    """Return whether `names` include a module inside `module`, such as `mlp.up` inside `mlp`. names: sorted names of modules."""
     place = bisect_left(names, f"{module}.")
     return place < len(names) and names[place].startswith(f"{module}.")
 

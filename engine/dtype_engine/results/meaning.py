@@ -114,9 +114,6 @@ class Meaning:
 
 
 def _module_drift_words(modules: Iterable[ModuleDrift]) -> str:
-    """Return a phrase for a model whose output equals the reference's: how many of its modules drift, and the worst SQNR among
-    them.
-    """
     differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
     if not differing:
         return "nothing differs"

@@ -170,9 +170,6 @@ def find_unread(
 
 
 def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the (rows, columns) of a block of values with one scale, as `quantization_config` declares them. Returns the usual
-    (128, 128) if it declares none.
-    """
     declared = config.get("quantization_config")
     declared = declared if isinstance(declared, Mapping) else {}
     found = declared.get("weight_block_size")

@@ -80,9 +80,6 @@ def _eight_bits(name: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWe
 
 
 def _read_state(tensor: CheckpointTensor) -> Mapping[str, Any]:
-    """Return the JSON object that describes a 4-bit weight: its shape, block size and so on. Returns an empty mapping if the tensor
-    does not hold a JSON object.
-    """
     try:
         state = json.loads(read_small(tensor))
     except (ValueError, RecursionError):
@@ -91,10 +88,8 @@ def _read_state(tensor: CheckpointTensor) -> Mapping[str, Any]:
 
 
 def _shape(found: object) -> tuple[int, ...]:
-    """Return a list of positive integers, read from JSON, as a shape. Returns () for any other value."""
     return tuple(found) if isinstance(found, list) and all(_positive(extent) for extent in found) else ()
 
 
 def _positive(found: object) -> int:
-    """Return `found` if it is a positive integer, or 0 if it is anything else."""
     return found if type(found) is int and found > 0 else 0

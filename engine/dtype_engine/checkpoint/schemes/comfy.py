@@ -29,9 +29,7 @@ from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describ
 SCHEME = "comfy"
 _IN_METADATA = "_quantization_metadata"
 _READ = ("nvfp4", "mxfp8", "int8_tensorwise", *FP8)
-"""The formats, as a layer's description names them, in which weights are read."""
 _ROTATIONS = (4, 16, 64, 256, 1024, 4096)
-"""How many columns the Hadamard matrix of a rotated weight may have."""
 Tensors = Mapping[str, CheckpointTensor]
 
 
@@ -60,9 +58,6 @@ def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str
 def _read_weight(
     name: str, codes: CheckpointTensor, about: Mapping[str, Any] | None, tensors: Tensors
 ) -> EncodedWeight | None:
-    """Return the quantized weight `name`, or None if its tensors do not fit its format. codes: the tensor of its codes. about: the
-    description of its layer, such as {"format": "nvfp4"}, or None if there is none. tensors: all tensors of the file, by name.
-    """
     kind = None if about is None else about.get("format")
     mark = tensors.get(_mark(name))
     old = tensors.get(f"{name.removesuffix('weight')}scale_weight")
@@ -111,9 +106,6 @@ def _read_weight(
 
 
 def _is_read(about: Mapping[str, Any]) -> bool:
-    """Return whether weights in the format of a layer's description are read. about: the description, such as {"format":
-    "nvfp4"}.
-    """
     return about.get("format") in (("int8_tensorwise",) if about.get("convrot") else _READ)
 
 
@@ -127,7 +119,6 @@ def in_other_formats(names: Iterable[str], tensors: Tensors, metadata: Mapping[s
 
 
 def _mark(name: str) -> str:
-    """Return the name of the tensor that describes a weight's layer, such as `x.comfy_quant` for the weight `x.weight`."""
     return f"{name.removesuffix('.weight')}.comfy_quant"
 
 

@@ -97,9 +97,6 @@ def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Ma
 
 
 def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> EncodedWeight | None:
-    """Return the quantized weight `name`, or None if its tensors are not those that the settings require. arguments: the `weights`
-    settings of a group of modules. tensors: all tensors of the files, by name.
-    """
     block = _block(arguments)
     if block is None:
         return None
@@ -127,10 +124,6 @@ def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> E
 def _read_words(
     name: str, packed: CheckpointTensor, arguments: Mapping[str, Any], block: tuple[int, int] | str, tensors: Tensors
 ) -> EncodedWeight | None:
-    """Return a weight whose integers are packed in int32 words, or None if its tensors do not fit the settings. packed: the tensor
-    of the words. arguments: the `weights` settings of a group of modules. block: the rows and columns of a block, or "channel" or
-    "tensor".
-    """
     bits, held = size(arguments.get("num_bits")), tensors.get(f"{name}_shape")
     if bits is None or bits > 8 or arguments.get("type") != "int" or held is None or held.dtype not in _INTEGERS:
         return None
@@ -174,10 +167,6 @@ def _read_words(
 def _read_small_floats(
     name: str, packed: CheckpointTensor, arguments: Mapping[str, Any], block: tuple[int, int] | str, tensors: Tensors
 ) -> EncodedWeight | None:
-    """Return a weight of floats of 4 or 6 bits, which are packed in bytes. Returns None if its tensors do not fit the settings.
-    packed: the tensor of the bytes. arguments: the `weights` settings of a group of modules. block: the rows and columns of a
-    block, or "channel" or "tensor".
-    """
     bits = arguments.get("num_bits")
     if packed.dtype != "uint8" or arguments.get("type") != "float" or bits not in (4, 6) or not packed.shape:
         return None
@@ -198,8 +187,8 @@ def _read_small_floats(
 
 def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
     """Return the (rows, columns) of a block of values that share a scale, such as (1, 128). Returns "channel" if each row has one
-    scale, and "tensor" if the weight has a single scale. Returns None if the settings do not say it. arguments: the `weights`
-    settings of a group of modules.
+    scale, "tensor" if the weight has a single scale, and None if `arguments`, the `weights` settings of a group of modules, do not
+    say it.
     """
     strategy, group = arguments.get("strategy"), arguments.get("group_size")
     if strategy is None:

@@ -163,8 +163,7 @@ def _rope_scaling(
     own: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Return the entry `rope_scaling` of config.json, or None if the rotary embedding is not scaled. own: the fields of the GGUF
-    header, without the architecture in their names. tensors: the tensors of the file by name. config: the entries of config.json
-    that are already known.
+    header, by name without the architecture. tensors: the tensors of the file. config: the other entries of config.json.
     """
     factors = tensors.get(_ROPE_FACTORS)
     if factors is not None and factors.dtype == "float32":

@@ -73,5 +73,4 @@ def _weight(stem: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWeight
 
 
 def _number(tensor: CheckpointTensor) -> int:
-    """Return the integer that a small tensor holds."""
     return int.from_bytes(read_small(tensor), "little", signed=True)

@@ -105,9 +105,6 @@ def _experts(stacked: EncodedWeight) -> Iterator[EncodedWeight]:
 
 
 def _slice(tensor: CheckpointTensor, index: int) -> CheckpointTensor:
-    """Return the header of one of the tensors that are stacked along the first dimension of `tensor`. index: its position in the
-    stack.
-    """
     nbytes = tensor.nbytes // tensor.shape[0]
     start = None if tensor.start is None else tensor.start + index * nbytes
     return dataclasses.replace(tensor, shape=tensor.shape[1:], start=start, nbytes=nbytes)

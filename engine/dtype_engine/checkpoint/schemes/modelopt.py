@@ -105,9 +105,6 @@ def _of_layer(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def _read_weight(
     name: str, settings: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
 ) -> EncodedWeight | None:
-    """Return the quantized weight `name`, or None if its tensors are not those that its algorithm requires. settings: the
-    quantization settings of its layer. tensors: all tensors of the files, by name.
-    """
     layout, codes = _LAYOUTS.get(str(settings.get("quant_algo")).upper()), tensors.get(name)
     if layout is None or codes is None or codes.dtype not in layout.dtypes or len(codes.shape) != 2:
         return None

@@ -49,7 +49,6 @@ def same_grid(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without the dimensions of size 1 at its end."""
     while shape[-1:] == (1,):
         shape = shape[:-1]
     return shape

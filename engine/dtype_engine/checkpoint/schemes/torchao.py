@@ -76,9 +76,6 @@ def _weight(name: str, text: str, tensors: Mapping[str, CheckpointTensor]) -> En
 
 
 def _word(kind: str, data: Mapping[str, Any], codes: CheckpointTensor, scale: CheckpointTensor) -> str | None:
-    """Return the name of the type of a weight's codes, such as "int4". Returns None if the dtypes of codes and scales don't fit the
-    tensor's class. kind: the name of the class, such as "MXTensor". data: the attributes of the tensor, from the header's metadata.
-    """
     if kind in _INTEGERS and codes.dtype == "int8" and scale.dtype in FLOATS:
         target = data.get("target_dtype")
         word = target.get("_data") if isinstance(target, Mapping) else "int8"
@@ -93,9 +90,6 @@ def _word(kind: str, data: Mapping[str, Any], codes: CheckpointTensor, scale: Ch
 
 
 def _description(text: str) -> tuple[str, Mapping[str, Any]]:
-    """Return (name of a tensor's class, its attributes) from the text that describes the tensor in a file's metadata. Returns ("",
-    {}) if the text does not describe a tensor.
-    """
     try:
         described = json.loads(text)
     except (ValueError, RecursionError):

@@ -232,9 +232,6 @@ def split(
 def _refusal(
     context: Context, tensor: TensorInfo, dtype: str, tool: str, formats: Collection[str], kinds: Collection[str]
 ) -> str | None:
-    """Return why a tool can't quantize a tensor to `dtype`, or None if it can. tool: the name of the tool. formats: the dtypes to
-    which it quantizes. kinds: the module classes whose weights it quantizes.
-    """
     module = context.module_of(tensor.name)
     if tensor.kind != "parameter" or not tensor.name.endswith("weight") or tensor.name.rpartition(".")[2] != "weight":
         return f"{tool} quantizes the parameters named 'weight' only"

@@ -76,7 +76,6 @@ def convert(context: Context) -> Conversion:
 
 
 def _config(dtype: str) -> dict[str, Any]:
-    """Return the attributes that a weight quantizer for this dtype has in a `quant_cfg`, such as `num_bits`."""
     row = dtypes.BY_NAME[dtype]
     bits: int | list[int] = row.bits if row.kind == "int" else [row.exponent, row.mantissa]
     blocks = row.blocks

@@ -113,9 +113,6 @@ def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
 
 
 def _as_globs(choice: Choice) -> list[str]:
-    """Return globs for the allowed texts of one component of a name, one glob for each text. If all texts are single digits, one
-    glob lists them: `[123]`.
-    """
     if choice is None:
         return ["*"]
     texts = _sorted(choice)
@@ -125,5 +122,4 @@ def _as_globs(choice: Choice) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """Return an `fnmatch` pattern that matches only this text."""
     return re.sub(r"[*?\[]", lambda special: f"[{special[0]}]", text)

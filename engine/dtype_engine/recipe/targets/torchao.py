@@ -95,9 +95,6 @@ def _pattern_names(names: Iterable[str], dtype: str) -> list[str]:
 
 
 def _refusal(quantised_inputs: bool, module: Module, dtype: str) -> str | None:
-    """Return why torchao can't quantize this module's weight to `dtype`, or None if it can. quantised_inputs: whether activations
-    are quantized, too.
-    """
     if dtype in BLOCKS and module.class_name != "Linear":
         return f"{NAME} has {dtypes.short_name(dtype)} for Linear only"
     if dtype in SCALING and not quantised_inputs:

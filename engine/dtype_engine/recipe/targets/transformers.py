@@ -63,7 +63,6 @@ def _snippet(patterns: list[tuple[str, str]], load_in: str, notes: list[str]) ->
 
 
 def _raw(pattern: str) -> str:
-    """Return a pattern as a Python string literal, raw if possible."""
     return (
         f'r"{pattern}"' if '"' not in pattern and "\n" not in pattern and pattern[-1] != "\\" else json.dumps(pattern)
     )
