@@ -13,7 +13,7 @@ from dtype_engine.core.regular_files import open_regular
 
 FileKind = Literal["safetensors", "pickle", "gguf"]
 LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""torch's pickled magic number 0x1950a86a20f9469cfc6c, with which every file written before torch 1.6 begins."""
+"""torch's pickled magic number 0x1950a86a20f9469cfc6c, with which every file begins that torch.save wrote before version 1.6."""
 
 
 def kind_of(path: Path) -> FileKind | None:
@@ -46,5 +46,4 @@ def _by_content(path: Path) -> FileKind | None:
 
 
 def _first_name(archive: bytes) -> bytes:
-    """Return the name of a zip archive's first file (PKWARE's APPNOTE, 4.3.7). torch.save writes the pickle first."""
     return archive[30 : 30 + int.from_bytes(archive[26:28], "little")]

@@ -66,7 +66,9 @@ _FIRST_GGUF_RANGE = 1 << 20
 _NEAR = 1 << 16
 """If two ranges of a file are at most this number of bytes apart, one request reads both."""
 _MOST_BYTES = 1 << 30
-"""Maximum number of bytes that are read from one model. A model of 671 billion parameters has 20 MB of headers and index."""
+"""Maximum number of bytes that are read from a hub for the headers of one model. A model of 671 billion parameters has 20 MB of
+headers and index.
+"""
 _MOST_FILES = 20_000
 _TOGETHER, _TOGETHER_IN_A_FILE = 16, 4
 """How many files are read at once, and how many ranges of each of them. Together these are 64 requests, fewer than the 100

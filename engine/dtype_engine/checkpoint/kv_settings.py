@@ -43,5 +43,7 @@ def declared_formats(config: Mapping[str, object] | None) -> tuple[DeclaredForma
 
 
 def is_cache_scale(name: str) -> bool:
-    """Return whether a tensor of the files is a calibrated scale of a KV cache, which no module of transformers has."""
+    """Return whether a tensor with this name in the files is a calibrated scale of a KV cache. No module of transformers has such a
+    tensor.
+    """
     return name.endswith((".k_scale", ".v_scale"))

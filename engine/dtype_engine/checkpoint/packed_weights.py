@@ -23,7 +23,7 @@ _CODES = _FP8 | _BYTES | _WORDS | {"int16", "uint16", "float4_e2m1fn_x2"}
 _SCALE_WORD = re.compile(
     r"scal(e|ing)|zero|absmax|quant|codebook|g_idx|_shift|^q?biases$|^s$|^S[UV]$|^smooth_|^weight_bias$|^(proj|lora)_(up|down)$"
 )
-"""Matches the last part of a tensor's name if the tensor belongs to codes, as `weight_scale` and `qzeros` do."""
+"""Matches the last part of a tensor's name if the tensor belongs to quantized codes, as `weight_scale` and `qzeros` do."""
 _TABLE_WORD = re.compile(r"centroids|codebook")
 """Matches the name of a module that holds a table of values for the codes of its parent module. For example, VPTQ's `x.centroids`
 holds the table for the codes of `x`.
@@ -50,8 +50,8 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The names that one quantization program gives to the tensors of a weight. Each name is a stem, which they share, followed by
-    a suffix, such as `x.q_proj` and `.qweight`. The fields hold the suffixes.
+    """The names that one quantization program gives to the tensors of a weight. Each name is a stem, which they share, and a
+    suffix: `x.q_proj.qweight` is the stem `x.q_proj.` and the suffix `qweight`. The fields hold the suffixes.
     """
 
     what: str
@@ -168,7 +168,7 @@ class PackedWeight:
         return self.stem + self.layout.scale
 
     def part(self, suffix: str) -> str:
-        """Return the full name of the weight's tensor that has this suffix in its layout."""
+        """Return the full name of this weight's tensor that has the suffix `suffix`."""
         return self.stem + suffix
 
     @property

@@ -17,7 +17,9 @@ MOST_OPCODES = 5_000_000
 """Maximum number of opcodes in one pickle. A state dict has about 45 opcodes per tensor, so more than 100,000 tensors are allowed.
 """
 _LEGACY_PICKLES = 5
-"""Number of pickles before the raw bytes in torch's old format: magic number, version, machine, object and storage keys."""
+"""How many pickles precede the raw bytes in a file of torch's old format: magic number, version, machine, object and storage
+keys.
+"""
 
 
 class TooManyOpcodes(Exception):

@@ -20,14 +20,16 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 
 _LARGEST_PICKLE = 100_000_000
-"""If data.pkl is compressed: its maximum size in bytes after decompression. A safetensors header has the same limit."""
+"""Maximum size in bytes, after decompression, of the pickle `data.pkl` in torch's zip archives. A safetensors header has the same
+limit.
+"""
 _MOST_DEFLATED = 1032
 """The maximum compression ratio of deflate, according to zlib. Only very short records may exceed it slightly. A record that claims
 a far higher ratio is damaged or malicious.
 """
 _LOCAL = struct.Struct("<4s22xHH")
-"""The fields that are read from the local header before a record's bytes: the signature, the length of the record's name, and the
-length of the extra data after the name.
+"""The fields that are read from the header in front of a record of a zip archive: the signature, the length of the record's name,
+and the length of the extra data after the name.
 """
 _STORAGES = {
     "UntypedStorage": 1, "ByteStorage": 1, "CharStorage": 1, "BoolStorage": 1, "QInt8Storage": 1, "QUInt8Storage": 1,

@@ -44,7 +44,7 @@ class CheckpointTensor:
 
     name: str
     shape: tuple[int, ...]
-    """The shape as in safetensors. For `float4_e2m1fn_x2` it counts values, of which each byte holds two."""
+    """The tensor's shape, as a safetensors header gives it. For `float4_e2m1fn_x2` it counts values, two of which share a byte."""
     dtype: str
     """torch's name for the dtype, such as `bfloat16`. If `packed` is set, it is the name of a GGUF block type, such as `q4_k`, or
     of another program's format, such as `gptq:int4@g128`.

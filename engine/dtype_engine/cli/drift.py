@@ -240,7 +240,7 @@ def _measure_details(
 
 
 def _exit_status(reached: Sequence[Verdict]) -> int:
-    """Print each limit on the drift that was not met on standard error. Returns the exit status: 1 if a limit was not met,
+    """Print on standard error each limit on the drift that was not met. Returns the exit status: 1 if a limit was not met,
     otherwise 0. reached: for each limit that the user set, whether the drift meets it.
     """
     missed = [verdict for verdict in reached if not verdict.passed]
@@ -260,9 +260,6 @@ def _save_measured(session: Session, report: DriftReport, file: Path, force: boo
 
 
 def _generation(text: Generation) -> dict[str, Any]:
-    """Return a JSON object with the texts by which the reference and the cast model continue a prompt, and with the index of the
-    first token that differs, or null if none does.
-    """
     return {
         "prompt": text.prompt,
         "reference": as_json(text.reference) | {"text": text.reference.text},

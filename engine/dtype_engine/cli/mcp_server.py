@@ -1,7 +1,7 @@
 """`dtype-engine mcp`: serves commands as tools to agents that speak the Model Context Protocol, on standard input and output.
 
-Each call of a tool runs the command of the same name in a process of its own, which is ended at the time limit. A call names models
-and text files only in the allowed folders, and no option that runs code, downloads or writes files.
+Each call of a tool runs the command of the same name in a process of its own, which is ended at the time limit. A call can name
+only models and text files in the allowed folders. It can't give options that run code, download or write files.
 """
 
 from __future__ import annotations
@@ -224,8 +224,8 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
         sequences: int | None = None,
         json: bool = False,
     ) -> str:
-        """Find the rules with the least drift for a maximum size of the weights. budget: the size: 12GiB, 500MB, or 45% of the
-        stored size. dtypes: the dtypes to choose from, such as bf16,fp8,int8.
+        """Find the rules with the least drift with which the weights have at most a given size. budget: the size: 12GiB, 500MB, or
+        45% of the stored size. dtypes: the dtypes to choose from, such as bf16,fp8,int8.
         """
         options = [*_option("budget", budget), *_option("dtypes", dtypes), *inputs(prompts, texts, sequences)]
         return await run("search", model, *options, json=json)

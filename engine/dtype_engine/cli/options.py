@@ -36,8 +36,8 @@ def _paths(context: click.Context, parameter: click.Parameter, begun: str) -> li
 
 
 class _ClassesDim(click.ParamType["ClassesDim"]):
-    """A click parameter type for the dimension of the output that counts classes or tokens: a number such as `1` or `-1`, `auto`
-    (by the class of the model), or `none` (the output is no distribution).
+    """A click parameter type for the dimension of the output along which the scores of classes or tokens lie: a number such as `1`
+    or `-1`, `auto` (by the class of the model), or `none` (the output is no distribution).
     """
 
     name = "dimension"

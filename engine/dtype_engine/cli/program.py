@@ -54,7 +54,6 @@ def print_stderr(line: str) -> None:
 
 
 _step = ""
-"""The progress text that is on the terminal now, or "" if there is none."""
 
 
 def say(step: str) -> None:

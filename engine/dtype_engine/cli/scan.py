@@ -211,7 +211,7 @@ def search(
     as_object: bool,
     **how: Any,
 ) -> int:
-    """Find the recipe with the least drift for a limit on size (--budget), or the smallest one for a limit on drift
+    """Find the recipe with the least drift for a limit on size (--budget), or the smallest recipe for a limit on drift
     (--max-predicted), and report its predicted and its measured drift.
 
     The predicted drift of a recipe is the sum of its weights' scores in a scan. The model is scanned first, unless --save names a

@@ -10,8 +10,8 @@ from dtype_engine.cli.program import answer
 @click.command
 @click.argument("address", default="tcp://HOST:8786")
 def worker(address: str) -> None:
-    """Print the shell commands that start a Dask cluster. Commands with the option --workers tcp://HOST:8786, such as `scan`, then
-    run the model on the cluster's workers. ADDRESS is that of its scheduler.
+    """Print the shell commands that start a Dask cluster. Commands with the option --workers ADDRESS, such as `scan`, then run the
+    model on the cluster's workers. ADDRESS is the address of its scheduler, such as tcp://HOST:8786.
     """
     from dtype_engine.evaluation.cluster import worker_lines
 

@@ -31,7 +31,9 @@ class Blocks:
     scale: str
     """torch's name for the dtype of a scale in a file. `uint8` means E8M0: the scale is 2 to the power of (byte - 127)."""
     rule: ScaleRule = "amax"
-    """How the scale is computed from the largest |value| in its block. The modules in `runtime/formats/` define the rules."""
+    """The name of the rule that computes a scale from the largest |value| in its block. The modules in `runtime/formats/` define
+    the rules.
+    """
     tensor_scale: bool = False
     """Whether the whole tensor also has one float32 scale."""
     zero_points: bool = False
@@ -64,7 +66,9 @@ CODES, SCALE, SCALE_INV, TENSOR_SCALE, ZERO_POINT, SHAPE = (
     "_shape",
 )
 INPUT_SCALE = "input_global_scale"
-"""Suffix in the name of an NVFP4 input scale, which is 448 * 6 / max |input|. 448 and 6 are the largest fp8 and fp4 values."""
+"""Suffix in the name of the tensor with the NVFP4 scale of a layer's inputs, which is 448 * 6 / max |input|. 448 and 6 are the
+largest fp8 and fp4 values.
+"""
 _BYTES = {
     "uint8": 1,
     "int8": 1,

@@ -40,9 +40,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def sibling(target: Path, purpose: str) -> Path:
-    """Return an unused path for a temporary folder next to an export's target. The caller creates the folder. As it knows the path
-    before the creation, it can remove the folder whenever a signal arrives. purpose: the part of the name that says what the folder
-    is for, such as "partial".
+    """Return an unused path for a temporary folder next to an export's target. The caller creates the folder. Because the caller
+    knows the path before that, it can remove the folder whenever a signal arrives. purpose: the part of the name that says what the
+    folder is for, such as "partial".
     """
     return target.parent / f"{_prefix(target, purpose)}{secrets.token_hex(8)}"
 

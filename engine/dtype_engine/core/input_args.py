@@ -40,11 +40,10 @@ def check_files(options: Options) -> None:
 
 
 def parse_inputs_line(options: Options, line: str) -> Options:
-    """Return the options with their inputs replaced by those in a line: a prompt, or the paths of text, image, audio or tensor
-    files.
+    """Return the options with the inputs that the user's line names: a prompt, or the paths of text, image, audio or tensor files.
 
-    New text replaces the earlier text, new images replace the earlier images, and a tensor file replaces all other inputs. An empty
-    line restores the defaults. Raises UserError for a file that can't be read.
+    Text replaces the text in the options, images replace the images, and a tensor file replaces all inputs. An empty line restores
+    the defaults. Raises UserError for a file that can't be read.
     """
     text = line.strip()
     if not text:

@@ -10,7 +10,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import Name
 
 KV_CACHE = "kv_cache"
-"""The label of the child of an attention module that holds its cache, as in `model.layers.0.self_attn.kv_cache.k`."""
+"""The name of the child that an attention module has in the tree for its cache, as in `model.layers.0.self_attn.kv_cache.k`."""
 PARTS = ("k", "v", "latent", "rope", "indexer", "conv_state", "ssm_state")
 """What a tensor of the cache may hold: keys and values, MLA's latent and rotary part, the keys of a sparse attention's indexer, and
 the two states of a recurrent layer.

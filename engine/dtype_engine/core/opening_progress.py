@@ -39,7 +39,7 @@ class OpeningProgress:
         self._thread = threading.Thread(target=self._watch, name="dtype-engine-opening", daemon=True)
 
     def __call__(self, step: str) -> None:
-        """Begin a step. `step` describes it in a few words."""
+        """Report that a new step of opening the model begins. `step` describes it in a few words."""
         self._step = step
         self._report_now()
 

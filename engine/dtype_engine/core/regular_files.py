@@ -65,7 +65,7 @@ def _refuse_special(path: Path, status: os.stat_result) -> None:
 
 def read_text(path: Path, limits: InputLimits) -> str:
     """Return the content of a UTF-8 text file. Raises UserError if the file can't be read, is not UTF-8, is empty, or has over
-    `BYTES_PER_TOKEN` bytes for each token of the limits.
+    `BYTES_PER_TOKEN` bytes for each token that `limits` allow.
     """
     try:
         with reading(path), open_regular(path) as file:

@@ -20,8 +20,8 @@ _WHERE = re.compile(r"(?s)(.*) - at `(?:key` in `)?\$\.?(.*)`$")
 def as_type(data: object, kind: type[T]) -> T:
     """Convert `data` (mappings, lists, strings, numbers) to `kind`: a msgspec.Struct, a dataclass, or a container of these.
 
-    Values keep their types, with these exceptions: an integer may become a float, a string a Path or a time (ISO 8601), and a
-    list a tuple. Raises UserError, which names the entry: `options.prompts[1]: expected str, got int`.
+    Values keep their types, with these exceptions: an integer may become a float, a string may become a Path or a time (ISO 8601),
+    and a list may become a tuple. Raises UserError, which names the entry: `options.prompts[1]: expected str, got int`.
     """
     try:
         return msgspec.convert(data, kind, dec_hook=path_of)

@@ -58,8 +58,8 @@ def _cache_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str], after: Recipe) -> Recipe:
-    """Return `rules` as a recipe, without the rules that have no effect. If the result is appended to the recipe `after`, the plan
-    has the dtypes `target`, as with all `rules`. target: dtypes by tensor name.
+    """Return `rules` as a recipe, without rules that are not needed: if the recipe is appended to the recipe `after`, all tensors
+    still get the dtypes in `target`. target: dtypes by tensor name.
     """
     index = 0
     while index < len(rules):
@@ -167,9 +167,6 @@ class _Proposals:
         return [each.name for each in self.tree.below(name) if each.castable and each.persistent]
 
     def _uniform_modules_above(self, name: str) -> list[str]:
-        """Return the modules above the tensor `name` in which all tensors need the same dtype. Each module is given as a pattern
-        that matches it alone.
-        """
         return [
             generalisations(module)[0]
             for module in ancestors(name)

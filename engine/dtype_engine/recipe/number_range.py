@@ -28,9 +28,6 @@ def _at_least_zero(low: int, high: int, width: int) -> list[str]:
 
 
 def _same_length(low: str, high: str) -> str:
-    """Return a regular expression that matches the integers from `low` to `high`, inclusive, in decimal. Both must have the same
-    number of digits.
-    """
     if (set(low), set(high)) == ({"0"}, {"9"}):
         return f"[0-9]{{{len(low)}}}"
     if len(low) == 1:

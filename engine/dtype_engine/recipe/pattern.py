@@ -135,10 +135,10 @@ def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
         elif not pieces or pieces[-1] is not _STAR:
             pieces.append(_STAR)
         at += 1
-    return _joined(pieces, whole=depth == 0), at
+    return _concatenated(pieces, whole=depth == 0), at
 
 
-def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
+def _concatenated(pieces: list[_Piece], whole: bool) -> _Piece:
     """Return one regular expression for translated pieces of a glob: characters, wildcards, character classes, braces.
 
     whole: whether `pieces` are the entire glob, and not only an alternative inside braces. In an entire glob, the text between two

@@ -299,8 +299,8 @@ def require_matches(tree: Tree, recipe: Recipe) -> Plan:
 
 
 def uncast_words(tree: Tree, taken: Selection) -> str:
-    """Return words that name the first tensor which can't be cast in a pattern's selection `taken`, and say why. The selection must
-    have such a tensor.
+    """Return words for the user that name the first tensor in `taken` that can't be cast, and say why. taken: what a pattern
+    selects; it must contain such a tensor.
     """
     first = taken.uncastable[0]
     return f"first {printable(first)}: {tree.tensors[first].why_not_cast}"

@@ -250,7 +250,7 @@ def covering(tree: Tree, modules: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PresetEffect:
-    """What a preset does to the model with one tree."""
+    """The effect of a preset on one model, given by its module tree."""
 
     preset: Preset
     recipe: Recipe | None

@@ -27,7 +27,9 @@ class Rule:
     pattern: Name
     """Names of modules or tensors, with wildcards; or `type:` and a class; or `re:` and a regular expression."""
     dtype: str
-    """A name in `dtypes.CASTABLE_DTYPES` or, for KV caches, in `KV_FORMATS`; or `dtypes.STORED`."""
+    """A name in `dtypes.CASTABLE_DTYPES` or, for KV caches, in `KV_FORMATS`; or `dtypes.STORED`, with which tensors keep their
+    stored dtypes.
+    """
 
     @classmethod
     def make(cls, pattern: str, dtype: object) -> Rule:

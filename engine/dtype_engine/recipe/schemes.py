@@ -54,7 +54,7 @@ def activation_scheme(dtype: str) -> dict[str, Any] | None:
     """Return how a compressed-tensors scheme describes the quantized inputs of weights in a dtype of `DESCRIBED`. Returns None if
     runtimes keep these inputs unquantized.
 
-    The arguments are those of the schemes FP8_DYNAMIC, W8A8, FP8_BLOCK, MXFP8, MXFP4 and NVFP4 (`quantization/quant_scheme.py`): a
+    The entries are those of the schemes FP8_DYNAMIC, W8A8, FP8_BLOCK, MXFP8, MXFP4 and NVFP4 (`quantization/quant_scheme.py`): a
     scale for each token, or for each block of a token. NVFP4 also has one scale for all inputs of a layer, which the file holds.
     """
     row = dtypes.BY_NAME[dtype]

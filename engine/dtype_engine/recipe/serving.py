@@ -34,8 +34,8 @@ class Finding:
     """One limitation of a runtime that affects an export of a plan, and the tensors that it affects."""
 
     effect: Effect
-    """How the runtime treats the affected tensors: it refuses to load them, computes with other values, leaves them unquantized
-    ("stays wide"), or runs slower.
+    """What the runtime does with the affected tensors. "refused": it refuses to load them. "other values": it computes with other
+    values. "stays wide": it leaves them unquantized. "slower": it runs slower.
     """
     why: str
     source: str

@@ -61,7 +61,7 @@ class ComparedTensor:
     elements: int
     differing: int | None
     """How many elements differ from the source's tensor after `Tensor.to` has cast that tensor to this tensor's dtype. Two NaN
-    count as equal. None if this tensor was decoded from codes with scales, which `Tensor.to` does not make.
+    count as equal. None if this tensor was decoded from codes with scales, because these do not come from `Tensor.to`.
     """
     max_abs: float
     """The largest absolute difference between this tensor and the source's tensor; infinity if a value is finite in only one of

@@ -9,8 +9,8 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import Name
 
 _ROUNDING_SHARE = 0.01
-"""The fraction of a tensor's values below which a cast that makes them zero may count as ordinary rounding. For the coarse dtypes
-of `_rounds_to_zero`, any fraction may count as such.
+"""If a cast makes a smaller fraction of a tensor's values zero than this, that may count as ordinary rounding. For the coarse
+dtypes of `_rounds_to_zero`, any fraction may.
 """
 
 

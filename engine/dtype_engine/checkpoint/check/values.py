@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     Codes = numpy.ndarray[Any, numpy.dtype[Any]]
 
 _PIECE_BYTES = 16 << 20
-"""Maximum number of a tensor's bytes that are read, and so held in memory, at a time."""
 
 
 @dataclass(frozen=True, slots=True)

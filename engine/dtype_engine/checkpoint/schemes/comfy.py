@@ -5,7 +5,8 @@ Current files describe how a layer `x` is quantized, either in JSON in a tensor 
 `runtime/formats/schemes/block_scaled.py`). NVFP4 has two codes per byte, the first in the high bits.
 
 Older files have no descriptions. They have a tensor `scaled_fp8`, which is kept beside the first weight, and their scales are in
-`x.scale_weight`. Some files have neither. Their weights are float8 and have one scale each, or one for each row.
+`x.scale_weight`. Some files have neither descriptions nor `scaled_fp8`. Their weights are float8 and have one scale each, or one
+for each row.
 
 int8 weights may be rotated (`convrot`): each group of columns was multiplied by a Hadamard matrix. This matrix is its own inverse,
 so the decoder multiplies by it again.

@@ -28,8 +28,8 @@ _ADDED = {
     ("auto-round", "auto_round:auto_gptq"): 1, ("auto-round", "auto_round:gptq"): 1, ("auto-round", "auto"): 1,
     ("auto-round", "auto_round"): 0, ("auto-round", "auto_round:gptqmodel"): 0,
 }  # fmt: skip
-"""Maps a quantization method and its format to the number that the decoder adds to each stored zero point. Other methods and
-formats do not use this layout.
+"""Maps (quantization method, its format), as a configuration names them, to the number that the decoder adds to each stored zero
+point. Other methods and formats do not use this layout.
 """
 
 

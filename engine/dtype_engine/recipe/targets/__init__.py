@@ -1,7 +1,7 @@
 """Converts recipes to the formats of other tools.
 
 The patterns in a converted recipe are computed from the planned dtype of each tensor, not from the rules. No two of them match the
-same tensor, so a tool's order of precedence does not matter. Tensors that a tool can't express are listed.
+same tensor, so a tool's order of precedence does not matter. Tensors whose dtype a tool can't express are listed.
 """
 
 from __future__ import annotations

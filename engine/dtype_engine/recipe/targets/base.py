@@ -73,7 +73,7 @@ class Conversion:
     text: str
     """The content of the file that the other tool reads."""
     patterns: tuple[tuple[str, str], ...]
-    """Pairs of a pattern in the tool's syntax and the dtype that the tensors matched by it get."""
+    """Pairs (pattern in the tool's syntax, dtype of the tensors that it matches)."""
     base: str | None
     """The dtype of all tensors that no pattern matches, or None if the tool has no default dtype."""
     left_out: tuple[Unsupported, ...]

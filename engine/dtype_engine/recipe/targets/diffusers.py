@@ -169,7 +169,8 @@ def _snippet(storage: str, base: str, patterns: list[str], casting: bool, notes:
     """Return Python code that casts the model to `base` and, if `casting`, stores weights in `storage` except in the modules that
     `patterns` match. notes: comments for the top.
 
-    The code passes `()` to diffusers if there are no patterns. For None, diffusers would cast the model as a whole.
+    If there are no patterns, the code passes `()` to diffusers. With None, diffusers would treat the whole model as one module to
+    cast.
     """
     listed = "".join(f"    r{json.dumps(pattern)},\n".replace("\\\\", "\\") for pattern in patterns)
     call = (

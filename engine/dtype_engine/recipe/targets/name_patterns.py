@@ -39,8 +39,8 @@ def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
 
 
 def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]:
-    """Return the patterns after merging: patterns that differ only in component `index` become one pattern with alternatives.
-    numbers: whether to merge components that are numbers (True) or components that are words (False).
+    """Merge patterns that differ only in component `index` into one pattern with alternatives, and return all patterns. numbers:
+    whether to merge components that are numbers (True) or components that are words (False).
     """
     groups: dict[object, set[str]] = {}
     whole: dict[object, Product] = {}

@@ -47,8 +47,8 @@ BLOCKS = (*SCALING, "nvfp4")
 quantized activations.
 """
 MADE_AS = "0.18"
-"""The torchao release whose JSON format is written. A test checks that torchao reads the JSON that this module writes, and writes
-the same JSON.
+"""The torchao release whose JSON format is written. A test checks that torchao itself reads and writes the same JSON as this
+module.
 """
 
 
