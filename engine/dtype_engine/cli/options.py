@@ -300,7 +300,7 @@ _METRICS = (
         ["--metric", "metrics"],
         multiple=True,
         metavar="FILE.py:NAME",
-        help="Also measure your own metric, such as an accuracy, on the reference and the candidate. NAME in FILE.py is a "
+        help="Also measure your own metric, such as an accuracy, on the reference and the candidate: FILE.py:NAME. NAME is a "
         "function NAME(output, inputs) that returns a number for each example, a function NAME(model), or a torchmetrics "
         "object. This runs FILE.py. May be repeated.",
     ),

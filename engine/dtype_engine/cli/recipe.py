@@ -60,7 +60,7 @@ def recipe() -> None:
 @force_option
 @json_option
 def convert(request: RunRequest, file: Path, target: str, output: Path | None, force: bool, as_object: bool) -> None:
-    """Write a recipe in the format of another tool, so that the tool gives every tensor the dtype that the recipe gives it here.
+    """Write a recipe in the format of another tool, so that the tool gives every tensor the dtype that dtype-engine gives it.
 
     Tensors with dtypes that the tool does not have are listed on standard error, or under 'left_out' with --json.
     """

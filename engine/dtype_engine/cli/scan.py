@@ -181,8 +181,8 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     type=click.IntRange(min=2),
     metavar="K",
     help="Measure this number of recipes, at least 2, on the texts of --held-out: those whose predictions are nearest to the "
-    "limit. Choose the best by their measured drift and metrics. If --min or --max is the only limit, recipes of all sizes are "
-    "measured, and the smallest one that meets it is chosen.",
+    "limit. Choose the best of them by measured drift and metrics. If --min or --max is the only limit, recipes of all sizes "
+    "are measured, and the smallest one that meets it is chosen.",
 )
 @click.option(
     "--held-out",

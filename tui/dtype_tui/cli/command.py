@@ -107,13 +107,14 @@ def command(
     workers: int | str | None,
     **limits: Any,
 ) -> int:
-    """Explore a model in the terminal: cast its layers to other dtypes, and see drift and memory at once.
+    """Explore a model in the terminal: cast its layers to other dtypes, and see at once how far its outputs drift and how much
+    memory it takes.
 
     MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or `demo`, the
     built-in model. Without MODEL, a screen offers the models in this folder, in the Hugging Face cache and in recent sessions.
-    hf://org/name is a model on a hub: only its headers are read, and `:download` downloads it.
-    ssh://HOST/PATH is a model on another machine that has dtype-tui installed: the engine runs on that machine, the screen on this
-    one. `dtype-tui tour` teaches the keys on the built-in model, and `dtype-tui serve` opens the app in a browser.
+    hf://org/name is a model on a hub: only its headers are read, and `:download` downloads it. ssh://HOST/PATH is a model on
+    another machine that has dtype-tui installed: the engine, which runs the model, is on that machine, the screen on this one.
+    `dtype-tui tour` teaches the keys on the built-in model, and `dtype-tui serve` opens the app in a browser.
     """
     config = dataclasses.replace(configured(), ascii="always") if in_ascii else configured()
     model, options = request.model, dataclasses.replace(request.options, workers=workers, read_only=read_only)
