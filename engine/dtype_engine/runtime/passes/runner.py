@@ -36,7 +36,7 @@ from dtype_engine.runtime.passes.one_pass import PassOptions, PassResult
 from dtype_engine.runtime.passes.output_cache import OutputCache
 from dtype_engine.runtime.passes.side_by_side import NotIndependent, SideBySide
 from dtype_engine.runtime.passes.side_effects import SideEffects
-from dtype_engine.runtime.passes.state_restore import as_every_pass, stored_values
+from dtype_engine.runtime.passes.state_restore import SavedState, as_every_pass, stored_values
 
 Output = TypeVar("Output")
 T = TypeVar("T")
@@ -72,6 +72,8 @@ class ForwardRunner:
         self._compute = torch_dtype(settings.compute)
         self._autocast = torch_dtype(settings.autocast) if settings.autocast else None
         self._together: SideBySide | None = None
+        self._state: SavedState | None = None
+        """The state of the model that was saved before the last pass."""
         self.last_seconds = 0.0
         """The duration in seconds of the last pass by `under`, without the time in which it waited for passes that ran side by side
         with it.
@@ -314,10 +316,10 @@ class ForwardRunner:
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
         together = self._together
         watching, scripted = (mode, mode.run) if together is None else (together, together.run_call)
-        as_every = partial(as_every_pass, model, behavior, modules, watching, scripted)
+        as_every = partial(as_every_pass, model, behavior, modules, watching, scripted, self._state)
         one_thread = partial(weights_in_one_thread, model.by_id, () if together is None else together.threads)
         try:
-            with self._for_all("state", as_every) as restored:
+            with self._for_all("state", as_every) as (self._state, restored):
                 if together is not None:
                     together.changed = restored
                     together.begin(mode)

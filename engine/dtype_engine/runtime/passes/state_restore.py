@@ -72,17 +72,20 @@ def as_every_pass(
     modules: Collection[nn.Module],
     watching: Watching,
     run: Callable[..., Any],
-) -> Iterator[Callable[[], bool]]:
+    earlier: SavedState | None = None,
+) -> Iterator[tuple[SavedState, Callable[[], bool]]]:
     """Make a forward pass in the `with` block reproducible: it starts with the same state and random numbers as every other pass,
-    and compiled code runs uncompiled. The model's state is restored after the block. Yields a function that restores the state
-    immediately, and returns whether it had changed.
+    and compiled code runs uncompiled. The model's state is restored after the block. Yields the saved state, and a function that
+    restores it immediately and returns whether it had changed.
 
     behavior: records whether anything had to be restored. modules: the modules whose state is restored. watching: tells which
-    tensors the pass changed. run: calls TorchScript functions, which torch does not show to modes.
+    tensors the pass changed. run: calls TorchScript functions, which torch does not show to modes. earlier: the state that was
+    saved before an earlier pass. It is used again if it still holds.
     """
-    found = left_as_found(model, behavior, modules, watching)
+    state = earlier if earlier is not None and earlier.still_holds() else SavedState(modules)
+    found = left_as_found(behavior, state, watching)
     with same_random_numbers(model.device), found as restore, uncompiled(), scripted_calls(run):
-        yield restore
+        yield state, restore
 
 
 def uncompiled() -> AbstractContextManager[None]:
@@ -95,21 +98,13 @@ def uncompiled() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def left_as_found(
-    model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], watching: Watching
-) -> Iterator[Callable[[], bool]]:
-    """Restore the state of `modules` after the `with` block. This covers their tensors, numbers, containers and objects. It also
-    covers tensors in attributes of the modules' classes, in global variables of the Python modules that define these classes, and
-    in what functions there keep, for example in a `functools.lru_cache`.
+def left_as_found(behavior: ModelBehavior, state: SavedState, watching: Watching) -> Iterator[Callable[[], bool]]:
+    """Restore a saved state after the `with` block.
 
     Each forward pass therefore starts like the first one: values that a model computes from its weights at the first call are
     computed again from the currently cast weights. A model whose state had to be restored is marked as `stateful` in `behavior`.
     Yields a function that restores the state immediately, and returns whether the model is stateful.
     """
-    state = _State()
-    for module in modules:
-        state.add_module(module)
-    state.add_shared(set(map(type, modules)))
     watching.kept = state.tensors
 
     def restore() -> bool:
@@ -122,10 +117,13 @@ def left_as_found(
         restore()
 
 
-class _State:
-    """The saved state of a model's modules: their tensors, attributes and containers."""
+class SavedState:
+    """The saved state of some modules: their tensors, numbers, containers and objects. It includes the tensors in attributes of the
+    modules' classes, in global variables of the Python modules that define these classes, and in what functions there keep, for
+    example in a `functools.lru_cache`.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Collection[nn.Module]) -> None:
         self.tensors: list[torch.Tensor] = []
         """The tensors in attributes of modules."""
         self._named: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -141,8 +139,20 @@ class _State:
         self._of_functions: list[tuple[Any, Any]] = []
         """Pairs (container that a function keeps, copy of it from when the state was saved)."""
         self._seen: set[int] = set()
+        for module in modules:
+            self._add_module(module)
+        self._add_shared(set(map(type, modules)))
 
-    def add_module(self, module: nn.Module) -> None:
+    def still_holds(self) -> bool:
+        """Return whether everything is as it was when the state was saved. Saving it again takes several times as long."""
+        return (
+            not any(map(_caches_tensors, self._caches))
+            and all(_has_same(*each) for each in (*self._named, *self._containers, *self._of_functions))
+            and all(_has_same(dict(vars(holder)), had) for holder, had, _ in self._shared)
+            and all(_has_same(had[name], before) for _, had, held in self._shared for name, before in held.items())
+        )
+
+    def _add_module(self, module: nn.Module) -> None:
         attributes = module.__dict__
         of_torch = [attributes[name] for name in _WITH_TENSORS if isinstance(attributes[name], dict)]
         self._named += [(each, each.copy()) for each in (attributes, *of_torch)]
@@ -150,7 +160,7 @@ class _State:
             if name not in _OF_TORCH:
                 self._add(value, _DEPTH)
 
-    def add_shared(self, kinds: Collection[type]) -> None:
+    def _add_shared(self, kinds: Collection[type]) -> None:
         """Save the attributes of classes and their bases, and the global variables of the Python modules that define them. Tensors
         there may have been computed from weights by a forward pass.
         """
@@ -196,8 +206,8 @@ class _State:
                 self._add_function(kept)
 
     def _restore_shared(self) -> bool:
-        """Restore those attributes and containers saved by `add_shared` in which a tensor was added, replaced or removed, and clear
-        the caches of functions that hold tensors. Returns whether anything was restored or cleared.
+        """Restore those shared attributes and containers in which a tensor was added, replaced or removed, and clear the caches of
+        functions that hold tensors. Returns whether anything was restored or cleared.
         """
         restored = False
         for cached in self._caches:
