@@ -12,8 +12,7 @@ from dtype_engine.checkpoint.source import hub_cache
 _FILES = (".safetensors", ".gguf", ".pth", ".pt", ".ckpt", ".bin")
 _MARKS = ("config.json", "model_index.json", "adapter_config.json")
 _LIMIT = 200
-"""Maximum number of entries of a folder that are examined. It is also the maximum number of models from the cache that are listed.
-"""
+"""Maximum number of entries of a folder that are examined, and of models in the Hugging Face cache that are listed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,7 +233,6 @@ class _Reader:
         self.at += count
 
     def need(self, count: int) -> None:
-        """Raise UserError if fewer than `count` bytes of the file remain."""
         if count > self.size - self.at:
             raise self.ended(count)
 

@@ -361,7 +361,6 @@ class _Reader:
         self._stopped = False
 
     def stop(self) -> None:
-        """Make all running reads end with an error."""
         self._stopped = True
 
     def save(self, url: str, path: Path, size: int) -> None:

@@ -173,7 +173,7 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
         """Measure how much the output of a model changes if rules cast its weights, compared with the same model in float32.
 
         casts: rules such as '*.mlp=bf16'. prompts, texts: calibration texts, and paths of text files; by default, the model's
-        default inputs. max_kl: a limit in nats; the answer says if it is not met.
+        default inputs. max_kl: a limit on the mean KL in nats; the answer says if it is not met.
         """
         options = [*_options("cast", casts), *_option("preset", preset), *_option("max-kl", max_kl)]
         return await run("drift", model, *options, *inputs(prompts, texts, sequences), json=json)

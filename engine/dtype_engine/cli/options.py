@@ -64,10 +64,6 @@ class _InputLimit(click.ParamType[tuple[str, int]]):
 
 
 class _MaxMemory(click.ParamType[dict[str, int]]):
-    """A click parameter type for the memory that weights may take on each device, such as `cpu=40GiB`. Its value maps devices to
-    bytes.
-    """
-
     name = "memory"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:

@@ -33,7 +33,9 @@ def siblings(name: str) -> tuple[str, ...]:
 
 
 def fused_groups(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the fused groups with at least two members in `names`. Members are in the order in which runtimes concatenate them."""
+    """Return the groups of weights that runtimes fuse and of which at least two members are in `names`. Members are in the order in
+    which runtimes concatenate them.
+    """
     known = dict.fromkeys(names)
     groups = dict.fromkeys(siblings(name) for name in known)
     present = (tuple(member for member in group if member in known) for group in groups)

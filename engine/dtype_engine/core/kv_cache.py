@@ -28,7 +28,9 @@ class KVCacheTensor:
     per_token: int = 0
     """Elements for one token of one sequence: heads x head_dim for keys and values. 0 for recurrent states."""
     heads: int = 1
-    """The number of heads that share `per_token` equally. 1 if the heads have one common tensor, as the latent of MLA."""
+    """The number of heads among which the elements of `per_token` are divided equally. 1 if all heads share them, as MLA's
+    latent.
+    """
     fixed: int = 0
     """The number of elements for one sequence of a recurrent state, whose size does not depend on the number of tokens. 0 for keys
     and values.

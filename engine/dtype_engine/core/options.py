@@ -32,8 +32,8 @@ class RunSettings:
     """
 
     compute: str = "float32"
-    """The dtype to which a weight in a format with scales, such as float8 or int8, is dequantized for an operation without an
-    activation, such as an embedding lookup. In other operations, such as a matrix product, the activation's dtype is used.
+    """The dtype to which quantized weights, such as float8 or int8, are dequantized for an operation without an activation, such as
+    an embedding lookup. In other operations, such as a matrix product, the activation's dtype is used.
     """
     autocast: Literal["bfloat16", "float16"] | None = None
     """The dtype of `torch.autocast` while the candidate runs; None to run without autocast."""

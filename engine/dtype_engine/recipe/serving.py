@@ -183,8 +183,8 @@ def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each group of quantized weights that the runtime fuses, such as q, k and v, if the model lacks one of the
-    group. The runtime does not quantize such a fused layer, because its `_match_fused_layer` requires a match for every member.
+    """Yield a finding for each group of quantized weights that the runtime fuses, such as q, k and v, if one of them is missing in
+    the model. The runtime does not quantize such a fused layer, because its `_match_fused_layer` requires a match for every member.
 
     quantised: the format of each weight that the plan quantizes, by weight name.
     """
@@ -274,8 +274,8 @@ def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> It
 
 
 def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding if the export needs several checkpoint layouts and the runtime is SGLang, which supports only one layout per
-    checkpoint, and does not support the layout `mixed-precision`.
+    """Yield a finding if the export needs several checkpoint layouts and the runtime is SGLang. SGLang supports only one layout per
+    checkpoint, and not the layout `mixed-precision`.
 
     quantised: the format of each weight that the plan quantizes, by weight name.
     """

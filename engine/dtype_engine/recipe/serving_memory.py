@@ -90,8 +90,8 @@ def _largest(total: Callable[[int], float], budget: int, high: int) -> int:
 
 
 def interpolated(known: Mapping[int, int], context: int) -> float:
-    """Return the bytes of activations for a context of `context` tokens, from the parabola through the three nearest contexts in
-    `known`, or from the line through two. known: the bytes, keyed by the number of tokens.
+    """Return an estimate of the bytes of activations for a context of `context` tokens. known: the bytes for some contexts, keyed
+    by their number of tokens. The estimate is on the parabola through the three nearest of these, or on the line through two.
 
     Activations grow with the context or, where attention needs its whole matrix, with its square.
     """

@@ -78,8 +78,8 @@ def _one_line(text: str) -> str:
 
 
 def weights_text(errors: Sequence[WeightError]) -> str:
-    """Return a table with one line for each tensor that a cast changes: its dtypes, and the errors of its values. The highest SQNR
-    comes first.
+    """Return a table with one line for each tensor that a cast changes: its dtypes, and the errors of its values. Tensors with a
+    higher SQNR come first.
     """
     if not errors:
         return "no tensor changes: give a cast that matches some, such as --cast '*=float16'"

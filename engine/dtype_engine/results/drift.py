@@ -341,8 +341,8 @@ class DriftReport:
 
     @property
     def inputs_run(self) -> str:
-        """A description of the inputs. It says how many sequences were run if not all were, and how many positions were left out as
-        padding if any were.
+        """A description of the inputs, with the number of sequences that were run if not all were, and the number of positions that
+        were left out as padding, if any.
         """
         run = self.sequences
         words = self.inputs if run.whole else f"{self.inputs}; {run.done:,} of {run.total:,} were run"
@@ -359,8 +359,8 @@ def unit_for(classes_dim: int | None, dimensions: int) -> str:
     """Return the unit of the drift by which recipes are ranked, such as nats per token.
 
     classes_dim: the dimension of the main output along which logits lie, or None if the output is no distribution. dimensions: how
-    many dimensions the output has. If it has three or more, logits in the last one mean a distribution for each token, and logits
-    in any other one a distribution for each pixel.
+    many dimensions the output has. If it has three or more, there is a distribution for each token if logits lie in the last one,
+    otherwise for each pixel.
     """
     if classes_dim is None:
         return SQUARED

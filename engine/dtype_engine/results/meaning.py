@@ -38,8 +38,8 @@ def rounding_sqnr_db(mantissa: int) -> float:
 
 
 def cosine_at(sqnr_db: float) -> float:
-    """Return the cosine similarity of an output with the reference's if the output's error is orthogonal to the reference and the
-    output has this SQNR in dB.
+    """Return the cosine similarity of an output and the reference that belongs to an SQNR in dB, if the output's error is
+    orthogonal to the reference.
     """
     return 1 / math.sqrt(1 + 10 ** (-sqnr_db / 10))
 

@@ -1,4 +1,4 @@
-"""Measured memory, in bytes."""
+"""How much memory a model and the process use, in bytes."""
 
 from __future__ import annotations
 

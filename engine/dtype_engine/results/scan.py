@@ -118,7 +118,7 @@ class Candidate:
     predicted: float
     measured: float
     metrics: tuple[MetricChange, ...] = ()
-    """The user's own metrics under the recipe."""
+    """The user's own metrics, such as an accuracy, under the recipe."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The memory that serving a model takes, in bytes."""
+"""How much memory serving a model takes, in bytes, as plain data."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class SweepRow:
     """
     output: OutputDrift
     metrics: tuple[MetricChange, ...] = ()
-    """The user's own metrics under the recipe."""
+    """The user's own metrics, such as an accuracy, under the recipe."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The effects of casts on the values of each tensor."""
+"""What casts do to the values of each tensor, and how the weights of two checkpoints differ, as plain data."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ _IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How llama.cpp stores the models of one transformers class."""
+    """How llama.cpp names and stores the tensors of the models of one transformers class."""
 
     model_type: str
     model_class: str

@@ -22,7 +22,7 @@ class Context:
     plan: Plan
     title: str = "model"
     model_type: str | None = None
-    """The `model_type` in config.json."""
+    """The `model_type` in config.json, such as "llama"."""
     kinds: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Maps each module class to its base classes' names. Many tools select modules by `isinstance`, which accepts subclasses."""
     activations: Literal["none", "weights"] = "none"
