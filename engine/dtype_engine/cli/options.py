@@ -128,7 +128,9 @@ _OPENING = (
         "net.safetensors.",
     ),
     click.Option(
-        ["--trust-remote-code"], is_flag=True, help="Allow running the Python code that comes with the checkpoint."
+        ["--trust-remote-code"],
+        is_flag=True,
+        help="Allow running the Python code that comes with the checkpoint. Models that transformers does not know need this.",
     ),
     click.Option(
         ["--component"],

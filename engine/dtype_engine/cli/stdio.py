@@ -28,7 +28,11 @@ def _checked_session(ctx: click.Context, param: click.Parameter, value: str | No
 
 
 @click.command(context_settings={"max_content_width": 100})
-@click.option("--compressed", is_flag=True, help="Compress the messages that the engine sends to dtype-tui.")
+@click.option(
+    "--compressed",
+    is_flag=True,
+    help="Compress the messages that the engine sends to dtype-tui, for a slow connection.",
+)
 @click.option(
     "--linger",
     type=_Duration(),
