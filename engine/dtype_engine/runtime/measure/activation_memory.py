@@ -1,7 +1,8 @@
 """Measures the memory that a forward pass needs beside the weights in a real pass, or estimates it without computing anything.
 
-Measurement and estimate count the live bytes of all storages that operations create, as torch's allocators do. Memory that a kernel
-uses inside one operation is not seen.
+A measurement adds up what torch's allocator hands out and gets back, workspace inside kernels included. An estimate counts the live
+bytes of all storages that operations create. It does not see the workspace of a kernel, whose size depends on the machine: for
+example, attention on a CPU uses some hundred KiB for each thread.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core.errors import NoForward
@@ -23,8 +25,17 @@ from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.options import Options
 from dtype_engine.results.serving_memory import ActivationMemory
 from dtype_engine.runtime.model.load import build_on_meta
-from dtype_engine.runtime.model.torch_private import FakeTensorMode, TorchDispatchMode, storage_id
+from dtype_engine.runtime.model.torch_private import (
+    SAFE_SOFTMAX,
+    FakeTensorMode,
+    TorchDispatchMode,
+    recorded_allocations,
+    storage_id,
+)
 from dtype_engine.runtime.numerics.quantize import torch_dtype
+
+_MODULE = "dtype_engine.module:"
+"""The prefix of the marks in a record of allocations that say which module begins to run."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -39,6 +50,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """`running` is the name of the module that is running, and `module` the name of the module that ran at the peak."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is SAFE_SOFTMAX:
+            with self:
+                return _safe_softmax(*args)
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if isinstance(tensor, torch.Tensor) and (key := storage_id(tensor)) not in self._counted:
@@ -53,31 +67,39 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int) -> None:
         self._now -= self._counted.pop(key, 0)
 
-    def made_of(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Return the bytes of those of `tensors` whose storage was created under this mode."""
-        return sum(tensor.nbytes for tensor in tensors if self._counted.get(storage_id(tensor)))
+    def enter(self, module: str) -> None:
+        """Note that a module begins to run."""
+        self.running = module
 
-    @contextmanager
-    def naming_modules(self, module: nn.Module) -> Iterator[None]:
-        """While the `with` block runs, keep `running` set to the name of the submodule of `module` that is running."""
 
-        def enter(name: str) -> Callable[..., None]:
-            def hook(*_: Any) -> None:
-                self.running = name
+def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Compute what `SAFE_SOFTMAX` does by the operations of its kernel, whose results take memory until its end."""
+    found = torch.softmax(scores, dim, dtype)
+    masked = scores.isneginf()
+    return found.masked_fill_(masked.all(dim, keepdim=True), 0.0)
 
-            return hook
 
-        handles = [child.register_forward_pre_hook(enter(name)) for name, child in module.named_modules()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+@contextmanager
+def _naming_modules(module: nn.Module, on_module: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs, call `on_module` with the name of each submodule of `module` that begins to run."""
+
+    def hook_for(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            on_module(name)
+
+        return hook
+
+    handles = [child.register_forward_pre_hook(hook_for(name)) for name, child in module.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def measured(module: nn.Module, context: int, batch: int) -> ActivationMemory:
-    """Run the model once over `batch` sequences of `context` random tokens, as it is cast now, and return the peak of the memory
-    that this needs. Raises NoForward if it is not known which inputs have this size, or if the pass fails.
+    """Run the model over `batch` sequences of `context` random tokens, as it is cast now, and return the peak of the memory that
+    this needs. Raises NoForward if it is not known which inputs have this size, or if the pass fails.
     """
     return _pass(module, _inputs(module, context, batch), context, batch, estimated=False)
 
@@ -148,12 +170,41 @@ def estimator_of(checkpoint: Checkpoint, options: Options, dtype: str) -> Activa
 
 def _pass(module: nn.Module, inputs: Mapping[str, Any], context: int, batch: int, estimated: bool) -> ActivationMemory:
     known = [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, inputs.values())]
-    live = LiveBytes(known)
     what = f"the memory of a pass over {context:,} tokens can't be {'estimated' if estimated else 'measured'}"
-    with failures_as(NoForward, what), torch.no_grad(), live.naming_modules(module), live:
-        output = module(**inputs)
+    with failures_as(NoForward, what), torch.no_grad():
+        if estimated or known[0].device.type not in ("cpu", "cuda"):
+            live = LiveBytes(known)
+            with _naming_modules(module, live.enter), live:
+                output = module(**inputs)
+            peak, at = live.peak, live.module
+        else:
+            if known[0].device.type == "cuda":
+                module(**_inputs(module, 1, 1))  # cuBLAS keeps the workspace that its first product allocates
+            with _naming_modules(module, _mark), recorded_allocations() as record:
+                output = module(**inputs)
+            peak, at = _peak_of(record)
     # A view, such as the last tokens of a window, keeps its whole storage: the rest counts as activations.
-    return ActivationMemory(live.peak - live.made_of(_cache_tensors(output)), live.module, context, batch, estimated)
+    before = set(map(storage_id, known))
+    cache = sum(tensor.nbytes for tensor in _cache_tensors(output) if storage_id(tensor) not in before)
+    return ActivationMemory(peak - cache, at, context, batch, estimated)
+
+
+def _mark(module: str) -> None:
+    with record_function(_MODULE + module):
+        pass
+
+
+def _peak_of(record: Iterable[tuple[str, int]]) -> tuple[int, str]:
+    """Return the peak of the allocated bytes, and the name of the module that runs then. record: as in `recorded_allocations`."""
+    now = peak = 0
+    running = at_peak = ""
+    for name, nbytes in record:
+        if name.startswith(_MODULE):
+            running = name.removeprefix(_MODULE)
+        now += nbytes
+        if now > peak:
+            peak, at_peak = now, running
+    return peak, at_peak
 
 
 def _cache_tensors(output: Any) -> list[torch.Tensor]:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DisableTorchFunction
+from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -18,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dtype_engine.core.tree import Kind
 
 __all__ = [
+    "SAFE_SOFTMAX",
     "TO_COPY",
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -30,6 +33,7 @@ __all__ = [
     "is_compiled",
     "is_wrapped",
     "own_tensors",
+    "recorded_allocations",
     "scripted_calls",
     "slots_of",
     "storage_id",
@@ -40,6 +44,8 @@ __all__ = [
 
 WithoutModes = DisableTorchFunction
 """A context manager. During its `with` block, no `TorchFunctionMode` intercepts calls of torch functions."""
+SAFE_SOFTMAX = torch.ops.aten._safe_softmax.default
+"""The softmax of attention that torch computes without a fused kernel. To a `TorchDispatchMode` it is one operation."""
 TO_COPY = torch.ops.aten._to_copy.default
 """The operation that a `TorchDispatchMode` receives for every cast of a tensor."""
 # attrgetter is a C function, which matters since this is called during a forward pass.
@@ -168,3 +174,25 @@ def tensor_slots(module: nn.Module, name: str) -> dict[str, torch.Tensor | None]
     tensor by any other. torch checks the type of the new tensor only when an attribute is assigned.
     """
     return module._parameters if name in module._parameters else module._buffers  # type: ignore[return-value]
+
+
+@contextmanager
+def recorded_allocations() -> Iterator[list[tuple[str, int]]]:
+    """Record what torch's allocators for the CPU and for CUDA do while the block runs. The list that the block gets is filled
+    at its end. In order of time, it has (name, 0) for each operation and each block of `torch.profiler.record_function` that
+    begins, and ("", bytes) for each allocation. The bytes are negative if memory is freed.
+
+    This is torch's older profiler, because the newer one writes messages to standard error.
+    """
+    found: list[tuple[str, int]] = []
+    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
+    try:
+        yield found
+    finally:
+        for of_thread in _disable_profiler_legacy():
+            event: Any  # torch declares that `kind` returns a number
+            for event in of_thread:
+                if event.kind() == "push":
+                    found.append((event.name(), 0))
+                elif event.kind() == "memory_alloc":
+                    found.append(("", event.cpu_memory_usage() + event.cuda_memory_usage()))

@@ -36,6 +36,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "T5ForConditionalGeneration", "T5Config",
         {"vocab_size": 512, "d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16, "decoder_start_token_id": 0},
     ),
+    "latents": (
+        "DeepseekV3ForCausalLM", "DeepseekV3Config",
+        {**_SMALL, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+         "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
+         "topk_group": 1, "first_k_dense_replace": 1},
+    ),
+    "window": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_GROUPED, "head_dim": 16, "sliding_window": 64}),
     "pictures": ("ViTForImageClassification", "ViTConfig", {**_SMALL, "image_size": 224}),
 }  # fmt: skip
 
@@ -53,7 +60,7 @@ def without_data(module: nn.Module) -> nn.Module:
 
 def inputs_of(module: nn.Module, device: str) -> dict[str, Any]:
     if module.main_input_name == "pixel_values":
-        return {"pixel_values": torch.zeros(BATCH, 3, 224, 224, device=device)}
+        return {"pixel_values": torch.zeros(BATCH, 3, 224, 224, device=device, dtype=module.dtype)}
     tokens = torch.randint(3, 500, (BATCH, CONTEXT), device=device)
     if module.config.is_encoder_decoder:
         return {"input_ids": tokens, "decoder_input_ids": tokens, "use_cache": True}
@@ -100,21 +107,28 @@ def cache_bytes(module: nn.Module, device: str) -> int:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA"))])  # fmt: skip
-@pytest.mark.parametrize("name", MODELS)
-def test_the_peak_is_the_allocators(name: str, device: str) -> None:
-    module = make(name).to(device)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in MODELS), *((name, "bfloat16") for name in ("latents", "pictures"))],
+)
+def test_the_peak_is_the_allocators(name: str, dtype: str, device: str) -> None:
+    """Also in bfloat16, where kernels on a CPU take workspace."""
+    module = make(name).to(device, getattr(torch, dtype))
     found = measured(module, CONTEXT, BATCH)
-    assert found.nbytes + cache_bytes(module, device) == pytest.approx(allocated_peak(module, device), rel=0.05)
+    assert found.nbytes + cache_bytes(module, device) == pytest.approx(allocated_peak(module, device), rel=0.005)
     assert found.module in dict(module.named_modules())
     assert not found.estimated
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_estimate_is_an_upper_bound_and_near(name: str) -> None:
-    module = make(name)
+    """Up to the workspace of kernels, of which attention on a CPU has some for each thread."""
+    dtype = torch.bfloat16 if name == "latents" else torch.float32  # torch can't describe grouped experts in float32
+    module = make(name).to(dtype)
     real = measured(module, CONTEXT, BATCH)
-    found = ActivationEstimator(without_data(module), torch.float32).estimate(CONTEXT, BATCH)
-    assert real.nbytes <= found.nbytes <= 1.05 * real.nbytes
+    found = ActivationEstimator(without_data(module), dtype).estimate(CONTEXT, BATCH)
+    workspace = (64 << 10) * torch.get_num_threads()
+    assert real.nbytes - workspace <= found.nbytes <= 1.05 * real.nbytes
     assert found.module == real.module
     assert found.estimated
 
