@@ -38,7 +38,7 @@ target_names = click.Choice(tuple(TARGET_SUFFIXES))
 
 @click.group()
 def recipe() -> None:
-    """List presets, write recipes in the formats of other tools, and check how other tools read their patterns."""
+    """List presets, write recipes in the formats of other tools, and check which tensors a recipe selects in another tool."""
 
 
 @recipe.command(cls=ModelCommand, rules=False, runs=False)

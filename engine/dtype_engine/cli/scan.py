@@ -214,8 +214,8 @@ def search(
     """Find the recipe with the least drift for a limit on size (--budget), or the smallest recipe for a limit on drift
     (--max-predicted), and report its predicted and its measured drift.
 
-    The predicted drift of a recipe is the sum of its weights' scores in a scan. The model is scanned first, unless --save names a
-    file with a complete scan.
+    A scan measures how much each weight adds to the drift in each dtype, and the predicted drift of a recipe is the sum over its
+    weights. The model is scanned first, unless a complete scan is in the file that --save names.
     """
     from dtype_engine.core.atomic_write import check_target, write_text_atomic
     from dtype_engine.search.pareto import Constraints

@@ -37,8 +37,8 @@ class MeasuredRecipe:
     overflowed: int = 0
     """Number of weight values that the casts of this recipe made infinite."""
     vanished: int = 0
-    """Number of nonzero weight values that the casts of this recipe made zero. A tensor is left out if its values only became zero
-    by rounding (`ValueLoss.is_rounding`).
+    """Number of nonzero weight values that the casts of this recipe made zero. Tensors in which fewer than 1 in 100 values became
+    zero, or whose new dtype is meant to round small values to zero, such as int4, are not counted (`ValueLoss.is_rounding`).
     """
     pinned: bool = False
     metrics: tuple[MetricChange, ...] = ()

@@ -74,7 +74,7 @@ _STILL_LESS: tuple[Callable[[Columns], Columns], ...] = (
     lambda columns: replace(columns, drift=0, change=0),
 )
 """Functions from column widths to column widths. Each leaves out or narrows one more column. They are applied in this order, after
-those of `_LESS`, until the names have room or two fifths of the width.
+those of `_LESS`, until all names fit, or until the column of names has two fifths of the line.
 """
 
 

@@ -103,8 +103,8 @@ class ExportTensor:
     memory-mapping the file. Otherwise None.
     """
     shared: SharedScale | None = None
-    """The scale that this weight shares with the weights that runtimes fuse with it, or that loading packs into one tensor with it.
-    None if it has its own scale or none.
+    """The scale that this weight shares with others, because runtimes or transformers join them into one tensor. None if the weight
+    has its own scale or none.
     """
     quantised_inputs: bool = False
     """Whether the export's `config.json` declares that the inputs of this weight's layer are quantized, too."""

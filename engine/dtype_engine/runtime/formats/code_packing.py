@@ -1,6 +1,6 @@
 """Rounds values to floats of 4, 6 or 8 bits, and packs their codes into bytes and words.
 
-In a running model, the codes of floats are kept as float8_e4m3fn, which can represent all values of 4 and 6 bits.
+Until they are packed, floats of 4 and 6 bits are kept in tensors of dtype float8_e4m3fn, which can represent all their values.
 """
 
 from __future__ import annotations

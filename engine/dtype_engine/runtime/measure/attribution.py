@@ -126,7 +126,7 @@ class Attribution:
     settings: RunSettings
     rules: tuple[str, ...] = ()
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """What passes of the model have shown about it, such as modules with side effects."""
+    """Facts about the model that were observed during its passes, such as which modules have side effects."""
     known: dict[Part, PartDrift] = field(default_factory=dict)
     """The measured drift of each module or subtree, kept from a `report` that was cancelled and had the same casts, settings and
     inputs. The next `report` does not repeat these measurements. A complete `report` empties the mapping.

@@ -88,13 +88,13 @@ class DriftMeter:
     reuse: bool = True
     """Whether outputs of the candidate's last pass are reused if the new recipe can't have changed them."""
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """What passes of `model` have shown about it, such as modules with side effects."""
+    """Facts about `model` that were observed during its passes, such as which modules have side effects."""
     candidate: LiveModel | None = None
     """The model whose current casts are compared with the reference; if None, `model` itself. Outputs of both models must have the
     same shape.
     """
     candidate_behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """What passes of `candidate` have shown about it, if `candidate` is given."""
+    """The same facts about `candidate`, if it is given."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)
     """By the index of a sequence: (the outputs of the candidate's last pass over it, whether modules were compared in that
     pass).

@@ -119,7 +119,7 @@ def _values(
 
 def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return notices for the user if config.json says that runtimes round the inputs of quantized layers, and otherwise an empty
-    tuple. Measurements round these inputs only on request, and some formats never.
+    tuple. A notice says whether measurements can round these inputs, too. They do so only on request, and not for every format.
     """
     if any(input_format(weight, checkpoint.config) for weight in checkpoint.encoded.values()):
         return (

@@ -443,8 +443,9 @@ def _is_packed(dtype: str) -> bool:
 def _restore_quantized(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]
 ) -> tuple[dict[str, tuple[str, torch.Tensor]], set[str]]:
-    """Load the weights that this program stored with scales and that transformers can't load: those with packed codes, and those
-    that are packed from several stored tensors. Their codes become the data of the module's tensors.
+    """Load the weights that this program stored with scales and that transformers can't load: those with several codes in a byte
+    or word, and those that the module joins with others into one tensor, such as all experts of a layer. Their codes become the
+    data of the module's tensors.
 
     placements: maps the name of each tensor of the files to where it is loaded in the module. Returns two results: the dtype and
     scales of each weight that is stored with scales, keyed by the weight's name in the module; and the names of the weights that

@@ -61,8 +61,8 @@ class RowReader:
         return part.view(last - first, self.columns)
 
     def _decoded(self, first: int, last: int) -> torch.Tensor:
-        """Return the rows from `first` up to `last` of a weight that another program quantized. All rows at one index of the
-        weight's first dimension are decoded together.
+        """Return the rows from `first` up to `last` of a weight that another program quantized. If the weight has
+        more than two dimensions, such as stacked experts [experts, out, in], the experts that contain the rows are decoded whole.
         """
         assert self._encoded is not None
         if len(self.shape) < 2:
