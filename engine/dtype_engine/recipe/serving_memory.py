@@ -50,6 +50,15 @@ def cache_tensor_bytes(tensor: KVCacheTensor, form: str, context: int, batch: in
     return tensor.nbytes(form, context, batch)
 
 
+def cache_change(tree: Tree, plan: Plan, context: int) -> tuple[int, int]:
+    """Return the bytes of the KV cache of one sequence of `context` tokens without rules, and under the plan."""
+    before, after = (
+        sum(cache_bytes(tree, formats, serving_dtype(totals[""], tree.kv_cache), context, 1).values())
+        for formats, totals in (({}, tree.totals()), (plan.caches, tree.totals(plan.dtypes)))
+    )
+    return before, after
+
+
 def largest_context(
     fixed: Callable[[int], int], activations: Callable[[int], int] | None, budget: int, longest: int
 ) -> int:

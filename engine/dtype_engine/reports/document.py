@@ -19,9 +19,10 @@ from dtype_engine.core.units import (
     with_error,
 )
 from dtype_engine.recipe import Plan
+from dtype_engine.recipe.serving_memory import cache_change, default_context
 from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
 from dtype_engine.reports.overview import plain_sentence, size_tile, third_tile, top1_words, verdict_tile
-from dtype_engine.reports.text import WEIGHTS_ONLY, mix_text
+from dtype_engine.reports.text import WEIGHTS_ONLY, cache_change_text, mix_text
 from dtype_engine.reports.text_drift import (
     first_sentence,
     modules_extent_text,
@@ -77,14 +78,21 @@ def build_report(
         drift_section(drift, no_drift),
         tree_section(tree, plan),
         _modules(tree, plan, drift),
-        _made_with(settings, drift, versions, provenance),
+        _made_with(settings, drift, versions, provenance, speed.notices if speed is not None else ()),
     ]
+    caches = _cache_text(tree, plan) if plan.caches else ""
     tiles = (
-        size_tile(plan.stored_bytes, plan.planned_bytes),
+        size_tile(plan.stored_bytes, plan.planned_bytes, caches),
         verdict_tile(drift, no_drift, nonfinite),
         third_tile(tree.totals(plan.dtypes)[""], speed),
     )
-    return Report(printable(title, 200), plain_sentence(title, plan, drift, no_drift, losses), tuple(sections), tiles)
+    sentence = plain_sentence(title, plan, drift, no_drift, losses, caches)
+    return Report(printable(title, 200), sentence, tuple(sections), tiles)
+
+
+def _cache_text(tree: Tree, plan: Plan) -> str:
+    context = default_context(tree)
+    return cache_change_text(*cache_change(tree, plan, context), context)
 
 
 def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
@@ -120,8 +128,9 @@ def rules_section(tree: Tree, plan: Plan) -> Section:
     rows = tuple(
         (
             str(effect.index + 1), Identifier(printable(effect.rule.pattern, 500)), effect.rule.dtype,
-            f"{effect.matches:,}", f"{effect.decides:,}", human_bytes(effect.bytes_before),
-            human_bytes(effect.bytes_after),
+            f"{effect.matches:,}", f"{effect.decides:,}",
+            *(("KV cache", "") if effect.caches and not effect.tensors
+              else (human_bytes(effect.bytes_before), human_bytes(effect.bytes_after))),
         )
         for effect in plan.effects(tree)
     )  # fmt: skip
@@ -152,6 +161,8 @@ def _memory(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
         Table(head, tuple(rows), 1),
         "Parameters and persistent buffers, tied weights once; planned bytes are exact and include scales.",
     ]
+    if tree.kv_cache.tensors:
+        parts.append(f"KV cache: {_cache_text(tree, plan)}.")
     if drift is not None:
         held = drift.memory
         live = [
@@ -375,7 +386,11 @@ def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
 
 
 def _made_with(
-    settings: RunSettings, drift: DriftReport | None, versions: Mapping[str, str], provenance: Sequence[str]
+    settings: RunSettings,
+    drift: DriftReport | None,
+    versions: Mapping[str, str],
+    provenance: Sequence[str],
+    of_speed: Sequence[str],
 ) -> Section:
     rows = [("when", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")]
     rows += [("checkpoint", printable(line, 1000)) for line in provenance]
@@ -394,5 +409,7 @@ def _made_with(
     else:
         rows.append(("settings", printable(str(settings), 500)))
     rows += [(name, printable(version)) for name, version in versions.items()]
-    notices = tuple(f"Note: {printable(notice, 1000)}" for notice in (drift.notices if drift is not None else ()))
+    notices = tuple(
+        f"Note: {printable(notice, 1000)}" for notice in (*(drift.notices if drift is not None else ()), *of_speed)
+    )
     return Section("How it was made", (Table(("", ""), tuple(rows)), *notices))

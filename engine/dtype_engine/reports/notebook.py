@@ -11,6 +11,8 @@ from dtype_engine.reports.blocks import Identifier, Report, Section, Table
 from dtype_engine.reports.document import drift_section, rules_section, tree_section, worst_table
 from dtype_engine.reports.html import as_fragment
 from dtype_engine.reports.overview import size_tile, verdict_tile
+from dtype_engine.reports.text import cache_change_text
+from dtype_engine.reports.text_scan import totals_heading
 from dtype_engine.results.drift import DriftReport, worst_modules
 from dtype_engine.results.meaning import meaning
 from dtype_engine.results.scan import ScanReport
@@ -38,7 +40,10 @@ def drift_html(report: DriftReport) -> str:
     """Return HTML that shows the metrics of a drift measurement, and the modules that drift most."""
     memory, tiles = report.memory, [verdict_tile(report)]
     if memory.stored_bytes is not None and memory.planned_bytes is not None:
-        tiles.insert(0, size_tile(memory.stored_bytes, memory.planned_bytes))
+        caches = ""
+        if memory.cache_stored_bytes is not None and memory.cache_planned_bytes is not None:
+            caches = cache_change_text(memory.cache_stored_bytes, memory.cache_planned_bytes, memory.cache_context or 0)
+        tiles.insert(0, size_tile(memory.stored_bytes, memory.planned_bytes, caches))
     sections = [drift_section(report)]
     if worst := worst_modules(report.modules)[:_ROWS]:
         sections.append(Section("Worst modules", (worst_table(worst),)))
@@ -57,7 +62,7 @@ def scan_html(report: ScanReport) -> str:
     )
     sections = (
         Section(
-            "All weights in one dtype",
+            totals_heading(report).capitalize(),
             (
                 Table(
                     ("dtype", "sum of the scores"),

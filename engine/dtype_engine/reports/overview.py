@@ -22,11 +22,14 @@ from dtype_engine.results.runs import SpeedReport
 _MOST_RULES = 3
 
 
-def size_tile(stored: int, planned: int) -> Tile:
-    """Return the tile about size, with the planned and the stored bytes, and the change between them in percent."""
+def size_tile(stored: int, planned: int, caches: str = "") -> Tile:
+    """Return the tile about size, with the planned and the stored bytes, and the change between them in percent. caches: the bytes
+    of the KV cache, or "" if the recipe gives it no format.
+    """
+    more = (f"KV cache {caches}",) if caches else ()
     if stored == planned:
-        return Tile("size", human_bytes(stored), ("as stored",))
-    return Tile("size", f"{human_bytes(planned)} of {human_bytes(stored)}", (_change(stored, planned),))
+        return Tile("size", human_bytes(stored), ("as stored", *more))
+    return Tile("size", f"{human_bytes(planned)} of {human_bytes(stored)}", (_change(stored, planned), *more))
 
 
 def _change(stored: int, planned: int) -> str:
@@ -83,10 +86,16 @@ def third_tile(planned: Totals, speed: SpeedReport | None) -> Tile:
 
 
 def plain_sentence(
-    title: str, plan: Plan, drift: DriftReport | None, no_drift: str, losses: Sequence[ValueLoss] | None
+    title: str,
+    plan: Plan,
+    drift: DriftReport | None,
+    no_drift: str,
+    losses: Sequence[ValueLoss] | None,
+    caches: str = "",
 ) -> str:
     """Return one sentence that names the model and the rules, and says how many bytes the rules save and which drift they cause.
-    no_drift: why there is no drift. losses: an entry for each weight with values that its cast makes infinite or zero.
+    no_drift: why there is no drift. losses: an entry for each weight with values that its cast makes infinite or zero. caches: the
+    bytes of the KV cache, or "" if the rules give it no format.
     """
     name, rules = printable(title, 60), plan.recipe.rules
     stored, planned = human_bytes(plan.stored_bytes), human_bytes(plan.planned_bytes)
@@ -100,6 +109,7 @@ def plain_sentence(
             words += f"{stored}, as much as stored"
         else:
             words += f"{planned} instead of {stored} ({_change(plan.stored_bytes, plan.planned_bytes)})"
+        words += f", and its KV cache {caches}" if caches else ""
     if drift is None:
         words += f"; its drift was not measured: {(printable(no_drift, 1000) or 'no forward pass was run').rstrip('.')}"
     else:

@@ -140,6 +140,12 @@ def speed_cells(row: SpeedRow, report: SpeedReport) -> list[str]:
     return cells
 
 
+def cache_change_text(before: int, after: int, context: int) -> str:
+    """Return the bytes of a KV cache without rules and under a recipe, and the context for which they are."""
+    sizes = human_bytes(before) if before == after else f"{human_bytes(before)} → {human_bytes(after)}"
+    return f"{sizes} for one sequence of {context:,} tokens"
+
+
 WEIGHTS_ONLY = "weights only: what a runtime does to activations (W8A8, W4A4) comes on top"
 
 
@@ -188,10 +194,10 @@ def drift_text(report: DriftReport) -> str:
         + ("" if memory.device_peak_bytes is None else f"; device peak {human_bytes(memory.device_peak_bytes)}")
     )
     if memory.cache_planned_bytes is not None:
-        lines.append(
-            f"KV cache   {human_bytes(memory.cache_stored_bytes or 0)} → {human_bytes(memory.cache_planned_bytes)} "
-            f"for one sequence of {memory.cache_context:,} tokens"
+        change = cache_change_text(
+            memory.cache_stored_bytes or 0, memory.cache_planned_bytes, memory.cache_context or 0
         )
+        lines.append(f"KV cache   {change}; the rules give a format to {memory.cast_caches:,} of its tensors")
     if report.seconds.reference is not None and report.seconds.candidate is not None:
         partly = " (only what changed was run)" if report.seconds.reused else ""
         lines.append(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, plural, seconds_text, with_error
 from dtype_engine.reports.text import found_text
@@ -31,7 +32,7 @@ def scan_text(report: ScanReport) -> str:
         f"seconds    {seconds_text(report.scan_seconds)}, that of {passes:.1f} forward passes",
         "",
     ]  # fmt: skip
-    lines.append("all weights in one dtype, by the sum of their scores")
+    lines.append(f"{totals_heading(report)}, by the sum of their scores")
     lines += table_lines([(dtypes.short_name(dtype), f"{total:.4e}") for total, dtype in report.totals()], indent="  ")
     ranked = sorted(report.weights, key=lambda weight: -weight.score)
     lines += ["", f"what matters most ({min(_ROWS, len(ranked))} of {len(ranked)})"]
@@ -43,6 +44,18 @@ def scan_text(report: ScanReport) -> str:
         for weight in ranked[:_ROWS]
     ]  # fmt: skip
     return "\n".join([*lines, *table_lines(cells, (2,), indent="  ")])
+
+
+def totals_heading(report: ScanReport) -> str:
+    """Return what the sums of a scan's scores are about: all weights in one dtype, all KV caches in one format, or both."""
+    caches = [dtype for dtype in report.dtypes if dtype.startswith(SCANNED)]
+    if not caches:
+        return "all weights in one dtype"
+    return (
+        "all weights, or all KV caches (kv:), in one dtype"
+        if len(caches) < len(report.dtypes)
+        else "all KV caches in one dtype"
+    )
 
 
 def search_text(report: SearchReport) -> str:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.kv_formats import names_caches
 from dtype_engine.core.text import Name
 from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
@@ -327,17 +326,10 @@ class DriftReport:
     """How many tensors of the model its files have, or None for a model without a checkpoint."""
     metrics: tuple[MetricChange, ...] = ()
     """The user's own metrics, such as an accuracy, on the reference and on the candidate."""
-
-    @property
-    def weights_only(self) -> bool:
-        """Whether activations stayed unquantized in this measurement although runtimes quantize them for weights in the recipe's
-        formats. Rules for KV caches don't count.
-        """
-        rules = (rule.rpartition("=") for rule in self.rules)
-        quantized = any(
-            dtypes.quantizes_activations(dtype) and not names_caches(pattern) for pattern, _, dtype in rules
-        )
-        return quantized and self.activations == "none"
+    weights_only: bool = False
+    """Whether activations stayed unquantized in this measurement although runtimes quantize them for weights in the recipe's
+    formats. Rules for KV caches don't count.
+    """
 
     @property
     def inputs_run(self) -> str:

@@ -23,6 +23,8 @@ class MemoryStats:
     """
     cache_context: int | None = None
     """The number of tokens for which the bytes of the KV cache are computed, or None if they are not computed."""
+    cast_caches: int = 0
+    """The number of KV cache tensors to which the recipe gives a format."""
     resident_bytes: int | None = None
     """Bytes of the live module's tensors, including non-persistent buffers."""
     resident_by_device: tuple[tuple[str, int], ...] = ()

@@ -76,7 +76,7 @@ def test_experts_that_loading_stacks(tmp_path: Path) -> None:
     inside.model.module.set_experts_implementation("eager")  # type: ignore[operator]
     assert any("one by one" in notice for notice in over.model.notices)
     assert any(name.endswith(".experts") for name in over.model.visits.blocks)  # type: ignore[union-attr]
-    for rules in RECIPES:
+    for rules in (*RECIPES, ("*.kv_cache.k=fp8@head", "*.kv_cache.v=int4@token")):
         assert measured(over, rules) == measured(inside, rules)
 
 

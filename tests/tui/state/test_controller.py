@@ -138,8 +138,12 @@ def test_quitting_while_something_is_written_takes_two_keys(alone: Alone) -> Non
 
 
 def test_a_session_that_is_taken_up_comes_before_the_rules_of_the_command_line(alone: Alone) -> None:
-    saved = SavedSession(None, "demo", rule_lists=(RuleList(), RuleList.of(BF16.rules)), at=1)
-    alone.controller.begin(Launch("demo", recipe=OTHER, saved=saved))
+    saved = SavedSession(
+        None, "demo", rule_lists=(RuleList(), RuleList.of(BF16.rules)), at=1, context=512, batch=3, budget=1 << 30
+    )
+    alone.controller.begin(Launch("demo", recipe=OTHER, saved=saved, context=64))
+    found = alone.experiment
+    assert (found.context, found.batch, found.budget) == (64, 3, 1 << 30), "the command line comes first"
     assert alone.experiment.recipe == Recipe((*BF16.rules, *OTHER.rules))
     assert alone.engine.recipes[-1] == alone.experiment.recipe
     alone.controller.undo()

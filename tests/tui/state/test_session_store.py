@@ -96,6 +96,9 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         ),
         at=1,
         cursor="model.layers.0",
+        context=4096,
+        batch=3,
+        budget=24 << 30,
         measured=(
             MEASURED,
             dataclasses.replace(MEASURED, recipe=Recipe(), output=EXACT, seconds=None, settings=AUTOCAST, pinned=True),

@@ -167,6 +167,9 @@ class Controller:
             self.experiment.restore(History.of(saved.rule_lists, saved.at))
             self.experiment.measured = saved.valid_measurements
             self.experiment.scan.requested = saved.scanned  # so that the key for the scan resumes it
+            self.experiment.context = launch.context or saved.context
+            self.experiment.batch = launch.batch if launch.batch > 1 else saved.batch
+            self.experiment.budget = launch.budget or saved.budget
             self.engine.request(SetRecipe(self.experiment.recipe))
             recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
         if self.experiment.push(recipe):

@@ -62,6 +62,9 @@ class SessionSaver:
             cursor=cursor,
             measured=experiment.measured,
             scanned=experiment.scan.requested,
+            context=experiment.context,
+            batch=experiment.batch,
+            budget=experiment.budget,
         )
         if session == self._now or self._trouble is not None:
             if self._trouble:

@@ -51,6 +51,7 @@ _OPTIONS = [option.name for option in dataclasses.fields(Options) if option.name
 _SETTINGS = [setting.name for setting in dataclasses.fields(RunSettings)]
 _LARGEST = 64 << 20
 _LARGEST_COUNT = 1 << 60
+_COUNT = msgspec.Meta(ge=1, le=_LARGEST_COUNT)
 _MOST = {"threads": 4096, "workers": 9999}
 
 
@@ -75,6 +76,12 @@ class SavedSession:
     measured: tuple[MeasuredRecipe, ...] = ()
     scanned: tuple[str, ...] = ()
     """The dtypes of the last scan, whether it was finished or not. Empty if there was no scan."""
+    context: int | None = None
+    """The tokens of each sequence for which the bytes of KV caches were shown, or None for the default."""
+    batch: int = 1
+    """The number of sequences for which the bytes of KV caches were shown."""
+    budget: int | None = None
+    """The bytes into which the model was to fit when it is served, or None if the user gave no budget."""
     saved: datetime = field(default_factory=lambda: datetime.now(UTC))
     own: bool = True
     """Whether only this user can have written the session's file. If False, no Python code that the session names is run."""
@@ -280,6 +287,9 @@ class _File(msgspec.Struct):
     """The disabled rules of each step of the history: (index among all rules of the step, rule). Empty in files of older versions,
     which could not disable rules.
     """
+    context: Annotated[int, _COUNT] | None = None
+    batch: Annotated[int, _COUNT] = 1
+    budget: Annotated[int, _COUNT] | None = None
 
 
 def _encoded(session: SavedSession) -> dict[str, Any]:
@@ -300,6 +310,9 @@ def _encoded(session: SavedSession) -> dict[str, Any]:
         cursor=session.cursor,
         measured=[_measurement(each) for each in session.measured],
         scanned=session.scanned,
+        context=session.context,
+        batch=session.batch,
+        budget=None if session.budget is None else min(session.budget, _LARGEST_COUNT),
     )
     return {
         "version": VERSION,
@@ -334,6 +347,9 @@ def _decoded(data: Mapping[str, Any]) -> SavedSession:
         cursor=file.cursor,
         measured=tuple(map(_measured_recipe, file.measured)),
         scanned=tuple(map(parse_scanned, file.scanned)),
+        context=file.context,
+        batch=file.batch,
+        budget=file.budget,
         saved=file.saved,
     )
 

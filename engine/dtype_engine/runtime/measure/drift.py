@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dtype_engine.core.cancellation import IsCancelled, never
+from dtype_engine.core.dtypes import quantizes_activations
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.kv_formats import KV_FORMATS, WINDOW
 from dtype_engine.core.options import RunSettings
@@ -168,6 +169,7 @@ class DriftMeter:
             ),
             lost=lost,
             activations=self.settings.quantize_activations,
+            weights_only=self.settings.quantize_activations == "none" and _quantizes_inputs(candidate.tree, recipe),
             coverage=candidate.coverage,
         )
 
@@ -387,6 +389,15 @@ def _window_notices(model: LiveModel, inputs: Inputs, compared: Collection[int])
     if compared and max(lengths[number] for number in compared) < WINDOW:
         return (f"{keeps}, and modules were compared over shorter inputs: compare them over all (modules: exact)",)
     return ()
+
+
+def _quantizes_inputs(tree: Tree, recipe: Recipe) -> bool:
+    """Return whether runtimes would quantize activations in the format that a rule gives to weights."""
+    selections = make_plan(tree, recipe).selections
+    return any(
+        quantizes_activations(rule.dtype) and taken.tensors
+        for rule, taken in zip(recipe.rules, selections, strict=True)
+    )
 
 
 def _quantized_notices(tree: Tree, recipe: Recipe) -> tuple[str, ...]:

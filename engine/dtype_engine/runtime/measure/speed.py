@@ -52,11 +52,13 @@ def measure_speed(
                     f"{label}: not timed: {missing:,} more bytes of memory are needed to hold the model in {_mix(model, casts)}"
                 )
                 continue
-            model.apply(casts, cancelled=runner.cancelled)
+            model.apply(casts, cancelled=runner.cancelled, caches={})
             on_row_passes = part_of(on_passes, label, number * (repeats + 1), len(wanted) * (repeats + 1))
             rows.append(_timed(runner, inputs, label, _mix(model, casts), label == "candidate", on_row_passes, repeats))
     finally:
-        model.apply(planned)
+        model.apply(planned, caches=plan.caches)
+    if plan.caches:
+        notices.append("the formats of KV caches are not in these times: passes are timed without rounding caches")
     return SpeedReport(
         model=model.title,
         device=str(model.device),

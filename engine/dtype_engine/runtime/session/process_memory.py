@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from dtype_engine.recipe import Plan
-from dtype_engine.recipe.serving_memory import cache_bytes, default_context, serving_dtype
+from dtype_engine.recipe.serving_memory import cache_change, default_context
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.runtime.device import allocated_bytes, reset_peak
 from dtype_engine.runtime.model.live import LiveModel
@@ -84,12 +84,15 @@ def memory_stats(model: LiveModel, plan: Plan, kept_outputs: tuple[int, int] | N
         kept_budget_bytes=budget,
     )
     if plan.caches:
-        tree, context = model.tree, default_context(model.tree)
-        before, after = (
-            sum(cache_bytes(tree, formats, serving_dtype(totals[""], tree.kv_cache), context, 1).values())
-            for formats, totals in (({}, tree.totals()), (plan.caches, tree.totals(plan.dtypes)))
+        context = default_context(model.tree)
+        before, after = cache_change(model.tree, plan, context)
+        stats = dataclasses.replace(
+            stats,
+            cache_stored_bytes=before,
+            cache_planned_bytes=after,
+            cache_context=context,
+            cast_caches=len(plan.caches),
         )
-        stats = dataclasses.replace(stats, cache_stored_bytes=before, cache_planned_bytes=after, cache_context=context)
     allocated, reserved, peak = allocated_bytes(model.device)
     return dataclasses.replace(
         stats, device_allocated_bytes=allocated, device_reserved_bytes=reserved, device_peak_bytes=peak

@@ -221,6 +221,21 @@ def test_a_cast_without_a_rule_for_caches_uses_none(session: de.Session) -> None
     assert set(kept) == {None}
 
 
+def test_a_report_counts_the_caches_that_rules_select(session: de.Session) -> None:
+    """`*.k` selects caches and no weights. Activations are therefore not said to stay unquantized, nor to slow down a pass."""
+    session.use_recipe(de.Recipe.of([de.Rule.parse("*.k=fp8"), de.Rule.parse("*.0.*.kv_cache.k=bf16")]))
+    report = session.drift()
+    assert not report.weights_only
+    assert (report.memory.cast_caches, report.memory.cache_context) == (6, 1024)
+    # Of the 12 tensors of 1,024 tokens and 48 values each, five are in fp8 and one in bf16.
+    assert report.memory.cache_planned_bytes == 1024 * 48 * (5 * 1 + 2 + 6 * 4)
+    speed = session.speed(repeats=3)
+    assert "without rounding caches" in speed.notices[-1]
+    assert session.model.cache_formats == session.plan.caches
+    session.cast("*.q_proj", "fp8")
+    assert session.drift().weights_only
+
+
 def test_causes_name_the_part_of_the_cache(session: de.Session) -> None:
     session.use_recipe(de.Recipe.of([de.Rule.parse("*.2.*.kv_cache.k=int2@kivi"), de.Rule.parse("*.4.*.v=int4@token")]))
     report = session.causes()
