@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from dtype_engine.checkpoint.file_identity import FileIdentity
 from dtype_engine.checkpoint.kv_cache import kv_cache
@@ -15,7 +16,7 @@ from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.parameter_counts import parameters_meant
 from dtype_engine.checkpoint.prequantized import QuantizedWeight, read_quantized
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes import CODES, EncodedWeight, gguf, read_encoded
+from dtype_engine.checkpoint.schemes import CODES, EncodedWeight, read_encoded
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
@@ -102,7 +103,11 @@ class Checkpoint:
 
     @cached_property
     def _of_gguf(self) -> tuple[dict[str, EncodedWeight], dict[str, str]]:
-        return gguf.read(self.tensors, self.config) if self.form == "gguf" else ({}, {})
+        if self.form != "gguf":
+            return {}, {}
+        from dtype_engine.checkpoint.schemes.gguf import read  # the first screen of other checkpoints does not need it
+
+        return read(self.tensors, self.config)
 
     @cached_property
     def provenance(self) -> Provenance:
@@ -132,7 +137,7 @@ class Checkpoint:
                 found[header.name] = header
         for name in own.values():
             if found[name].shape != self.quantized[name].shape:  # its codes are packed
-                found[name] = dataclasses.replace(found[name], shape=self.quantized[name].shape)
+                found[name] = msgspec.structs.replace(found[name], shape=self.quantized[name].shape)
         return found | {alias: found[first] for alias, first in self.aliases.items()}
 
     def dtype(self, name: str) -> str:
@@ -185,22 +190,23 @@ class Checkpoint:
         """Return the module tree, built from the tensor names. Module classes are unknown, and ties are known only from
         `aliases`.
         """
-        parts = quantized_parts(self.unread, self.config)
+        unread, quantized = self.unread, self.quantized
+        parts = quantized_parts(unread, self.config)
         further: dict[str, tuple[str, ...]] = {}
         for alias, first in self.aliases.items():
             further[first] = (*further.get(first, ()), alias)
-        meant = parameters_meant(self.unread, parts)
+        meant = parameters_meant(unread, parts)
         with gc_paused():
             tree = from_tensors(
                 TensorInfo(
                     name,
                     tensor.shape,
-                    self.dtype(name),
+                    quantized[name].dtype if name in quantized else tensor.dtype,
                     _kind(name),
                     further.get(name, ()),
                     packed_bytes=tensor.nbytes if tensor.packed or tensor.refusal is not None else None,
                     uncastable_reason=tensor.refusal or parts.get(name),
-                    quantized=name in self.quantized,
+                    quantized=name in quantized,
                     logical_numel=meant.get(name),
                 )
                 for name, tensor in self.weights.items()

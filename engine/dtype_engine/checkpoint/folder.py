@@ -20,7 +20,6 @@ from dtype_engine.checkpoint.safetensors_header import (
     CheckpointTensor,
     read_header,
 )
-from dtype_engine.checkpoint.schemes.gguf import config_of as gguf_config
 from dtype_engine.checkpoint.weight_files import (
     INDEX,
     PIPELINE_INDEX,
@@ -76,7 +75,7 @@ def peek_first_shard(path: Path) -> Tree | None:
         if not path.is_dir() or os.path.getsize(path / INDEX) < _LONG_HEADERS:
             return None
         first = min(entry.name for entry in os.scandir(path) if entry.name.endswith(".safetensors"))
-        return Checkpoint(path, (), read_header(resolve_inside(path, first))[0]).tree()
+        return Checkpoint(path, (), read_header(resolve_inside(path, first))[0], read_config(path)).tree()
     except (OSError, ValueError, UserError):
         return None
 
@@ -88,9 +87,10 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
     identities = (FileIdentity.of(path),)
     if kind == "gguf":
         from dtype_engine.checkpoint.gguf import read_gguf
+        from dtype_engine.checkpoint.schemes.gguf import config_of
 
         tensors, fields = read_gguf(path)
-        config = gguf_config(fields, tensors)
+        config = config_of(fields, tensors)
         metadata = {name: str(fields[name]) for name in fields if name.startswith(("general.", "quantize."))}
         return Checkpoint(path, (path,), tensors, config, metadata, form="gguf", identities=identities)
     tensors, metadata = read_header(path)

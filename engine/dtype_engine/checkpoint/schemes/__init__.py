@@ -9,9 +9,10 @@ handled like those of an unknown scheme, and `check` reports those that seem to 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from msgspec.structs import replace
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import (
@@ -82,5 +83,5 @@ def read_encoded(
             beside[module] = (*beside.get(module, ()), tensor)
     for name, weight in found.items() if beside else ():
         if more := beside.get(name.rpartition(".")[0]):
-            found[name] = dataclasses.replace(weight, beside=(*weight.beside, *more))
+            found[name] = replace(weight, beside=(*weight.beside, *more))
     return found

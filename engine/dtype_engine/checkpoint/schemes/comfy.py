@@ -16,10 +16,11 @@ The formats `convrot_w4a4`, `asym_w4a8_int8` and `awq_w4a16` are not read.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from msgspec.structs import replace
 
 from dtype_engine.checkpoint.packed_weights import COMFY_MARK
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
@@ -52,7 +53,7 @@ def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str
     mark = next((tensor for name, tensor in tensors.items() if name.rpartition(".")[2] == COMFY_MARK), None)
     if mark is not None and found:
         first = next(iter(found.values()))
-        found[first.name] = dataclasses.replace(first, beside=(*first.beside, mark))
+        found[first.name] = replace(first, beside=(*first.beside, mark))
     return found
 
 

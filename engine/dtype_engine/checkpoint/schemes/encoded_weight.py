@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.core.errors import UserError
@@ -20,8 +21,7 @@ MOST_EXPERTS = 4096
 _LARGEST_PART = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedWeight:
+class EncodedWeight(msgspec.Struct, frozen=True, gc=False):
     """A weight that another program stored as codes, with the scales and other tensors that turn codes into values."""
 
     name: str
@@ -40,7 +40,7 @@ class EncodedWeight:
     """The tensors in the files that store the weight, keyed by their role in the scheme, such as "codes", "scale" or
     "zero_point".
     """
-    settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    settings: Mapping[str, Any] = MappingProxyType({})
     """What the decoder needs besides the tensors, such as {"bits": 4, "group": 128}. The keys depend on the scheme."""
     beside: tuple[CheckpointTensor, ...] = ()
     """Tensors that belong to the weight but do not change its values, such as the scale of the layer's inputs."""

@@ -11,9 +11,10 @@ in `switch_mlp`. Here, each expert is a weight of its own.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from msgspec.structs import replace
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared
@@ -101,10 +102,10 @@ def _experts(stacked: EncodedWeight) -> Iterator[EncodedWeight]:
     for expert in range(stacked.shape[0]):
         parts = {role: _slice(part, expert) for role, part in stacked.parts.items()}
         name = f"{layer}.experts.{expert}.{projection}.weight"
-        yield dataclasses.replace(stacked, name=name, shape=stacked.shape[1:], parts=parts)
+        yield replace(stacked, name=name, shape=stacked.shape[1:], parts=parts)
 
 
 def _slice(tensor: CheckpointTensor, index: int) -> CheckpointTensor:
     nbytes = tensor.nbytes // tensor.shape[0]
     start = None if tensor.start is None else tensor.start + index * nbytes
-    return dataclasses.replace(tensor, shape=tensor.shape[1:], start=start, nbytes=nbytes)
+    return replace(tensor, shape=tensor.shape[1:], start=start, nbytes=nbytes)

@@ -4,10 +4,10 @@ is freed.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import mmap
 
+import msgspec
 import torch
 
 from dtype_engine.checkpoint import Checkpoint, CheckpointTensor, QuantizedWeight
@@ -117,4 +117,4 @@ def read_part(part: CheckpointTensor) -> torch.Tensor:
     """
     if not part.packed:
         return read_mapped(part)
-    return read_mapped(dataclasses.replace(part, dtype="uint8", shape=(part.nbytes,), packed=False))
+    return read_mapped(msgspec.structs.replace(part, dtype="uint8", shape=(part.nbytes,), packed=False))
