@@ -84,6 +84,7 @@ def test_a_command_line_without_workers_imports_nothing_of_them() -> None:
         "try: main()\nexcept SystemExit: assert drawn\nos.dup2(output, 1)"
     )
     names = ("dtype_engine.evaluation", "multiprocessing", "psutil", "importlib.metadata", "email", "torch")
+    names += ("dtype_engine.search",)
     assert loaded_after(statement, *names) == set()
 
 

@@ -67,10 +67,10 @@ class _MaxMemory(click.ParamType[dict[str, int]]):
     name = "memory"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
+        if isinstance(value, dict):
+            return value  # before any import, because the app's first paint waits for this
         from dtype_engine.search.constraints import parse_bytes
 
-        if isinstance(value, dict):
-            return value
         try:
             pairs = (part.partition("=") for part in str(value).split(","))
             limits = {device.strip(): parse_bytes(size.replace("%", "?"), 0) for device, _, size in pairs}

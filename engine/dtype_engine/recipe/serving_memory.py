@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
 from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.tree import Totals, Tree
 from dtype_engine.recipe.plan import Plan
-from dtype_engine.results.serving_memory import ActivationMemory, ServingMemory
+
+if TYPE_CHECKING:
+    from dtype_engine.results.serving_memory import ActivationMemory, ServingMemory
 
 DEFAULT_CONTEXT = 8192
 MOST_TOKENS = 1 << 24
@@ -150,6 +153,8 @@ def serving_memory(
     notes = cache.notes if cache.none_because is None else (f"without a KV cache: {cache.none_because}",)
     if longest is not None and context > longest:
         notes += (f"the model was made for at most {longest:,} tokens",)
+    from dtype_engine.results.serving_memory import ServingMemory  # the first paint does not need it
+
     return ServingMemory(
         model=model,
         context=context,

@@ -191,7 +191,7 @@ def main(compressed: bool = False) -> None:
     """Run an engine for one app, which sends requests on standard input and reads events from standard output. The process exits
     when this connection ends. compressed: whether to compress events.
     """
-    os.nice(NICENESS)  # the app's screen has priority
+    os.nice(max(0, NICENESS - os.nice(0)))  # the app's screen has priority
     gc.disable()  # until the model is open, because what is imported and loaded is long-lived
     imports.begin_imports()
     from dtype_engine.worker.frames import FrameReader, FrameWriter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 
 _WITHOUT = ("-h", "--help", "--version", "--in-process", "--engine-command")
 """Command-line options that make an engine process on this machine unnecessary."""
@@ -26,6 +27,11 @@ def start_early(arguments: Sequence[str]) -> None:
     from dtype_engine.worker.connection import COMMAND, start_process
 
     _process = start_process(COMMAND)
+    from dtype_engine.worker.stdio import NICENESS
+
+    with suppress(OSError):  # it may have ended
+        # The engine does this itself, but only after imports that would delay the first paint if all cores are busy.
+        os.setpriority(os.PRIO_PROCESS, _process.pid, NICENESS)
 
 
 def take() -> subprocess.Popen[bytes] | None:
