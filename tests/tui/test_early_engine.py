@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dtype_engine.worker.stdio import NICENESS
 from dtype_tui.process import early_engine
+
+PROCESS = 4321
 
 
 @pytest.fixture
@@ -17,8 +22,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def start(command: Any) -> Any:
         commands.append(command)
-        return object()
+        return SimpleNamespace(pid=PROCESS)
 
+    def lower(kind: int, process: int, niceness: int) -> None:
+        assert (kind, process, niceness) == (os.PRIO_PROCESS, PROCESS, NICENESS)
+
+    monkeypatch.setattr(os, "setpriority", lower)
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: start(command))
     monkeypatch.setattr(early_engine, "_process", None)
     return commands

@@ -124,11 +124,10 @@ class Checkpoint:
         is stored as codes appears as one tensor with the weight's shape. Its scales and its other tensors do not appear.
         """
         own = {tensor.data.name: name for name, tensor in self.quantized.items() if name not in self.aliases}
-        besides = self._own_tensor_names - own.keys()
+        besides = self._own_tensor_names - own.keys() | self.owners.keys()
         of_codes: dict[str, list[CheckpointTensor]] = {}
         for tensor, weight in self._headers_of_encoded().values():
             of_codes.setdefault(weight.parts[CODES].name, []).append(tensor)
-            besides.update(part.name for part in weight.tensors)
         found, renamed = {}, self.renamed
         for name, tensor in self.tensors.items():
             if name not in besides:

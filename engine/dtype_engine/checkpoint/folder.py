@@ -103,7 +103,9 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
     if (folder / PIPELINE_INDEX).is_file():
         return _open_pipeline(folder)
     config = read_config(folder)
-    files = find_weight_files(folder)
+    index_file = index_of(folder)
+    weight_map = read_index(index_file) if index_file is not None else None
+    files = find_weight_files(folder, weight_map)
     adapter = (folder / ADAPTER_CONFIG).is_file() and (config is None or files[0].name.startswith("adapter_model."))
     if any(kind_of(file) == "pickle" for file in files):
         checkpoint = _of_pickles(folder, files, config, trust_pickle)
@@ -117,10 +119,10 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
     if variant:
         notices = (f"read from the files of the variant {printable(variant)}, the only ones there are",)
     index = None
-    if (named := index_of(folder)) is not None:
+    if weight_map is not None:
         from dtype_engine.checkpoint.completeness import compare_index
 
-        index = compare_index(folder, read_index(named), tensors, files)
+        index = compare_index(folder, weight_map, tensors, files)
         notices += index.sentences
     checkpoint = Checkpoint(
         folder,

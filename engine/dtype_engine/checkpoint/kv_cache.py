@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from dtype_engine.checkpoint.kv_settings import declared_formats
@@ -71,6 +72,11 @@ _PATTERNS = {
 """For model types in which every n-th layer has full attention and all others have a sliding window: the default of n in
 transformers, keyed by model type.
 """
+
+
+@lru_cache(1024)  # the many modules of a large model have few labels
+def _is_attention(label: str) -> bool:
+    return _ATTENTION.fullmatch(label) is not None
 
 
 def _architecture(tree: Tree, config: Mapping[str, Any]) -> str | None:
@@ -135,7 +141,7 @@ class _Reader:
         inside = ""
         for module in self.tree.walk():
             known = not _CHILDREN.isdisjoint(module.children)
-            if not known and not _ATTENTION.fullmatch(module.label):  # most modules of a large model are experts
+            if not known and not _is_attention(module.label):  # most modules of a large model are experts
                 continue
             numbers = [int(part) for part in module.name.split(".") if is_number(part) and len(part) < 9]
             if not numbers or self._in_an_encoder(module.name) or (inside and module.name.startswith(inside)):
@@ -147,7 +153,7 @@ class _Reader:
                 inside = f"{module.name}."
                 unknown = [name for name in unknown if not module.name.startswith(f"{name}.")]
             elif (
-                _ATTENTION.fullmatch(module.label)
+                _is_attention(module.label)
                 and "norm" not in module.label
                 and not (unknown and module.name.startswith(f"{unknown[-1]}."))
             ):

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def read_header(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]
     if raw.count(b"{") > MOST_TENSORS + _BRACES:  # one begins every entry, and some may stand in the metadata
         raise UserError(too_many_tensors(path))
     try:
-        header = json.loads(raw, object_pairs_hook=lambda pairs: _no_duplicates(path, pairs))
+        header = json.loads(raw, object_pairs_hook=partial(_no_duplicates, path))
     except (ValueError, RecursionError):
         raise UserError(
             f"{path}: the header is not valid JSON, so this is no safetensors file or it is damaged"

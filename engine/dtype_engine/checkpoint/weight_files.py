@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,15 @@ class NoWeights(UserError):
     """Raised for a folder that has no weights in any known form."""
 
 
-def find_weight_files(folder: Path) -> tuple[Path, ...]:
-    """Return a folder's weights files, which together hold one model. Raises UserError if the folder has several models, or
-    NoWeights if it has none.
+def find_weight_files(folder: Path, weight_map: Mapping[str, str] | None = None) -> tuple[Path, ...]:
+    """Return a folder's weights files, which together hold one model. weight_map: the content of `index_of(folder)`, if there is
+    such an index and it was read. Raises UserError if the folder has several models, or NoWeights if it has none.
     """
+    if weight_map is not None:
+        return _shards(folder, weight_map)
     for name in _INDEXES:
         if (folder / name).exists() and not (name != INDEX and (folder / SINGLE).exists()):
-            return _shards(folder, folder / name)
+            return _shards(folder, read_index(folder / name), name)
     for name in _SINGLES:
         if (folder / name).exists():
             return (resolve_inside(folder, name),)
@@ -97,15 +99,16 @@ def _variant_files(folder: Path, present: Iterable[str]) -> tuple[Path, ...] | N
             f"move one of them into a folder of its own, with the files beside it"
         )
     name = next(iter(variants.values()))
-    return _shards(folder, folder / name) if name.endswith(".json") else (resolve_inside(folder, name),)
+    if name.endswith(".json"):
+        return _shards(folder, read_index(folder / name), name)
+    return (resolve_inside(folder, name),)
 
 
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "rng_state.pth")
 
 
-def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
-    names = dict.fromkeys(read_index(index).values())
-    return tuple(resolve_inside(folder, name, index.name) for name in names)
+def _shards(folder: Path, weight_map: Mapping[str, str], index: str = INDEX) -> tuple[Path, ...]:
+    return tuple(resolve_inside(folder, name, index) for name in dict.fromkeys(weight_map.values()))
 
 
 def index_of(folder: Path) -> Path | None:
@@ -119,11 +122,7 @@ def read_index(index: Path) -> dict[str, str]:
     name. Raises UserError if the file is not an index.
     """
     weight_map = read_json(index).get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(name, str) for name in weight_map.values())
-    ):
+    if not isinstance(weight_map, dict) or not weight_map or set(map(type, weight_map.values())) != {str}:
         raise UserError(f"{index}: it has no 'weight_map' of tensor names to files")
     return weight_map
 

@@ -348,17 +348,11 @@ class Tree:
             return known
         if name.count(".") >= MOST_PARTS:
             raise UserError(f"the name {printable(name)} has over {MOST_PARTS} parts, which no module has")
-        missing: list[str] = []
-        while name not in self.modules:
-            missing.append(name)
-            name = name.rpartition(".")[0]
-        if len(self.modules) + len(missing) > MOST_MODULES:
+        above, _, label = name.rpartition(".")
+        parent = self._module(above, classes)
+        if len(self.modules) >= MOST_MODULES:
             raise UserError(f"the names of the tensors have over {MOST_MODULES:,} modules, which no model has")
-        made = self.modules[name]
-        for name in reversed(missing):
-            parent, made = made, Module(name, classes.get(name))
-            parent.children[sys.intern(name.rpartition(".")[2])] = made
-            self.modules[name] = made
+        made = self.modules[name] = parent.children[sys.intern(label)] = Module(name, classes.get(name))
         return made
 
     def canonical(self, name: str) -> TensorInfo | None:
