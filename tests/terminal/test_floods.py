@@ -85,5 +85,8 @@ def test_a_signal_ends_it_though_the_terminal_takes_no_more_output() -> None:
         while (status := terminal.ended()) is None and time.monotonic() < until:
             time.sleep(0.02)
         assert status == 128 + signal.SIGTERM
+        while terminal.read(0.1):
+            pass
+        assert terminal.is_restored()
     finally:
         terminal.close()

@@ -28,6 +28,7 @@ from dtype_tui.config.bindings import APP_KEYS, KEYS
 from dtype_tui.config.key_names import keys_of, on_keyboard
 from dtype_tui.main_screen import MainScreen, message_text
 from dtype_tui.process.gc_policy import pause_gc, resume_gc
+from dtype_tui.process.terminal import restore_at_once, server_disconnected, terminal_settings
 from dtype_tui.screens.engine_event import EventWaits
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.event_queue import EventQueue
@@ -93,6 +94,9 @@ class DtypeApp(BaseApp[None]):
         self.main.tree_view.fold(launch.config.fold)
         self.controller.begin(launch)
         self._saver: SessionSaver | None = None
+        self._terminal = terminal_settings()
+        self._ending = threading.Lock()
+        """Acquired for good by the thread that ends the process after a signal."""
 
     @cached_property
     def guide(self) -> TourGuide:
@@ -137,8 +141,6 @@ class DtypeApp(BaseApp[None]):
         self.guide.begin()
 
     def _end_with_the_server(self) -> None:
-        from dtype_tui.process.terminal import server_disconnected
-
         if server_disconnected():
             self.exit()
 
@@ -163,16 +165,24 @@ class DtypeApp(BaseApp[None]):
         closing.start()
         try:
             self._close_session()
-            # If the terminal takes no more output, restoring it blocks. This timer then ends the process.
-            last = threading.Timer(_SIGNAL_MOST_S, os._exit, [status])
+            # If the terminal takes output slowly or not at all, suspending the app blocks. This timer then ends the process.
+            last = threading.Timer(_SIGNAL_MOST_S, self._end_at_once, [status])
             last.daemon = True
             last.start()
             with contextlib.suppress(SuspendNotSupported), self.suspend():  # a browser has no terminal to restore
                 closing.join()
+                self._ending.acquire()
                 os._exit(status)  # leaving this block would start the app in the terminal again
             closing.join()
         finally:
+            self._ending.acquire()
             os._exit(status)
+
+    def _end_at_once(self, status: int) -> None:
+        self._ending.acquire()  # so that the process does not end in the main thread meanwhile
+        if not self.is_web:
+            restore_at_once(self._terminal)
+        os._exit(status)
 
     def on_unmount(self) -> None:
         """Save the session and close the engine, even if the app ends before it has fully started."""

@@ -1,4 +1,4 @@
-"""Detects that the terminal is gone, or that the browser was closed."""
+"""Restores the terminal before a sudden end, and detects that the terminal is gone or that the browser was closed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,52 @@ import os
 import select
 import signal
 import sys
+import termios
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+_RESTORES = b"".join(
+    (
+        b"\x1b[?2004l",  # bracketed paste off
+        b"\x1b[?7h",  # lines wrap
+        b"\x1b[?2048l",  # reports of the window's size off
+        *(b"\x1b[?%dl" % mode for mode in (1000, 1003, 1015, 1006)),  # mouse off
+        b"\x1b[<u",  # kitty's keyboard protocol off
+        b"\x1b[?1049l",  # the main screen
+        b"\x1b[?25h",  # the cursor is visible
+        b"\x1b[?1004l",  # reports of the focus off
+    )
+)
+"""The sequences that undo Textual's application mode, as its `LinuxDriver.stop_application_mode` writes them."""
+
+
+def terminal_settings() -> list[Any] | None:
+    """Return the attributes of the terminal (`termios.tcgetattr`), or None if standard error is none."""
+    with suppress(termios.error, OSError, ValueError):
+        if sys.__stderr__ is not None:
+            return termios.tcgetattr(sys.__stderr__.fileno())
+    return None
+
+
+def restore_at_once(settings: list[Any] | None) -> None:
+    """Restore the terminal without waiting until it has taken what the app has written so far, which is discarded. settings: its
+    attributes from before the app started, as `terminal_settings` returns them.
+    """
+    with suppress(termios.error, OSError, ValueError):  # the terminal is gone
+        assert sys.__stderr__ is not None  # to which Textual writes
+        number = sys.__stderr__.fileno()
+        os.set_blocking(number, False)  # so that Textual's thread, if it waits in a write, does not write on
+        if settings is not None:
+            termios.tcsetattr(number, termios.TCSANOW, settings)
+        for _ in range(20):
+            termios.tcflush(number, termios.TCOFLUSH)
+            with suppress(BlockingIOError):
+                if os.write(number, _RESTORES) == len(_RESTORES):
+                    return
+            time.sleep(0.01)
 
 
 def exit_on_terminal_loss(on_exit: Callable[[], None]) -> None:
@@ -21,6 +65,7 @@ def exit_on_terminal_loss(on_exit: Callable[[], None]) -> None:
     def hook(failed: threading.ExceptHookArgs) -> None:
         if (
             isinstance(failed.exc_value, OSError)
+            and not isinstance(failed.exc_value, BlockingIOError)  # `restore_at_once` is ending the process
             and failed.thread is not None
             and failed.thread.name == "textual-output"
         ):
