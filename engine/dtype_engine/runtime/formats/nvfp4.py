@@ -14,8 +14,10 @@ from dtype_engine.runtime.formats.scales import FLOAT32_MAX, Scales
 
 _ELEMENT = dtypes.BY_NAME["nvfp4"].max
 _SCALE = dtypes.BY_NAME["float8_e4m3fn"].max
+LARGEST = _SCALE * _ELEMENT
+"""The largest value of an element times the largest scale of a block, both without the scale of the tensor."""
 _FOR_ZERO = 0.125
-_LEAST = _SCALE * _ELEMENT / FLOAT32_MAX * (1 + 2**-22)
+_LEAST = LARGEST / FLOAT32_MAX * (1 + 2**-22)
 """The lower limit for the scale of a tensor. At this limit, the largest dequantized value, 448 * 6 / scale, is just below float32's
 largest value. The factor 1 + 2^-22 keeps rounding in the divisions from making that value infinite.
 """
@@ -23,7 +25,7 @@ largest value. The factor 1 + 2^-22 keeps rounding in the divisions from making 
 
 def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
     """Return the scale (float32, 0-d) of a tensor whose largest |value| is `amax`: 448 * 6 / amax, or 1 if that is infinite."""
-    scale = amax.to(torch.float32).clamp(min=torch.finfo(torch.float32).tiny).reciprocal() * (_SCALE * _ELEMENT)
+    scale = amax.to(torch.float32).clamp(min=torch.finfo(torch.float32).tiny).reciprocal() * LARGEST
     return torch.where(torch.isfinite(scale), scale.clamp(min=_LEAST), 1.0)
 
 

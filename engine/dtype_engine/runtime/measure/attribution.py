@@ -210,7 +210,10 @@ class Attribution:
             key
             for key, weight in self.model.by_id.items()
             if (weight.info.castable or weight.scale is not None)
-            and (not equals_reference(weight, weight.dtype) or (rounds and quantizes_activations(weight.input_format)))
+            and (
+                not equals_reference(weight, weight.dtype)
+                or (rounds and (form := weight.input_format) is not None and quantizes_activations(form.dtype))
+            )
         )
 
     def _run_reference(self, runner: ForwardRunner) -> None:

@@ -41,6 +41,7 @@ from dtype_engine.runtime.model.stored_values import (
 )
 from dtype_engine.runtime.model.torch_private import is_compiled
 from dtype_engine.runtime.model.visits import BlockVisits
+from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, torch_dtype
 
@@ -126,14 +127,11 @@ class Weight:
         return made
 
     @property
-    def input_format(self) -> str:
-        """The format to which runtimes round the activations that this weight multiplies in matrix products, or "" if they do not
-        round them.
-
-        It is the weight's own format if this has scales. If another program quantized the weight and no rule casts it, it is the
-        format that the files declare for activations.
+    def input_format(self) -> InputFormat | None:
+        """How runtimes round the activations that this weight multiplies in matrix products, or None if they do not. They round
+        them to the weight's format or, if another program quantized the weight and no rule casts it, as the files declare.
         """
-        return self.dtype if self.scale is not None else self.stored.input_format if self.decoded else ""
+        return InputFormat(self.dtype) if self.scale is not None else self.stored.input_format if self.decoded else None
 
     @property
     def form(self) -> str:

@@ -8,6 +8,7 @@ decoded values are not kept, so the weight takes no more memory than its tensors
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
@@ -17,10 +18,14 @@ from torch.nn import functional
 
 from dtype_engine.checkpoint import CheckpointTensor
 from dtype_engine.checkpoint.schemes import EncodedWeight
+from dtype_engine.checkpoint.schemes.input_activations import input_scale
 from dtype_engine.core import dtypes
+from dtype_engine.core.errors import NoForward
+from dtype_engine.core.text import printable
 from dtype_engine.runtime.formats import schemes
 from dtype_engine.runtime.model.mmap_reader import read_part
 from dtype_engine.runtime.model.visits import BlockVisits
+from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
 
 _CPU = torch.device("cpu")
@@ -45,10 +50,8 @@ class StoredValues(ABC):
     """The scales of the codes that the module holds, on the module's device. None if it holds no codes."""
     format: str = ""
     """The name of the format if the files store the weight as codes, such as "gptq:int4@g128". Otherwise ""."""
-    input_format: str = ""
-    """The format in `core.dtypes` to which runtimes round the activations that the weight multiplies, as the files declare. "" if
-    none.
-    """
+    input_format: InputFormat | None = None
+    """How runtimes round the activations that the weight multiplies, as the files declare, or None if they do not."""
     decoded: bool = False
     """True if the module holds only a placeholder, so that each operation has to read or decode the values."""
     in_files: tuple[CheckpointTensor, ...] = ()
@@ -136,18 +139,29 @@ class EncodedValues(StoredValues):
     """A weight that another program quantized. The module holds a placeholder for it, which takes the memory of one element.
 
     holds: the dtype of the placeholder, which is the dtype that the weight would have in an unquantized model. turned: whether the
-    weight's last two dimensions are exchanged in the module. input_format: the format to which runtimes round the activations that
-    the weight multiplies, or "".
+    weight's last two dimensions are exchanged in the module. inputs: the format to which runtimes round the activations that the
+    weight multiplies, as `schemes.input_activations` tells it, or "".
     """
 
     dtype = torch.float32
     decoded = True
 
-    def __init__(self, weight: EncodedWeight, holds: torch.dtype, turned: bool = False, input_format: str = "") -> None:
-        self.weight, self.holds, self.turned, self.input_format = weight, holds, turned, input_format
+    def __init__(self, weight: EncodedWeight, holds: torch.dtype, turned: bool = False, inputs: str = "") -> None:
+        self.weight, self.holds, self.turned, self._inputs = weight, holds, turned, inputs
         self.shape = (*weight.shape[:-2], *weight.shape[:-3:-1]) if turned else weight.shape
         self.format = weight.format
         self.in_files = weight.tensors
+
+    @cached_property
+    def input_format(self) -> InputFormat | None:  # type: ignore[override]
+        """As in `StoredValues`. Raises NoForward if the scale of the inputs is no positive number."""
+        dtype, stored = self._inputs, input_scale(self.weight)
+        if not dtype.endswith((dtypes.PER_TENSOR, "nvfp4")) or stored is None:
+            return InputFormat(dtype) if dtype else None
+        scale = float(read_part(stored).float().max())
+        if not 0 < scale < math.inf:
+            raise NoForward(f"{printable(stored.name)} is {scale}, which can't be a scale of inputs")
+        return InputFormat(dtype, 1 / scale if self.weight.scheme == "ct" and dtype == "nvfp4" else scale)
 
     @cached_property
     def _parts(self) -> dict[str, torch.Tensor]:
@@ -224,9 +238,14 @@ class StackedValues(StoredValues):
     def __init__(self, parts: Sequence[StoredValues], shape: tuple[int, ...], holds: torch.dtype) -> None:
         self.parts, self.shape, self.holds = tuple(parts), shape, holds
         self.format = next((part.format for part in parts if part.format), "")
-        self.input_format = next((part.input_format for part in parts if part.input_format), "")
         self.dtype = torch.float32 if self.format else holds
         self.in_files = tuple(tensor for part in parts for tensor in part.in_files)
+
+    @cached_property
+    def input_format(self) -> InputFormat | None:  # type: ignore[override]
+        """As in `StoredValues`. The scale is the largest of the parts', as vLLM has one for all experts of a layer."""
+        forms = [part.input_format for part in self.parts if part.input_format is not None]
+        return max(forms, key=lambda form: form.scale or 0.0, default=None)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
@@ -275,7 +294,11 @@ class VisitedValues(StoredValues):
     def __init__(self, values: StoredValues, visits: BlockVisits) -> None:
         self.values, self.visits = values, visits
         self.shape, self.dtype, self.holds = values.shape, values.dtype, values.holds
-        self.format, self.in_files, self.input_format = values.format, values.in_files, values.input_format
+        self.format, self.in_files = values.format, values.in_files
+
+    @property
+    def input_format(self) -> InputFormat | None:  # type: ignore[override]
+        return self.values.input_format
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]

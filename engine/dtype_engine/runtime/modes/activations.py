@@ -17,7 +17,7 @@ import torch
 from dtype_engine.core.dtypes import quantizes_activations
 from dtype_engine.runtime.model.torch_private import WeakIdKeyDictionary
 from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
-from dtype_engine.runtime.numerics.activations import quantize_activations
+from dtype_engine.runtime.numerics.activations import InputFormat, quantize_activations
 
 _LEFT, _RIGHT = -1, -2
 """The dimension over which a matrix product sums: the last one of the left matrix, and the second to last one of the
@@ -57,12 +57,10 @@ torch-function mode can't reach them.
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Which operand (0 or 1) of a matrix product is rounded, to which format `dtype`, and over which dimension `dim` the product
-    sums.
-    """
+    """Which operand (0 or 1) of a matrix product is rounded, how, and over which dimension `dim` the product sums."""
 
     operand: int
-    dtype: str
+    form: InputFormat
     dim: int
 
 
@@ -74,9 +72,9 @@ class ActivationRounding:
     def __init__(self) -> None:
         self.left_wide: set[str] = set()
         """Names of operations that used a quantized weight, but whose activations could not be rounded."""
-        self._made: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
+        self._made: MutableMapping[torch.Tensor, InputFormat] = WeakIdKeyDictionary()
 
-    def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, str]) -> dict[int, str]:
+    def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, InputFormat]) -> dict[int, InputFormat]:
         """Return the format of each quantized weight among `tensors`, keyed by the tensor's `id`. A tensor that was computed from
         one quantized weight counts as this weight.
 
@@ -84,12 +82,12 @@ class ActivationRounding:
         """
         found = {}
         for tensor in tensors:
-            dtype = stored.get(id(tensor)) or self._made.get(tensor)
-            if dtype is not None:
-                found[id(tensor)] = dtype
+            form = stored.get(id(tensor)) or self._made.get(tensor)
+            if form is not None:
+                found[id(tensor)] = form
         return found
 
-    def follow(self, output: Any, tensors: list[torch.Tensor], formats: Mapping[int, str]) -> None:
+    def follow(self, output: Any, tensors: list[torch.Tensor], formats: Mapping[int, InputFormat]) -> None:
         """If all float arguments of an operation are quantized weights of one format, let its float results count as such weights,
         too.
 
@@ -98,13 +96,13 @@ class ActivationRounding:
         """
         floats = [id(tensor) for tensor in tensors if tensor.is_floating_point() or id(tensor) in formats]
         kinds = {formats.get(key) for key in floats}
-        if len(kinds) == 1 and (dtype := kinds.pop()) is not None:
+        if len(kinds) == 1 and (form := kinds.pop()) is not None:
             for made in tensors_in((output,), {}):
                 if made.is_floating_point():
-                    self._made[made] = dtype
+                    self._made[made] = form
 
     def wanted(
-        self, name: str, args: Arguments, kwargs: Mapping[str, Any], formats: Mapping[int, str]
+        self, name: str, args: Arguments, kwargs: Mapping[str, Any], formats: Mapping[int, InputFormat]
     ) -> Rounds | None:
         """Decide which operand of a torch call has to be rounded. Returns how to round it, or None if no operand has to be rounded.
 
@@ -114,7 +112,7 @@ class ActivationRounding:
         if name == "einsum":
             return _of_einsum(args, formats)
         if name not in _PRODUCTS:
-            if name in _OTHERS and any(quantizes_activations(dtype) for dtype in formats.values()):
+            if name in _OTHERS and any(quantizes_activations(form.dtype) for form in formats.values()):
                 self.left_wide.add(name)
             return None
         operands = [_operand(args, kwargs, operand) for operand in _PRODUCTS[name]]
@@ -140,14 +138,14 @@ class ActivationRounding:
         operand = (rounds.operand + 1, "", 0) if name == "einsum" else _PRODUCTS[name][rounds.operand]
         before: torch.Tensor = _operand(args, kwargs, operand)
         values = before.movedim(rounds.dim, -1).to(dtype or before.dtype)
-        after = quantize_activations(values, rounds.dtype).movedim(-1, rounds.dim)
+        after = quantize_activations(values, rounds.form.dtype, rounds.form.scale).movedim(-1, rounds.dim)
         position, keyword, _ = operand
         if position < len(args):
             return (*args[:position], after, *args[position + 1 :]), kwargs, before
         return args, kwargs | {keyword: after}, before
 
 
-def _weight_among(operands: Sequence[Any], formats: Mapping[int, str]) -> tuple[int, str] | None:
+def _weight_among(operands: Sequence[Any], formats: Mapping[int, InputFormat]) -> tuple[int, InputFormat] | None:
     """Return (index, format) of the operand that is a quantized weight, or None if no operand is one. If both operands are weights,
     the right one is returned, since the left one then acts as the input, such as a learned token.
 
@@ -155,8 +153,8 @@ def _weight_among(operands: Sequence[Any], formats: Mapping[int, str]) -> tuple[
     """
     known = [formats.get(id(operand)) for operand in operands]
     index = 1 if known[1] is not None else 0
-    dtype = known[index]
-    return (index, dtype) if dtype is not None and quantizes_activations(dtype) else None
+    form = known[index]
+    return (index, form) if form is not None and quantizes_activations(form.dtype) else None
 
 
 def _operand(args: Arguments, kwargs: Mapping[str, Any], operand: _Operand) -> Any:
@@ -164,7 +162,7 @@ def _operand(args: Arguments, kwargs: Mapping[str, Any], operand: _Operand) -> A
     return args[position] if position < len(args) else kwargs.get(keyword)
 
 
-def _of_einsum(args: Arguments, formats: Mapping[int, str]) -> Rounds | None:
+def _of_einsum(args: Arguments, formats: Mapping[int, InputFormat]) -> Rounds | None:
     """Decide which operand of an einsum has to be rounded. Returns how to round it, or None. An operand is rounded only if the
     einsum has two operands and sums over one letter that they have in common.
 

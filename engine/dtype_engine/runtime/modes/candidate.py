@@ -12,6 +12,7 @@ from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.model.stored_values import dequantized_rows
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.weight_mode import WeightMode
+from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.quantize import dequantize
 
 
@@ -51,7 +52,7 @@ class CandidateMode(WeightMode):
     def is_quantized(self, weight: Weight) -> bool:
         return weight.scale is not None
 
-    def input_format(self, weight: Weight) -> str:
+    def input_format(self, weight: Weight) -> InputFormat | None:
         return weight.input_format
 
 

@@ -20,6 +20,7 @@ from dtype_engine.runtime.modes.reference import (
     reference_value,
 )
 from dtype_engine.runtime.modes.weight_mode import WeightMode
+from dtype_engine.runtime.numerics.activations import InputFormat
 
 
 class PartialCastMode(WeightMode):
@@ -69,7 +70,7 @@ class PartialCastMode(WeightMode):
     def is_quantized(self, weight: Weight) -> bool:
         return weight.scale is not None if self.inside(self.module) else is_coded(weight)
 
-    def input_format(self, weight: Weight) -> str:
+    def input_format(self, weight: Weight) -> InputFormat | None:
         return weight.input_format if self.inside(self.module) else super().input_format(weight)
 
     def note_use(self, key: int) -> None:

@@ -37,6 +37,7 @@ from dtype_engine.runtime.modes.op_tables import (
     tensors_in,
 )
 from dtype_engine.runtime.modes.promotion import ImplicitCast, call_mixed, cast_of
+from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.quantize import dtype_name
 
 _FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -265,11 +266,11 @@ class WeightMode(TorchFunctionMode):
         """
         return False
 
-    def input_format(self, weight: Weight) -> str:
-        """Return the format to which activations that this weight multiplies are rounded, if the run settings request it. "" if
-        there is none.
+    def input_format(self, weight: Weight) -> InputFormat | None:
+        """Return how activations that this weight multiplies are rounded if the run settings request it, or None if they are
+        not.
         """
-        return weight.dtype if self.is_quantized(weight) else ""
+        return InputFormat(weight.dtype) if self.is_quantized(weight) else None
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a weight, replaces a weight, or is a view of one of these."""
@@ -449,7 +450,9 @@ class WeightMode(TorchFunctionMode):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         args, kwargs, before = self.rounding.apply(name, args, kwargs, rounds, dtype)
         if self.record is not None:
-            self.record(ImplicitCast(self.module, name, dtype_name(before.dtype), rounds.dtype, before.numel(), False))
+            self.record(
+                ImplicitCast(self.module, name, dtype_name(before.dtype), rounds.form.dtype, before.numel(), False)
+            )
         return args, kwargs
 
     def _before_write(self, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:

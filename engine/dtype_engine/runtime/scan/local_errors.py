@@ -25,6 +25,7 @@ from dtype_engine.runtime.modes.op_tables import is_in_place, replace_tensors, t
 from dtype_engine.runtime.modes.promotion import call_mixed
 from dtype_engine.runtime.modes.reference import reference_dtype, reference_value
 from dtype_engine.runtime.modes.weight_mode import WeightMode
+from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype, values_in
 from dtype_engine.runtime.scan.companions import companions_of
 from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOrigin
@@ -169,7 +170,7 @@ class _Rerun:
         if is_in_place(operation.name) and isinstance(args[0], torch.Tensor):
             args = (args[0].clone(), *args[1:])
         if errors.rounding is not None and dtype in dtypes.STORAGE_DTYPES:
-            rounds = errors.rounding.wanted(operation.name, args, kwargs, dict.fromkeys(taken, dtype))
+            rounds = errors.rounding.wanted(operation.name, args, kwargs, dict.fromkeys(taken, InputFormat(dtype)))
             if rounds is not None:
                 args, kwargs, _ = errors.rounding.apply(operation.name, args, kwargs, rounds)
         again = call_mixed(self.func, operation.name, args, kwargs, self.site)

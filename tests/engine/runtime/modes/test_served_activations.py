@@ -84,10 +84,11 @@ def test_inputs_are_rounded_as_the_configuration_declares(scheme: str, tmp_path:
 @pytest.mark.parametrize(
     ("scheme", "form"),
     [
-        ("fp8 by rows", "float8_e4m3fn"), ("fp8 with one scale", ""), ("modelopt fp8", ""), ("deepseek", ""),
+        ("fp8 by rows", "float8_e4m3fn"), ("fp8 with one scale", "float8_e4m3fn@tensor"), ("deepseek", ""),
+        ("modelopt fp8", "float8_e4m3fn@tensor"),
         ("modelopt fp8 by rows", "float8_e4m3fn"), ("ct int8", ""), ("gptq", ""),
     ],
 )  # fmt: skip
-def test_only_dynamic_scales_are_known(scheme: str, form: str, tmp_path: Path) -> None:
+def test_the_format_of_inputs_is_the_declared_one(scheme: str, form: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(forms.CASES[scheme]().save(tmp_path))
     assert {input_format(weight, checkpoint.config) for weight in checkpoint.encoded.values()} == {form}
