@@ -330,6 +330,12 @@ def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -
             f"pattern {shortened(pattern)} matches only a part of {partly[0].name}, which the model packs from "
             f"{len(partly[0].stored_as)} tensors of the files: match all of them, or the packed tensor"
         )
+    import regex  # the import takes 10 ms
+
+    if (ranged := regex.sub(r"\{(\d+)-(\d+)\}", r"{\1..\2}", pattern)) != pattern and select(
+        tree, compile_pattern(ranged)
+    ).tensors:
+        return f"pattern {shortened(pattern)} matches nothing in this model; a range is written with two dots: {ranged}"
     if compiled.by_class:
         known = sorted({module.class_name for module in tree.modules.values() if module.class_name})
         wanted, prefix = pattern.removeprefix("type:"), "type:"

@@ -179,6 +179,12 @@ def test_a_mistyped_pattern_is_told_with_the_nearest_pattern(typed: str, meant: 
     assert str(refused.value).endswith(f"the nearest is {meant or 'model.layers.*.mlp'}")
 
 
+def test_a_range_with_a_hyphen_is_told_as_one_with_two_dots() -> None:
+    tree = Tree([TensorInfo(f"layers.{layer}.weight", (4, 4), "float32") for layer in range(3)])
+    with pytest.raises(UserError, match=r"a range is written with two dots: layers\.\{0\.\.1\}$"):
+        require_matches(tree, Recipe((Rule("layers.{0-1}", "float16"),)))
+
+
 def test_rules_by_class_wait_until_classes_are_known() -> None:
     plan = make_plan(Tree(TREE.tensors.values()), Recipe((Rule("type:Linear", "float16"),)))
     assert plan.pending_classes == (0,)
