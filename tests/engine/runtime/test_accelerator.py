@@ -24,6 +24,7 @@ import dtype_engine as de
 from dtype_engine.core.errors import NoForward
 from dtype_engine.runtime.device import exact_float32, random_states
 from dtype_engine.runtime.passes.outputs import main_output
+from dtype_engine.runtime.scan import local_errors
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="DTYPE_TUI_TEST_DEVICE names no accelerator")
 on_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="DTYPE_TUI_TEST_DEVICE is not cuda")
@@ -214,6 +215,24 @@ def test_a_model_that_does_not_fit_is_refused_in_a_sentence(wide: Path) -> None:
     with room_for(int(0.6 * size)), pytest.raises(de.UserError, match=f"^the model: not enough memory on {DEVICE}"):
         de.open(str(wide))
     de.open(str(wide))
+
+
+def test_a_scan_of_a_model_larger_than_the_memory_holds_pieces_of_its_largest_weight(
+    make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE != "fake":
+        pytest.skip("only the fake accelerator counts every byte")
+    monkeypatch.setattr(local_errors, "PIECE", 1 << 18)
+    folder = make_llama(vocab_size=16384, hidden_size=128, dtype="bfloat16")
+    ids = [torch.arange(3, 3 + length)[None] for length in (5, 3)]
+    head, scores = 16384 * 128 * 4, []
+    for limits in ({}, {"fake": 1 << 20}):
+        session = de.open(
+            str(folder), options=de.Options(max_memory=limits), inputs=[{"input_ids": each} for each in ids]
+        )
+        with room_for(int(2.2 * head)) if limits else nullcontext():
+            scores.append(session.scan(["float16", "float8_e4m3fn", "int8"], draws=2).scores())
+    assert scores[0] == scores[1]
 
 
 def test_memory_is_given_back_after_casts_and_counted_as_torch_counts_it(wide: Path) -> None:

@@ -217,7 +217,7 @@ class Attribution:
         )
 
     def _run_reference(self, runner: ForwardRunner) -> None:
-        budget, positions = _BUDGET, 0
+        budget, positions = min(_BUDGET, self.model.cache_budget), 0
         runner.calibrate_caches(self.inputs.batches)
         batches, size = self.inputs.batches, 1 if self.model.visits is None else _SIDE_BY_SIDE
         for start in range(0, len(batches), size):

@@ -58,11 +58,11 @@ candidate run, and temporary tensors.
 _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
-def budget_for(device: torch.device, asked: int | None = None) -> int:
+def budget_for(model: LiveModel, asked: int | None = None) -> int:
     """Return how many bytes of outputs may be kept between measurements: `asked` if it is given, otherwise a quarter of the free
     memory, at most `MOST_KEPT`.
     """
-    return min(MOST_KEPT, cache_budget(device)) if asked is None else asked
+    return min(MOST_KEPT, model.cache_budget) if asked is None else asked
 
 
 @dataclass

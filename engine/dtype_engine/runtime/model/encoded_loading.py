@@ -23,6 +23,7 @@ from dtype_engine.runtime.model.stored_values import (
     EncodedValues,
     InFileValues,
     PlainValues,
+    QuantizedInFile,
     StackedValues,
     StoredValues,
     VisitedValues,
@@ -79,12 +80,15 @@ def encoded_values(
             rows = in_rows(parts, {part: checkpoint.weights[part].shape for part in parts}, shape)
             if rows is None:
                 raise NoForward(f"{title}: no forward pass: {name} is not its parts in the files, one below the other")
+            if any(part in checkpoint.quantized for part in parts):
+                continue  # their scales are packed, too, which needs all of them in memory
             among = [_values(checkpoint, part, holds, False, visits) for names in rows for part in names]
             encoded = any(part.format for part in among)
             found[name] = StackedValues(among, shape, holds if encoded else among[0].dtype)
             continue
         stored = next(iter(parts))
-        own = checkpoint.weights[stored].shape
+        coded = checkpoint.quantized.get(stored)
+        own = checkpoint.weights[stored].shape if coded is None else coded.shape
         is_turned = stored in turned
         if shape != ((*own[:-2], *own[:-3:-1]) if is_turned else own):
             raise NoForward(
@@ -99,10 +103,10 @@ def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -
     Other weights stay in memory. turned: the names of the weights that loading transposes; these stay in memory unless they are
     quantized.
     """
-    if name in checkpoint.encoded:
+    if name in checkpoint.encoded or name in checkpoint.quantized:
         return True
     stored = checkpoint.weights[name]
-    plain = name not in checkpoint.quantized and stored.dtype in dtypes.COMPUTE_DTYPES and stored.bytes is not None
+    plain = stored.dtype in dtypes.COMPUTE_DTYPES and stored.bytes is not None
     return plain and name not in turned and stored.nbytes >= SMALLEST
 
 
@@ -112,6 +116,8 @@ def _values(
     if name in checkpoint.encoded:
         weight = checkpoint.encoded[name]
         return EncodedValues(weight, holds, turned, input_format(weight, checkpoint.config))
+    if name in checkpoint.quantized:
+        return QuantizedInFile(checkpoint.quantized[name])
     if visits is not None:
         return InFileValues(checkpoint.weights[name])
     return PlainValues(read_stored(checkpoint, checkpoint.weights[name]))
@@ -149,6 +155,8 @@ def state_to_load(
     others = {
         name: read_stored(checkpoint, tensor)
         for name, tensor in checkpoint.weights.items()
-        if name not in checkpoint.encoded and (name not in placements or placements[name].name not in values)
+        if name not in checkpoint.encoded
+        and name not in checkpoint.quantized
+        and (name not in placements or placements[name].name not in values)
     }
     return others | {name: each.held(torch.device("cpu")) for name, each in values.items()}

@@ -27,7 +27,7 @@ from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.runtime.device import enough_memory, has_float64
+from dtype_engine.runtime.device import cache_budget, enough_memory, has_float64
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement
@@ -40,7 +40,7 @@ from dtype_engine.runtime.model.stored_values import (
     placeholder,
 )
 from dtype_engine.runtime.model.torch_private import is_compiled
-from dtype_engine.runtime.model.visits import BlockVisits
+from dtype_engine.runtime.model.visits import BLOCKS, BlockVisits
 from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, torch_dtype
@@ -114,7 +114,7 @@ class Weight:
         if not isinstance(self.stored, VisitedValues):
             return self.tensor.data, self.scale
         if not self.cast:
-            return self.stored.read(self.tensor.device), None
+            return self.stored.coded(self.tensor.device)
         key = id(self), self.dtype, self.tensor.device
         return self.stored.visits.once(key, self._cast_values, self.stored.values)
 
@@ -332,7 +332,9 @@ class LiveModel:
             if info.name in quantized:
                 infos[number] = dataclasses.replace(info, dtype=quantized[info.name][0], quantized=True)
             elif info.name in encoded and (values := encoded[info.name]).format:
-                infos[number] = dataclasses.replace(info, dtype=values.format, packed_bytes=values.nbytes)
+                own = values.scale is not None
+                nbytes = None if own else values.nbytes
+                infos[number] = dataclasses.replace(info, dtype=values.format, packed_bytes=nbytes, quantized=own)
         unused_infos = list[TensorInfo]()
         checkpoint = rest.get("checkpoint")
         if checkpoint is not None:
@@ -361,6 +363,14 @@ class LiveModel:
             by_id={id(weight.tensor): weight for weight in weights.values()},
             **rest,
         )
+
+    @property
+    def cache_budget(self) -> int:
+        """How many bytes of results may be kept although they could be computed again: `device.cache_budget`, but at most a quarter
+        of the memory that a model larger than memory may take.
+        """
+        budget = cache_budget(self.device)
+        return budget if self.visits is None else min(budget, self.visits.most * BLOCKS // 4)
 
     def apply(
         self,

@@ -58,7 +58,7 @@ from dtype_engine.runtime.model.python_source import load_python
 from dtype_engine.runtime.model.quantized_loading import refuse_unread
 from dtype_engine.runtime.model.silence_libraries import no_stderr, quiet, silence_transformers
 from dtype_engine.runtime.model.stored_values import EncodedValues, StoredValues, VisitedValues
-from dtype_engine.runtime.model.visits import BlockVisits, blocks_of
+from dtype_engine.runtime.model.visits import BLOCKS, BlockVisits, blocks_of
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name, torch_dtype
 
 OnStep = Callable[[str], None]
@@ -81,9 +81,9 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
     if reason := shortfall(checkpoint, options.max_memory):
         if not options.over_memory:
             raise NoForward(reason)
-        visits = BlockVisits(usable_memory(options.max_memory) // _BLOCK_SHARE)
+        visits = BlockVisits(usable_memory(options.max_memory) // BLOCKS)
     elif checkpoint.stored_bytes > (most := _limit(device, options.max_memory, checkpoint.stored_bytes)):
-        visits = BlockVisits(most // _BLOCK_SHARE, keeps_pages=True)
+        visits = BlockVisits(most // BLOCKS, keeps_pages=True)
     if checkpoint.form == "pickle" and source.trust_pickle and checkpoint.path.is_file():
         whole = load_pickle(checkpoint.path, trust=True)
         if isinstance(whole, nn.Module):
@@ -91,10 +91,6 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
     return _from_checkpoint(checkpoint, source, options, device, on_step, visits)
 
 
-_BLOCK_SHARE = 16
-"""A model that is larger than memory runs block by block. A block is a module whose float32 weights take at most 1/16 of the
-memory, if the model can be divided so.
-"""
 _NO_ARCHITECTURE = {
     "gguf": "the architecture of this GGUF file is not known here; open the checkpoint that it was made from to run it",
     "adapter": "an adapter alone is no model; merge it into its base model and open that to run it here",
@@ -256,7 +252,8 @@ def load_module(
         held[name].data = values.held(torch.device("cpu"))
     others = {name: place for name, place in restorable(checkpoint, placements).items() if place.name not in encoded}
     _restore_stored(module, checkpoint, others)
-    quantized, packed = _restore_quantized(module, checkpoint, placements)
+    own = {name: place for name, place in placements.items() if place.name not in encoded}
+    quantized, packed = _restore_quantized(module, checkpoint, own)
     notices = [*checkpoint.notices, *chosen.notices, *of_buffers, *inputs_notice(checkpoint)]
     persistent = sum(info.persistent for info in collect_tensors(module)[0])
     coverage = Coverage(persistent, tuple(sorted(set(loading_info.get("missing_keys") or ()) - packed)))

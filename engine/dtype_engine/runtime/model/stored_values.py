@@ -16,14 +16,14 @@ from functools import cached_property
 import torch
 from torch.nn import functional
 
-from dtype_engine.checkpoint import CheckpointTensor
+from dtype_engine.checkpoint import CheckpointTensor, QuantizedWeight
 from dtype_engine.checkpoint.schemes import EncodedWeight
 from dtype_engine.checkpoint.schemes.input_activations import input_scale
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.formats import schemes
-from dtype_engine.runtime.model.mmap_reader import read_part
+from dtype_engine.runtime.model.mmap_reader import read_part, read_quantized
 from dtype_engine.runtime.model.visits import BlockVisits
 from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
@@ -89,6 +89,10 @@ class StoredValues(ABC):
         """
         return None
 
+    def coded(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (values, None) or, for a weight that an export of this program stored with scales, (codes, scales)."""
+        return self.read(device), None
+
     def release(self) -> None:  # noqa: B027
         """Drop the mappings of the files, so that their pages can leave the memory. Reading the values maps the files again."""
 
@@ -109,7 +113,8 @@ class PlainValues(StoredValues):
         return self.held(device)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(ids, self.read(ids.device))
+        table = self.tensors[0]  # if it is in a file, only its rows go to the accelerator
+        return functional.embedding(ids.to(table.device), table).to(ids.device)
 
 
 class QuantizedValues(StoredValues):
@@ -225,6 +230,44 @@ class InFileValues(StoredValues):
         return functional.embedding(ids.cpu(), self.read()).to(ids.device)
 
 
+class QuantizedInFile(StoredValues):
+    """A weight that an export of this program stored as codes with scales, and that stays in its file: each read maps the file
+    again. Used for models larger than memory.
+    """
+
+    dtype = torch.float32
+    decoded = True
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self.weight, self.shape, self.format = weight, weight.shape, weight.dtype
+        self.holds, self.in_files = torch_dtype(weight.dtype), tuple(weight.parts.values())
+        self.scale = torch.ones(1)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return read_quantized(self.weight)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.in_files)
+
+    def held(self, device: torch.device) -> torch.Tensor:
+        return placeholder(self.shape, self.holds, device)
+
+    def coded(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        codes, scale = read_quantized(self.weight)
+        return codes.to(device), scale.to(device)
+
+    def read(self, device: torch.device = _CPU) -> torch.Tensor:
+        return self._values().read(device)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._values().rows(ids.cpu()).to(ids.device)
+
+    def _values(self) -> QuantizedValues:
+        return QuantizedValues(*read_quantized(self.weight), self.format)
+
+
 class StackedValues(StoredValues):
     """A weight that loading packs from several stored tensors, such as the experts of a layer. Used if another program quantized
     any of these tensors, or if the model is larger than memory.
@@ -294,7 +337,7 @@ class VisitedValues(StoredValues):
     def __init__(self, values: StoredValues, visits: BlockVisits) -> None:
         self.values, self.visits = values, visits
         self.shape, self.dtype, self.holds = values.shape, values.dtype, values.holds
-        self.format, self.in_files = values.format, values.in_files
+        self.format, self.in_files, self.scale = values.format, values.in_files, values.scale
 
     @property
     def input_format(self) -> InputFormat | None:  # type: ignore[override]
@@ -313,6 +356,11 @@ class VisitedValues(StoredValues):
 
     def read(self, device: torch.device = _CPU) -> torch.Tensor:
         return self.visits.once((self, device), lambda: self.values.read(device), self.values)
+
+    def coded(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.scale is None:
+            return self.read(device), None
+        return self.visits.once((self, device, "codes"), lambda: self.values.coded(device), self.values)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         self.visits.note_use(self.values)

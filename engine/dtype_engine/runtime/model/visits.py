@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 SMALLEST = 1 << 16
 """Weights of fewer bytes, such as those of a norm, stay in memory."""
+BLOCKS = 16
+"""The memory is divided into this many parts. One block of the model takes at most one of them, as float32."""
 _MOST_KEPT = 8
 """Values of the current block are kept until they take as much memory as this many blocks. Beyond that, values are read or computed
 at each use.

@@ -76,7 +76,7 @@ def cast_or_quantize(
     def keep(start: int, codes: torch.Tensor) -> None:
         flat[start : start + len(codes)] = codes
 
-    return quantized, quantize_in_blocks(tensor, dtype, keep)
+    return quantized, quantize_in_blocks(tensor, dtype, keep, amax if dtypes.BY_NAME[dtype].per_tensor else None)
 
 
 def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: float | None = None) -> torch.Tensor:

@@ -183,7 +183,7 @@ class ExactScan:
             with ForwardRunner(self.model, self.settings, cancelled, watch=False) as runner:
                 around = partial(CompanionsMode, self._companions)
                 runner.reference(runner.reference_call(self.inputs.batches[0]), PassOptions(around=around))
-            meter = DriftMeter(self.model, self.inputs, self.settings, budget=budget_for(self.model.device))
+            meter = DriftMeter(self.model, self.inputs, self.settings, budget=budget_for(self.model))
             self.model.apply(self._base, cancelled=cancelled, caches={})
             first = meter.measure(cancelled=cancelled)
             self.unit = first.unit

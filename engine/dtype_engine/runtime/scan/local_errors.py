@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.model.live import Weight, sharing
 from dtype_engine.runtime.model.stored_values import PlainValues
 from dtype_engine.runtime.modes.activations import ActivationRounding
-from dtype_engine.runtime.modes.op_tables import is_in_place, replace_tensors, tensors_in
+from dtype_engine.runtime.modes.op_tables import is_in_place, replace_tensors, takes_rows, tensors_in
 from dtype_engine.runtime.modes.promotion import call_mixed
-from dtype_engine.runtime.modes.reference import reference_dtype, reference_value
+from dtype_engine.runtime.modes.reference import reference_dtype
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype, values_in
@@ -39,6 +40,12 @@ PRODUCTS = frozenset(
     }
 )  # fmt: skip
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+PIECE = 1 << 24
+"""A linear operation with a larger weight is rerun with some rows of the weight at a time, which have about this many elements.
+It does not depend on the memory, because it may change the last bits of a product.
+"""
+_ROWS = 128
+"""The rows of a piece are a multiple of the rows of a block in every block format."""
 
 
 class LocalErrors:
@@ -61,7 +68,7 @@ class LocalErrors:
         self.device = device
         self.budget = budget
         self.rounding = ActivationRounding() if rounds else None
-        self._cast: OrderedDict[tuple[str, str], torch.Tensor] = OrderedDict()
+        self._cast: OrderedDict[tuple[str, str, int | None], torch.Tensor] = OrderedDict()
         self._held = 0
 
     def of(self, operation: WeightOp, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
@@ -72,21 +79,26 @@ class LocalErrors:
         errors = [torch.empty((len(names), *before.shape), dtype=before.dtype, device=before.device)
                   for before in operation.outputs]  # fmt: skip
         with torch.no_grad():
-            alone = _Rerun(operation, (weight,), self)
             smallest, companions = companions_of(operation.weights, self.weights)
-            for row, dtype in enumerate(self._computed_in(weight, name) for name in names):
-                befores, again = operation.outputs, alone
-                if companions and weight == smallest and dtype in dtypes.COMPUTE_DTYPES:
-                    beside = _Rerun(operation, companions, self).outputs(dtype)
-                    if all(bool(torch.isfinite(tensor).all()) for tensor in beside):
-                        befores, again = beside, _Rerun(operation, (weight, *companions), self)
-                for error, before, after in zip(errors, befores, again.outputs(dtype), strict=True):
-                    torch.sub(after.to(error.dtype), before.to(error.dtype), out=error[row])
+            for rows in _pieces(operation):
+                part = (...,) if rows is None else (..., rows)
+                alone = _Rerun(operation, (weight,), self, rows)
+                for row, dtype in enumerate(self._computed_in(weight, name) for name in names):
+                    befores, again = [before[part] for before in operation.outputs], alone
+                    if companions and weight == smallest and dtype in dtypes.COMPUTE_DTYPES:
+                        beside = _Rerun(operation, companions, self, rows).outputs(dtype)
+                        if all(bool(torch.isfinite(tensor).all()) for tensor in beside):
+                            befores, again = beside, _Rerun(operation, (weight, *companions), self, rows)
+                    for error, before, after in zip(errors, befores, again.outputs(dtype), strict=True):
+                        torch.sub(after.to(error.dtype), before.to(error.dtype), out=error[row][part])
         return [error.flatten(1) if error.ndim > 1 else error[:, None] for error in errors]
 
-    def stored(self, name: str) -> torch.Tensor:
-        """Return a weight's values in the reference run, dequantized if the weight is stored with scales."""
-        return reference_value(self.weights[name], self.device)
+    def stored(self, name: str, rows: slice | None) -> torch.Tensor:
+        """Return a weight's values in the reference run, dequantized if the weight is stored with scales. rows: which rows; None:
+        all.
+        """
+        values = self.weights[name].reference.read(self.device)
+        return (values if rows is None else values[rows]).to(reference_dtype(self.weights[name]))
 
     def _computed_in(self, name: str, dtype: str) -> str:
         """Return the dtype in which an operation uses a weight whose planned dtype is `dtype`. This is usually `dtype` itself. If
@@ -95,21 +107,48 @@ class LocalErrors:
         stored = self.weights[name].stored
         return dtype_name(stored.holds) if stored.decoded and dtype == self.weights[name].info.dtype else dtype
 
-    def cast(self, name: str, dtype: str) -> torch.Tensor:
-        """Return a weight's values after a cast. If `dtype` is a format with scales, such as float8, they are dequantized to the
-        reference's dtype.
+    def dtype_of(self, name: str, dtype: str) -> torch.dtype:
+        """Return the torch dtype of what `cast` and `look_up` return."""
+        dtype = self._computed_in(name, dtype)
+        return reference_dtype(self.weights[name]) if dtype in dtypes.STORAGE_DTYPES else torch_dtype(dtype)
 
-        A scale for the whole tensor is computed over all weights that runtimes fuse with this one, as in a recipe that casts all of
-        them.
+    def look_up(self, name: str, dtype: str, ids: torch.Tensor) -> torch.Tensor:
+        """Return some rows of an embedding table [rows, width] after a cast of the whole table: [*ids.shape, width]. Only these
+        rows are cast, unless a block of the format has several rows. ids: the indexes of the rows.
         """
         dtype = self._computed_in(name, dtype)
-        key = (name, dtype)
+        blocks = dtypes.BY_NAME[dtype].blocks
+        if not ids.numel() or (blocks is not None and blocks.rows > 1):
+            return functional.embedding(ids, self.cast(name, dtype))
+        weight = self.weights[name]
+        rows = weight.stored.rows(ids)
+        values = values_in(rows.flatten(0, -2), dtype, reference_dtype(weight), self._amax(name, dtype, True))
+        return values.view(rows.shape)
+
+    def _amax(self, name: str, dtype: str, in_parts: bool) -> float | None:
+        """Return the largest |value| for which the scale of the whole tensor is chosen, or None if the format has no such scale, or
+        if the cast of the whole weight finds it. in_parts: whether the weight is cast in parts.
+
+        It is the largest one of all weights that runtimes fuse with this one, as in a recipe that casts all of them.
+        """
+        row = dtypes.BY_NAME[dtype]
+        alone = in_parts and (row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale))
+        weights = sharing(self.weights, name, dtype) or ([self.weights[name]] if alone else [])
+        return max((weight.amax for weight in weights), default=None)
+
+    def cast(self, name: str, dtype: str, rows: slice | None = None) -> torch.Tensor:
+        """Return a weight's values after a cast. If `dtype` is a format with scales, such as float8, they are dequantized to the
+        reference's dtype. rows: which rows, from a multiple of `_ROWS` on; None: all.
+        """
+        dtype = self._computed_in(name, dtype)
+        key = (name, dtype, None if rows is None else rows.start)
         if key in self._cast:
             self._cast.move_to_end(key)
             return self._cast[key]
         weight = self.weights[name]
-        amax = max((each.amax for each in sharing(self.weights, name, dtype)), default=None)
-        values = values_in(weight.stored.read(self.device), dtype, reference_dtype(weight), amax)
+        stored = weight.stored.read(self.device)
+        amax = self._amax(name, dtype, rows is not None)
+        values = values_in(stored if rows is None else stored[rows], dtype, reference_dtype(weight), amax)
         self._cast[key] = values
         self._held += values.nbytes
         while self._held > self.budget and len(self._cast) > 1:
@@ -118,12 +157,32 @@ class LocalErrors:
         return values
 
 
-class _Rerun:
-    """Reruns one operation of the reference run with the weights `weights` cast to several dtypes, one after another."""
+def _pieces(operation: WeightOp) -> Iterable[slice | None]:
+    """Yield which rows of its weights to use for each rerun of an operation: None for all. A linear operation has several pieces if
+    its weight is large, so that no copy of the whole weight is needed.
+    """
+    given = [tensor for tensor in operation.args if isinstance(tensor, torch.Tensor)]
+    count, width = given[1].shape if operation.name == "linear" and len(given) > 1 else (0, 0)
+    of_weights = [id(tensor) in operation.sources and operation.sources[id(tensor)].itself for tensor in given]
+    if count * width <= PIECE or operation.kwargs or of_weights[0] or not all(of_weights[1:]):
+        yield None
+        return
+    step = max(1, PIECE // width // _ROWS) * _ROWS
+    yield from (slice(start, min(start + step, count)) for start in range(0, count, step))
 
-    def __init__(self, operation: WeightOp, weights: tuple[str, ...], errors: LocalErrors) -> None:
+
+class _Rerun:
+    """Reruns one operation of the reference run with the weights `weights` cast to several dtypes, one after another.
+
+    rows: which rows of all weights to use (see `_pieces`); None: all.
+    """
+
+    def __init__(
+        self, operation: WeightOp, weights: tuple[str, ...], errors: LocalErrors, rows: slice | None = None
+    ) -> None:
         self.operation = operation
         self.errors = errors
+        self.rows = rows
         self.weights = weights
         self.activations = [
             tensor for tensor in tensors_in(operation.args, operation.kwargs) if id(tensor) not in operation.sources
@@ -139,7 +198,7 @@ class _Rerun:
         self.site.module = operation.module
         for key, source in operation.sources.items():
             if source.weight not in weights:
-                self._recompute(key, source, errors.stored(source.weight), "float32")
+                self._recompute(key, source, errors.stored(source.weight, rows), "float32")
 
     def _recompute(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
         """Recompute an argument of the operation that was computed from a weight (for example by transposing it) from new values of
@@ -156,9 +215,14 @@ class _Rerun:
     def outputs(self, dtype: str) -> list[torch.Tensor]:
         """Rerun the operation with the weights cast to `dtype`, and return its floating-point outputs."""
         operation, errors = self.operation, self.errors
+        if operation.name == "embedding" and takes_rows(operation.args, operation.kwargs):
+            ids, table = operation.args[:2]
+            if id(ids) not in operation.sources and (source := self.cast.get(id(table))) is not None and source.itself:
+                looked_up = errors.look_up(source.weight, dtype, ids)
+                return [looked_up.to(errors.compute) if dtype in dtypes.STORAGE_DTYPES else looked_up]
         taken = []
         for key, source in self.cast.items():
-            value = errors.cast(source.weight, dtype)
+            value = errors.cast(source.weight, dtype, self.rows)
             if dtype in dtypes.STORAGE_DTYPES and not (source.itself and self.floating):
                 value = value.to(errors.compute)  # no activation determines the dtype to dequantize to
             taken.append(self._recompute(key, source, value, dtype))

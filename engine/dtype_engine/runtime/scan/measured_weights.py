@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -45,12 +44,17 @@ class CastWeightsMode(ReferenceMode):
         self, weights: Mapping[int, Weight], device: torch.device, cast: Mapping[str, str], errors: LocalErrors
     ) -> None:
         super().__init__(weights, device)
+        self.errors = errors
         self._values: dict[int, torch.Tensor] = {}
-        self._given: dict[int, torch.Tensor] = {}
+        self._given: dict[int, str] = {}
+        """The dtypes of the weights that are cast at each use, by the `id` of the weight's tensor."""
         changed = dict(weights)
         for key, weight in weights.items():
             if (dtype := cast.get(weight.info.name)) is not None:
-                (self._given if weight.visited else self._values)[key] = errors.cast(weight.info.name, dtype)
+                if weight.visited:
+                    self._given[key] = dtype
+                else:
+                    self._values[key] = errors.cast(weight.info.name, dtype)
                 changed[key] = dataclasses.replace(weight, dtype=dtype)
         self.weights = changed
         self.replaced -= self._values.keys()
@@ -74,15 +78,15 @@ class CastWeightsMode(ReferenceMode):
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
         given = self._given.get(id(weight.tensor))
-        return super().dtype_of(weight) if given is None else given.dtype
+        return super().dtype_of(weight) if given is None else self.errors.dtype_of(weight.info.name, given)
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
         given = self._given.get(id(weight.tensor))
-        return super().value_of(weight, dtype) if given is None else given
+        return super().value_of(weight, dtype) if given is None else self.errors.cast(weight.info.name, given)
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
         given = self._given.get(id(weight.tensor))
-        return super().rows_of(weight, ids) if given is None else functional.embedding(ids, given)
+        return super().rows_of(weight, ids) if given is None else self.errors.look_up(weight.info.name, given, ids)
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
         if self.device.type == "cpu" and name in PRODUCTS:

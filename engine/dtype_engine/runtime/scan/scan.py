@@ -35,7 +35,6 @@ from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.options import STORED, RunSettings
 from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.results.scan import ScanReport, WeightScore
-from dtype_engine.runtime.device import cache_budget
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import equals_reference, reference_name
@@ -58,10 +57,6 @@ the output size.
 
 _SIDE_BY_SIDE = 8
 """How many sequences of a model that is larger than memory are scanned side by side."""
-_BLOCKS_HELD = 4
-"""In a scan of a model that is larger than memory, gradients and cast weights take at most as much memory as this many of the
-model's blocks (such as decoder layers) in float32.
-"""
 
 OnStep = Callable[[str, int, int | None], None]
 OnEstimate = Callable[[ScanReport], None]
@@ -130,7 +125,7 @@ class Scan:
     draws: int | None = None
     """The number of backward passes per sequence. If None, `default_draws` decides."""
     budget: int = 0
-    """The maximum number of bytes for gradients and cast weights; if 0, a quarter of the memory that is free at the start."""
+    """The maximum number of bytes for gradients and cast weights; if 0, `LiveModel.cache_budget` at the start."""
     save: Path | None = None
     """The file in which the results are saved. It is read at the start and written after every sequence. If None, results are not
     saved.
@@ -154,8 +149,6 @@ class Scan:
                 "a scan estimates drift from float32 arithmetic, and can't see what 16-bit arithmetic adds: measure each cast with "
                 "--exact, or leave out --reference stored"
             )
-        if self.model.visits is not None:
-            self.budget = min(self.budget, _BLOCKS_HELD * self.model.visits.most)
         self.backward_passes = self.draws or default_draws(len(self.inputs.batches))
         self.fingerprint = Fingerprint.of(self.model, self.inputs, self.dtypes, self.settings)
         self.wanted = scanned_dtypes(self.model, self.dtypes)
@@ -165,7 +158,7 @@ class Scan:
             name: tuple(dtype for dtype in targets if not self._free(name, dtype))
             for name, targets in self.wanted.items()
         }
-        self.budget = self.budget or cache_budget(self.model.device)
+        self.budget = self.budget or self.model.cache_budget
         compute = torch_dtype(self.settings.compute)
         self._local = LocalErrors(
             self.model.weights,
@@ -270,11 +263,15 @@ class Scan:
                 runner.calibrate_caches(self.inputs.batches, caches)
             yield runner
 
+    @property
+    def _side_by_side(self) -> int:
+        return 1 if self.model.visits is None else _SIDE_BY_SIDE
+
     def _groups(self) -> Iterator[list[int]]:
         """Yield lists of the indexes of sequences that are scanned side by side: a single remaining sequence or, if the model is
         larger than memory, several.
         """
-        pending, size = self.pending(), 1 if self.model.visits is None else _SIDE_BY_SIDE
+        pending, size = self.pending(), self._side_by_side
         for start in range(0, len(pending), size):
             yield pending[start : start + size]
 
@@ -294,7 +291,7 @@ class Scan:
             self.wanted,
             self._costly,
             self.backward_passes,
-            self.budget,
+            self.budget // self._side_by_side,
             self._local,
             on_measured,
             cancelled,

@@ -81,10 +81,14 @@ class SequenceScan:
     _independent: dict[str, torch.Tensor] = field(default_factory=dict)
     _samples: list[TopKSample] = field(default_factory=list)
     _operations: list[WeightOp | CacheWrite] = field(default_factory=list)
+    _squares: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """The sums of the squared gradients of the probes until now, by the `id` of an operation and the index of its output."""
     _column: int = 0
     _count: int = 0
     _last: bool = False
+    _final: bool = False
     _measured: int = 0
+    _to_measure: int = 0
     _carrying: bool = False
     """Whether a backward pass of the scan is running. Backward passes of the model itself call the same hooks, which then must do
     nothing.
@@ -207,14 +211,18 @@ class SequenceScan:
             finite = torch.isfinite(call.margins.detach())
             self._carry_back(call.margins, probe.to(call.margins) * finite, True)
         held = sum(output.nbytes for operation in self._operations for output in operation.outputs)
+        # The sums do not depend on how many gradients are held at a time, and so not on the memory that is free.
         group = max(1, min(probes.count, 1 + self.budget // 2 // max(1, held)))
+        self._to_measure = len(self._operations) * -(-probes.count // group)
         for number, probe in enumerate(probes):
             self._last = number % group == group - 1 or number == probes.count - 1
             self._column = number
-            self._carry_back(main, probe, number < probes.count - 1)
+            self._final = number == probes.count - 1
+            self._carry_back(main, probe, not self._final)
             if self._last:
+                waiting = {key for key, _ in self._squares} if self._final else ()
                 for operation in self._operations:
-                    if any(operation.gradients):
+                    if id(operation) in waiting or any(operation.gradients):
                         self._measure(operation)
 
     def _carry_back(self, output: torch.Tensor, gradient: torch.Tensor, retain_graph: bool) -> None:
@@ -246,8 +254,9 @@ class SequenceScan:
             raise Cancelled
         if isinstance(operation, WeightOp) and operation.block:
             self.runner.enter_block(operation.block)
-        gradients_of = [_Gradients.of(each, self._count) if each else None for each in operation.gradients]
-        for each in operation.gradients:
+        gradients_of = []
+        for index, each in enumerate(operation.gradients):
+            gradients_of.append(self._gradients(each, (id(operation), index)))
             each.clear()
         for weight in operation.weights:
             costly = self.costly.get(weight, ())
@@ -261,52 +270,56 @@ class SequenceScan:
                 if gradients is not None:
                     self._add(weight, errors, gradients)
         self._measured += 1
-        self.on_measured(self._measured, len(self._operations))
+        self.on_measured(self._measured, self._to_measure)
 
     def _add(self, weight: str, errors: torch.Tensor, gradients: _Gradients) -> None:
         if weight not in self._sums:
             shape = len(errors), self._count + len(self._samples)
             self._sums[weight] = torch.zeros(shape, dtype=torch.float64)
             self._independent[weight] = torch.zeros(shape[0], 1 + len(self._samples), dtype=torch.float64)
-        errors = errors.to(gradients.stacked.dtype)
-        self._sums[weight].index_add_(1, gradients.columns, torch.mm(errors, gradients.stacked.T).cpu().double())
-        apart = torch.mm(errors.square_(), gradients.squares.T).cpu().double()
-        self._independent[weight].index_add_(1, gradients.square_columns, apart)
+        errors = errors.to((gradients.each or gradients.squares)[0][1].dtype)
+        _add_products(self._sums[weight], errors, gradients.each)
+        if gradients.squares:
+            _add_products(self._independent[weight], errors.square_(), gradients.squares)
+
+    def _gradients(self, given: list[tuple[int, torch.Tensor]], key: tuple[int, int]) -> _Gradients | None:
+        """Return the gradients with respect to one output, or None if there are none. The sum of the squares over the probes is
+        complete with the last probe. given: pairs (number of the backward pass, gradient [elements]). key: a key of `_squares`.
+        """
+        squares = [(1 + column - self._count, each.square()) for column, each in given if column >= self._count]
+        # Squares are added one by one, because torch takes ten times as long to sum over a first dimension of four.
+        drawn = self._squares.pop(key, None)
+        for column, gradient in given:
+            if column < self._count:
+                drawn = gradient.square() if drawn is None else drawn.addcmul_(gradient, gradient)
+        if drawn is not None and self._final:
+            squares.append((0, drawn))
+        elif drawn is not None:
+            self._squares[key] = drawn
+        return _Gradients(list(given), squares) if given or squares else None
+
+
+def _add_products(sums: torch.Tensor, errors: torch.Tensor, vectors: list[tuple[int, torch.Tensor]]) -> None:
+    """Add the products of errors [dtypes, elements] and vectors to columns of sums [dtypes, columns]. vectors: pairs (column,
+    vector [elements]).
+
+    The products are computed one by one, because the last bits of a product of matrices depend on how many columns it has.
+    """
+    if vectors:
+        products = torch.stack([errors @ vector for _, vector in vectors], 1).cpu().double()
+        sums.index_add_(1, torch.tensor([column for column, _ in vectors]), products)
 
 
 @dataclass(slots=True)
 class _Gradients:
-    stacked: torch.Tensor
-    """The gradients of one output of an operation, [gradients, elements]."""
-    columns: torch.Tensor
-    """The number of the backward pass from which each gradient comes, [gradients]."""
-    squares: torch.Tensor
-    """Squares of the gradients, [1 + calls, elements]. The first row is their sum over all backward passes that start at the main
-    output. Each further row is for the backward pass of one sampled `topk` call of a router.
-    """
-    square_columns: torch.Tensor
-    """For each row of `squares`, the column of the sums Σ g²Δ² in `SequenceScan._independent` to which it contributes: 0 for the
-    first row, then one column for each sampled `topk` call.
-    """
+    """The gradients with respect to one output of an operation."""
 
-    @classmethod
-    def of(cls, gradients: list[tuple[int, torch.Tensor]], count: int) -> _Gradients:
-        """Stack gradients of one output. gradients: pairs (number of the backward pass, gradient [elements]). count: how many
-        backward passes start at the main output. They have the numbers below `count`; higher numbers belong to sampled `topk`
-        calls.
-        """
-        calls = [(column, gradient) for column, gradient in gradients if column >= count]
-        # Squares are added one by one, because torch takes ten times as long to sum over a first dimension of four.
-        drawn = torch.zeros_like(gradients[0][1])
-        for column, gradient in gradients:
-            if column < count:
-                drawn.addcmul_(gradient, gradient)
-        return cls(
-            torch.stack([gradient for _, gradient in gradients]),
-            torch.tensor([column for column, _ in gradients]),
-            torch.stack([drawn, *(gradient.square() for _, gradient in calls)]),
-            torch.tensor([0, *(1 + column - count for column, _ in calls)]),
-        )
+    each: list[tuple[int, torch.Tensor]]
+    """Pairs (number of the backward pass, gradient [elements])."""
+    squares: list[tuple[int, torch.Tensor]]
+    """Pairs (column of the sums Σ g²Δ² in `SequenceScan._independent`, squares of gradients [elements]). Column 0 has the sum over
+    all probes, and each further column is for the backward pass of one sampled `topk` call.
+    """
 
 
 class _Reference:

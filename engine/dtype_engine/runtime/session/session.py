@@ -467,7 +467,7 @@ class Session:
         """
         metrics = self._metric_meter()  # what is wrong with a metric is said before the model runs
         if self._meter is None:
-            budget = budget_for(self.model.device, self.options.reference_bytes)
+            budget = budget_for(self.model, self.options.reference_bytes)
             self._meter = DriftMeter(self.model, self.need_inputs(), budget=budget, behavior=self._behavior)
         self._meter.settings = self.settings
         if listener is None:

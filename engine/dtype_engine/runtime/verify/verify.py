@@ -419,6 +419,6 @@ def drift_of_export(
     back.tree = model.tree
     if inputs is None:
         raise UserError(session.why_no_forward or "the model can't be run")
-    meter = DriftMeter(back, inputs, budget=budget_for(back.device))
+    meter = DriftMeter(back, inputs, budget=budget_for(back))
     meter.settings = session.settings
     return meter.measure(cancelled=cancelled).output
