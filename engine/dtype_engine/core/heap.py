@@ -5,11 +5,25 @@ from __future__ import annotations
 import ctypes
 import sys
 
+_MMAP_THRESHOLD, _LARGE = -3, 1 << 20
+"""glibc's name for a parameter of `mallopt`, and its value: memory of at least a MiB is mapped by itself."""
+
 
 def trim_heap() -> None:
     """Return freed memory to the system. glibc would otherwise keep it, and the process would seem as large as before."""
+    _call("malloc_trim", 0)
+
+
+def return_large_memory() -> None:
+    """Return large memory to the system as soon as it is freed, from now on. glibc would otherwise keep up to 64 MiB for each
+    thread.
+    """
+    _call("mallopt", _MMAP_THRESHOLD, _LARGE)
+
+
+def _call(function: str, *numbers: int) -> None:
     if sys.platform.startswith("linux"):
         try:
-            ctypes.CDLL(None).malloc_trim(0)
+            getattr(ctypes.CDLL(None), function)(*numbers)
         except (OSError, AttributeError):
             return

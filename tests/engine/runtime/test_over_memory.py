@@ -79,6 +79,8 @@ def test_experts_that_loading_stacks(tmp_path: Path) -> None:
     assert any(name.endswith(".experts") for name in over.model.visits.blocks)  # type: ignore[union-attr]
     for rules in (*RECIPES, ("*.kv_cache.k=fp8@head", "*.kv_cache.v=int4@token")):
         assert measured(over, rules) == measured(inside, rules)
+    dtypes = ["float16", "nvfp4", "int8", "fp8@128x128"]
+    assert over.scan(dtypes, draws=1).scores() == inside.scan(dtypes, draws=1).scores()
 
 
 def test_an_encoder_and_a_decoder_with_shared_weights(tmp_path: Path) -> None:
@@ -203,6 +205,15 @@ def test_it_is_refused_with_an_estimate(llama: Path) -> None:
         de.open(str(llama), options=de.Options(max_memory={"cpu": 1 << 20}))
     assert "this machine may use 1.00 MiB of memory" in str(refused.value)
     assert "--over-memory runs it from the disk" in str(refused.value)
+
+
+def test_a_model_of_diffusers_is_refused(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    diffusers.AutoencoderKL(norm_num_groups=8).save_pretrained(tmp_path / "vae")
+    with pytest.raises(
+        NoForward, match="it is larger than the memory to use, and models of diffusers can't be run in parts"
+    ):
+        opened(tmp_path / "vae", 1 << 10)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -30,7 +30,7 @@ from dtype_engine.checkpoint.weight_files import variant_of
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
-from dtype_engine.core.heap import trim_heap
+from dtype_engine.core.heap import return_large_memory, trim_heap
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
@@ -82,6 +82,7 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
         if not options.over_memory:
             raise NoForward(reason)
         visits = BlockVisits(usable_memory(options.max_memory) // BLOCKS)
+        return_large_memory()  # passes run side by side in threads, and glibc has memory for each
     elif checkpoint.stored_bytes > (most := _limit(device, options.max_memory, checkpoint.stored_bytes)):
         visits = BlockVisits(most // BLOCKS, keeps_pages=True)
     if checkpoint.form == "pickle" and source.trust_pickle and checkpoint.path.is_file():
@@ -185,6 +186,11 @@ def load_module(
     can't load the module.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    if visits is not None and (checkpoint.form == "diffusers" or is_diffusers(checkpoint.config)):
+        raise NoForward(
+            f"{title}: no forward pass: it is larger than the memory to use, and models of diffusers can't be run in parts. "
+            "Planning, patterns, weights and export work"
+        )
     if checkpoint.form == "diffusers":
         return _load_pipeline(checkpoint, title, options, on_step)
     if checkpoint.form in _NO_ARCHITECTURE and (checkpoint.form != "gguf" or checkpoint.config is None):

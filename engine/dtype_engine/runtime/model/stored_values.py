@@ -229,6 +229,9 @@ class InFileValues(StoredValues):
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return functional.embedding(ids.cpu(), self.read()).to(ids.device)
 
+    def part(self, index: int, device: torch.device) -> torch.Tensor | None:
+        return self.read()[index].to(device) if len(self.shape) > 2 and index >= 0 else None
+
 
 class QuantizedInFile(StoredValues):
     """A weight that an export of this program stored as codes with scales, and that stays in its file: each read maps the file

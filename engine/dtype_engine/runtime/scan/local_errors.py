@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.model.live import Weight, sharing
-from dtype_engine.runtime.model.stored_values import PlainValues
+from dtype_engine.runtime.model.stored_values import PlainValues, StoredValues
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.op_tables import is_in_place, replace_tensors, takes_rows, tensors_in
 from dtype_engine.runtime.modes.promotion import call_mixed
@@ -97,8 +97,15 @@ class LocalErrors:
         """Return a weight's values in the reference run, dequantized if the weight is stored with scales. rows: which rows; None:
         all.
         """
-        values = self.weights[name].reference.read(self.device)
-        return (values if rows is None else values[rows]).to(reference_dtype(self.weights[name]))
+        weight = self.weights[name]
+        return self._read(weight.reference, rows).to(reference_dtype(weight))
+
+    def _read(self, values: StoredValues, rows: slice | None) -> torch.Tensor:
+        """Return the values at some indexes of a weight's first dimension, on the device; None: at all indexes."""
+        if rows is None:
+            return values.read(self.device)
+        part = values.part(rows.start, self.device) if rows.stop == rows.start + 1 else None
+        return values.read(self.device)[rows] if part is None else part[None]
 
     def _computed_in(self, name: str, dtype: str) -> str:
         """Return the dtype in which an operation uses a weight whose planned dtype is `dtype`. This is usually `dtype` itself. If
@@ -141,14 +148,17 @@ class LocalErrors:
         reference's dtype. rows: which rows, from a multiple of `_ROWS` on; None: all.
         """
         dtype = self._computed_in(name, dtype)
+        blocks = dtypes.BY_NAME[dtype].blocks
+        shape = self.weights[name].stored.shape
+        if blocks is not None and blocks.rows > 1 and len(shape) > 2 and shape[-1] < blocks.columns:
+            rows = None  # a block has values of several indexes of the first dimension
         key = (name, dtype, None if rows is None else rows.start)
         if key in self._cast:
             self._cast.move_to_end(key)
             return self._cast[key]
         weight = self.weights[name]
-        stored = weight.stored.read(self.device)
-        amax = self._amax(name, dtype, rows is not None)
-        values = values_in(stored if rows is None else stored[rows], dtype, reference_dtype(weight), amax)
+        stored = self._read(weight.stored, rows)
+        values = values_in(stored, dtype, reference_dtype(weight), self._amax(name, dtype, rows is not None))
         self._cast[key] = values
         self._held += values.nbytes
         while self._held > self.budget and len(self._cast) > 1:
@@ -198,7 +208,7 @@ class _Rerun:
         self.site.module = operation.module
         for key, source in operation.sources.items():
             if source.weight not in weights:
-                self._recompute(key, source, errors.stored(source.weight, rows), "float32")
+                self._recompute(key, source, errors.stored(source.weight, source.rows or rows), "float32")
 
     def _recompute(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
         """Recompute an argument of the operation that was computed from a weight (for example by transposing it) from new values of
@@ -222,7 +232,7 @@ class _Rerun:
                 return [looked_up.to(errors.compute) if dtype in dtypes.STORAGE_DTYPES else looked_up]
         taken = []
         for key, source in self.cast.items():
-            value = errors.cast(source.weight, dtype, self.rows)
+            value = errors.cast(source.weight, dtype, source.rows or self.rows)
             if dtype in dtypes.STORAGE_DTYPES and not (source.itself and self.floating):
                 value = value.to(errors.compute)  # no activation determines the dtype to dequantize to
             taken.append(self._recompute(key, source, value, dtype))

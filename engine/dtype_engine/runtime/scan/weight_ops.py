@@ -14,6 +14,7 @@ weights.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -59,6 +60,10 @@ class WeightOrigin:
     """A function that computes the same tensor from other values of the weight, such as its values after a cast."""
     itself: bool
     """Whether the tensor is the weight itself, so that `remake` returns its argument."""
+    rows: slice | None = None
+    """If only one index of the weight's first dimension was read, such as one expert, a slice with this index: `remake` then also
+    takes the values of this slice alone.
+    """
     written: bool = False
     """Whether the tensor is the weight after the model has written to it."""
 
@@ -109,18 +114,31 @@ class WeightOp:
 
 
 @dataclass(frozen=True, slots=True)
+class _View:
+    """A tensor that shares memory with values that the pass has read of a weight."""
+
+    key: int
+    """The `id` of the weight's tensor."""
+    index: int | None
+    """The only index of the weight's first dimension that was read, or None if all of it was read."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class _Remembered:
     """Stands for a view of a weight's values in an autograd graph, if the model is larger than memory. It says how to read the
     values and make the view again.
     """
 
     weight: Weight
+    index: int | None
+    """The only index of the weight's first dimension that was read, or None if all of it was read."""
     block: str
     """The name of the model's block (such as a decoder layer) in which the weight was used."""
     shape: torch.Size
     strides: tuple[int, ...]
     offset: int
-    """The index of the view's first element, counted from the first element of the weight's values."""
+    """The index of the view's first element in the memory of the values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +187,10 @@ class WeightOpRecorder(ReferenceMode):
         super().__init__(weights, device)
         self.visits = visits
         self.enter_block = enter_block
-        self._replacing: dict[int, tuple[int, torch.Tensor]] = {}
-        """The weights that the running operation uses: (the weight's `id`, its values), by the address of the values' memory."""
+        self._replacing: dict[int, _View] = {}
+        """The weights whose values the running operation uses, by the address of the values' memory."""
+        self._views: dict[int, _View] = {}
+        """If the model is larger than memory: the views of weights' values that the model's code now has, by their `id`."""
         self.operations: list[WeightOp] = []
         self.wanted = wanted
         self.on_gradient = on_gradient
@@ -185,7 +205,8 @@ class WeightOpRecorder(ReferenceMode):
         """
         self._own_dtypes_read: set[str] = set()
         """The weights whose `dtype` the model's code has read since the last recorded operation."""
-        self._made: dict[int, tuple[torch.Tensor, WeightOrigin]] = {}
+        self._made: dict[int, tuple[torch.Tensor | None, WeightOrigin]] = {}
+        """How tensors were computed from weights, by their `id`: (the tensor, unless it is in `_views`, and how)."""
         self._by_location = {
             _location(weight.tensor): key for key, weight in weights.items() if key not in self.replaced
         }
@@ -214,18 +235,20 @@ class WeightOpRecorder(ReferenceMode):
 
     def _remembered(self, tensor: torch.Tensor) -> torch.Tensor | _Remembered:
         found = self._replacing.get(tensor.untyped_storage().data_ptr()) if self._replacing else None
-        if found is None or self.visits is None or found[1].dtype != tensor.dtype:
+        if found is None or self.visits is None or found.dtype != tensor.dtype:
             return tensor
-        key, value = found
-        offset = int(tensor.storage_offset() - value.storage_offset())
-        return _Remembered(self.weights[key], self.visits.inside, tensor.shape, tensor.stride(), offset)
+        offset = int(tensor.storage_offset())
+        return _Remembered(
+            self.weights[found.key], found.index, self.visits.inside, tensor.shape, tensor.stride(), offset
+        )
 
     def _read_again(self, saved: torch.Tensor | _Remembered) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
         self.enter_block(saved.block)
-        value = self.value_of(saved.weight, None)
-        return value.as_strided(saved.shape, saved.strides, value.storage_offset() + saved.offset)
+        part = None if saved.index is None else self.part_of(saved.weight, saved.index)
+        value = self.value_of(saved.weight, None) if part is None else part
+        return value.as_strided(saved.shape, saved.strides, saved.offset)
 
     @property
     def overwritten(self) -> frozenset[int]:
@@ -265,11 +288,19 @@ class WeightOpRecorder(ReferenceMode):
         arguments.
         """
         sources = {id(tensor): source for tensor in tensors if (source := self._source(tensor)) is not None}
+        if name == "__getitem__" and id(args[0]) in sources and _is_index(args[1]):
+            args, tensors = (args[0], int(args[1])), tensors[:1]  # a function of the weight alone
         replaced = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self.replaced}
+        if self.visits is not None and name == "__getitem__" and id(args[0]) in sources:
+            part = self._indexed(args, replaced)
+            if part is not None:
+                return self._note_part(id(args[0]), int(args[1]), part)
         values = self.current_values(replaced, None, name)
         if self.visits is not None:
             unwritten = {key: value for key, value in values.items() if key not in self.written}
-            self._replacing = {value.untyped_storage().data_ptr(): (key, value) for key, value in unwritten.items()}
+            views = [(value, _View(key, None, value.dtype)) for key, value in unwritten.items()]
+            views += [(tensor, self._views[id(tensor)]) for tensor in tensors if id(tensor) in self._views]
+            self._replacing = {tensor.untyped_storage().data_ptr(): view for tensor, view in views}
         # The memory of these is restored after the pass, but the backward pass needs the values that the operation used.
         changed = [tensor for tensor in tensors if id(tensor) in self._opaque and id(tensor) not in self.written]
         values |= {id(tensor): _copied(tensor) for tensor in changed}
@@ -342,8 +373,12 @@ class WeightOpRecorder(ReferenceMode):
         elif func.__self__ is torch.Tensor.dtype:
             self._own_dtypes_read.add(source.weight)
         elif func.__self__ in TENSOR_PROPERTIES:
-            parent = source.remake
-            self._note(answer, WeightOrigin(source.weight, lambda tensor: func(parent(tensor), *args[1:]), False))
+            parent, rest = source.remake, args[1:]
+            remade = lambda tensor: func(parent(tensor), *rest)  # noqa: E731
+            view = self._views.get(id(args[0]))
+            if self.visits is not None and view is None and id(args[0]) in self.replaced:
+                view = _View(id(args[0]), None, answer.dtype)
+            self._note(answer, WeightOrigin(source.weight, remade, False, source.rows), view)
         return answer
 
     def _source(self, tensor: torch.Tensor) -> WeightOrigin | None:
@@ -358,9 +393,38 @@ class WeightOpRecorder(ReferenceMode):
             return None
         return WeightOrigin(weight.info.name, _same, True)
 
-    def _note(self, tensor: torch.Tensor, origin: WeightOrigin) -> None:
-        self._made[id(tensor)] = tensor, origin
-        self._by_location.setdefault(_location(tensor), id(tensor))
+    def _note(self, tensor: torch.Tensor, origin: WeightOrigin, view: _View | None = None) -> None:
+        """Remember how a tensor was computed from a weight. view: if the model is larger than memory, and the tensor shares memory
+        with a weight's values, whose they are. It is then not kept in memory by this.
+        """
+        key, place = id(tensor), _location(tensor)
+        self._by_location.setdefault(place, key)
+        if view is None:
+            self._made[key] = tensor, origin
+            return
+        self._made[key], self._views[key] = (None, origin), view
+
+        def forget() -> None:
+            self._made.pop(key, None)
+            self._views.pop(key, None)
+            if self._by_location.get(place) == key:
+                del self._by_location[place]
+
+        weakref.finalize(tensor, forget).atexit = False
+
+    def _note_part(self, key: int, index: int, part: torch.Tensor) -> torch.Tensor:
+        """Remember that a tensor has the values of a weight at one index of its first dimension, and return it. key: the `id` of
+        the weight's tensor.
+        """
+        weight = self.weights[key]
+        count = weight.stored.shape[0]
+
+        def remake(values: torch.Tensor) -> torch.Tensor:
+            return values[index if len(values) == count else 0]
+
+        rows = slice(index, index + 1)
+        self._note(part, WeightOrigin(weight.info.name, remake, False, rows), _View(key, index, part.dtype))
+        return part
 
     def _weighted(
         self,
@@ -411,7 +475,9 @@ class WeightOpRecorder(ReferenceMode):
             for tensor in tensors_in(args, kwargs)
             if id(tensor) not in sources
         }
-        held_args, held_kwargs = replace_tensors(args, kwargs, activations)
+        stand_ins = self._stand_ins(args, kwargs)
+        sources = {id(stand_ins[key]) if key in stand_ins else key: each for key, each in sources.items()}
+        held_args, held_kwargs = replace_tensors(args, kwargs, activations | stand_ins)
         operation = WeightOp(
             func, name, self.module, held_args, held_kwargs, sources, [keep(tensor) for tensor in tapped],
             frozenset(self._own_dtypes_read), block=self.visits.inside if self.visits is not None else "",
@@ -445,7 +511,10 @@ class WeightOpRecorder(ReferenceMode):
     def _note_made(
         self, func: Any, args: Arguments, kwargs: dict[str, Any], output: Any, sources: dict[int, WeightOrigin]
     ) -> None:
-        weight = next(iter(sources.values())).weight
+        origin = next(iter(sources.values()))
+        stand_ins = self._stand_ins(args, kwargs)
+        args, kwargs = replace_tensors(args, kwargs, stand_ins)
+        sources = {id(stand_ins[key]) if key in stand_ins else key: each for key, each in sources.items()}
 
         def remake(index: int | None, tensor: torch.Tensor) -> torch.Tensor:
             parents = {key: source.remake(tensor) for key, source in sources.items()}
@@ -457,7 +526,15 @@ class WeightOpRecorder(ReferenceMode):
 
         parts = [(None, output)] if isinstance(output, torch.Tensor) else list(enumerate(output))
         for index, part in parts:
-            self._note(part, WeightOrigin(weight, partial(remake, index), False))
+            view = self._replacing.get(part.untyped_storage().data_ptr()) if self._replacing else None
+            self._note(part, WeightOrigin(origin.weight, partial(remake, index), False, origin.rows), view)
+
+    def _stand_ins(self, args: Arguments, kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
+        """Return tensors without memory, by the `id` of the views of weights' values among the arguments of a call. What is
+        recorded of the call has them in place of the views, which are made again when they are needed.
+        """
+        views = [tensor for tensor in tensors_in(args, kwargs) if id(tensor) in self._views]
+        return {id(tensor): torch.empty_like(tensor, device="meta") for tensor in views}
 
 
 _Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
@@ -474,6 +551,11 @@ def _location(tensor: torch.Tensor) -> _Place | None:
 
 def _writes_first(name: str, args: Arguments) -> bool:
     return is_in_place(name) and bool(args) and isinstance(args[0], torch.Tensor)
+
+
+def _is_index(value: Any) -> bool:
+    """Return whether an index is a tensor with one integer."""
+    return isinstance(value, torch.Tensor) and not value.ndim and value.dtype in (torch.int32, torch.int64)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
