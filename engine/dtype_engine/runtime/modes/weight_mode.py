@@ -389,7 +389,7 @@ class WeightMode(TorchFunctionMode):
             table = id(args[1]) if name == "embedding" and takes_rows(args, kwargs) else 0
             if table in found and table not in self.written:
                 return self.rows_of(found[table], args[0])
-            if name == "__getitem__" and (part := self._indexed(args, found)) is not None:
+            if name == "__getitem__" and (part := self.indexed(args, found)) is not None:
                 return part
             args, kwargs = replace_tensors(
                 args, kwargs, self.current_values(found, self._activation_dtype(tensors), name)
@@ -405,7 +405,7 @@ class WeightMode(TorchFunctionMode):
             self.standing_for[output] = next(iter(found))
         return output
 
-    def _indexed(self, args: Arguments, found: Mapping[int, Weight]) -> torch.Tensor | None:
+    def indexed(self, args: Arguments, found: Mapping[int, Weight]) -> torch.Tensor | None:
         key, index = id(args[0]), args[1]
         if isinstance(index, torch.Tensor) and not index.ndim and not index.is_floating_point():
             index = int(index)

@@ -292,7 +292,7 @@ class WeightOpRecorder(ReferenceMode):
             args, tensors = (args[0], int(args[1])), tensors[:1]  # a function of the weight alone
         replaced = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self.replaced}
         if self.visits is not None and name == "__getitem__" and id(args[0]) in sources:
-            part = self._indexed(args, replaced)
+            part = self.indexed(args, replaced)
             if part is not None:
                 return self._note_part(id(args[0]), int(args[1]), part)
         values = self.current_values(replaced, None, name)
