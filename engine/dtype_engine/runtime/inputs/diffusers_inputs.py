@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.hints import hint
 from dtype_engine.core.options import Options
 from dtype_engine.core.units import plural
@@ -37,24 +38,33 @@ _FRAMES = 9
 _PROMPT = "a photograph of a cat"
 
 
+class NoDefaultInputs(NoForward):
+    """Raised if nothing says which arguments a diffusers model of this class takes."""
+
+
 def is_diffusers_module(module: nn.Module) -> bool:
     """Return whether a module's class is a model class of diffusers."""
     return any(base.__module__.startswith("diffusers.models.") for base in type(module).__mro__)
 
 
 def diffusers_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return one call of the model for each of a few time steps, with random latents and text embeddings. Raises NoForward for a
-    class of model that is not known, and UserError if the user provided text, pictures or audio.
+    """Return one call of the model for each of a few time steps, with random latents and text embeddings. Raises
+    NoDefaultInputs for a class of model that is not known, and UserError if the user provided text, pictures or audio.
     """
     if options.prompts or options.texts or options.images or options.audio:
         raise UserError(f"{model.title} takes latents, and no text, picture or audio; {hint('tensors')}")
     name = type(model.module).__name__
     make = next((make for prefix, make in _MAKERS.items() if name.startswith(prefix)), None)
     if make is None:
-        raise NoForward(f"{model.title}: no forward pass: nothing says what to run a {name} on; {hint('tensors')}")
+        raise NoDefaultInputs(
+            f"{model.title}: no forward pass: nothing says what to run a {name} on; {hint('tensors')}"
+        )
     count = options.sequences or _STEPS
     steps = torch.linspace(_EARLIEST, _LATEST, count)
-    calls = [make(model.module.config, _Draw(number), steps[number : number + 1]) for number in range(count)]
+    with failures_as(
+        NoDefaultInputs, f"{model.title}: no forward pass: its config.json does not say what a {name} takes"
+    ):
+        calls = [make(model.module.config, _Draw(number), steps[number : number + 1]) for number in range(count)]
     what = "random latents of a picture" if "z" in calls[0] else "random latents, text embeddings and time steps"
     return Inputs(
         tuple(Batch(kwargs=call) for call in calls),
@@ -199,9 +209,9 @@ model's configuration, the random generator and the time step.
 """
 
 
-def pipeline_inputs(model: LiveModel, options: Options) -> Inputs:
+def pipeline_inputs(model: LiveModel, options: Options, steps: int | None = None) -> Inputs:
     """Return one call of a diffusers pipeline for each prompt. Raises NoForward for a pipeline that needs more than a prompt, and
-    UserError if the user provided pictures or audio.
+    UserError if the user provided pictures or audio. steps: how many denoising steps each call makes, by default 4.
     """
     if options.images:
         raise UserError(f"{model.title} makes pictures of prompts; {hint('no-picture')}")
@@ -209,7 +219,8 @@ def pipeline_inputs(model: LiveModel, options: Options) -> Inputs:
         raise UserError(f"{model.title} makes pictures of prompts; {hint('no-sound')}")
     pipeline = model.module.__dict__["pipeline"]
     arguments = inspect.signature(pipeline.__call__).parameters
-    call: dict[str, Any] = {"num_inference_steps": _PIPELINE_STEPS}
+    steps = steps or _PIPELINE_STEPS
+    call: dict[str, Any] = {"num_inference_steps": steps}
     size = min(_VIDEO if "num_frames" in arguments else _PICTURE, _default_size(pipeline))
     call |= {name: size for name in ("height", "width") if name in arguments}
     call |= {name: value for name, value in (("num_frames", _FRAMES), ("max_sequence_length", 64)) if name in arguments}
@@ -219,14 +230,18 @@ def pipeline_inputs(model: LiveModel, options: Options) -> Inputs:
         calls = [{"prompt": text} for text in texts[: options.sequences]]
         what = plural(len(calls), "prompt" if given else "default prompt")
     elif "class_labels" in arguments and not given:
-        calls, what = [{"class_labels": [label]} for label in range(1, 1 + (options.sequences or 1))], "classes"
+        calls = [{"class_labels": [label]} for label in range(1, 1 + (options.sequences or 1))]
+        what = plural(len(calls), "class label")
+    elif not given and all(argument.default is not argument.empty for argument in arguments.values()):
+        calls = [{}] * (options.sequences or 1)
+        what = plural(len(calls), "unconditional call")
     else:
         raise NoForward(f"{model.title}: no forward pass: nothing says what to run a {type(pipeline).__name__} on")
     batches = tuple(
-        Batch(kwargs={"seed": torch.tensor(number), **each, **call}, text=str(next(iter(each.values()))))
+        Batch(kwargs={"seed": torch.tensor(number), **each, **call}, text=str(next(iter(each.values()), "")) or None)
         for number, each in enumerate(calls)
     )
-    how = f"{_PIPELINE_STEPS} steps" + (f", {size} x {size} pixels" if "height" in arguments else "")
+    how = f"{steps} steps" + (f", {size} x {size} pixels" if "height" in arguments else "")
     return Inputs(batches, f"{what}, {how}", made_of=(f"{what} with the seeds 0, 1, ...; {how}",))
 
 

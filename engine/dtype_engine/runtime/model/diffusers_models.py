@@ -88,8 +88,8 @@ def run_decoder(module: nn.Module) -> None:
     if not hasattr(module, "decode") or not hasattr(module, "encode"):
         return
 
-    def forward(self: Any, z: torch.Tensor) -> Any:
-        return self.decode(z)
+    def forward(self: Any, z: torch.Tensor, **settings: Any) -> Any:
+        return self.decode(z, **settings)
 
     same = {
         "forward": forward,

@@ -47,7 +47,10 @@ class PipelineModule(nn.Module):
             for tensor, data in held:
                 tensor.data = data
         picture = output[0]
-        return picture if isinstance(picture, torch.Tensor) else torch.as_tensor(picture)
+        if isinstance(picture, torch.Tensor):
+            return picture
+        values = torch.as_tensor(picture)
+        return values.movedim(-1, -3) if values.ndim > 3 else values  # NumPy pictures have their channels last
 
 
 def make_pipeline(folder: Path, parts: Mapping[str, nn.Module], title: str) -> PipelineModule:

@@ -34,7 +34,7 @@ from dtype_engine.results.memory import MemoryStats
 from dtype_engine.results.runs import Generation, SpeedReport
 from dtype_engine.results.scan import Prediction, ScanReport, SearchReport
 from dtype_engine.results.serving_memory import ActivationMemory
-from dtype_engine.runtime.inputs import Inputs, make_inputs, one_of_each_shape, summarize
+from dtype_engine.runtime.inputs import Inputs, one_of_each_shape, summarize
 from dtype_engine.runtime.inputs.text import with_next_tokens
 from dtype_engine.runtime.inputs.validate import with_labels
 from dtype_engine.runtime.measure.activation_memory import estimator_of, measured
@@ -58,6 +58,7 @@ from dtype_engine.runtime.scan.last_scan import LastScan, ScanTask
 from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, OnStep
 from dtype_engine.runtime.session.casting import Casting
 from dtype_engine.runtime.session.casting import OnProgress as OnCast
+from dtype_engine.runtime.session.component_inputs import inputs_of
 from dtype_engine.runtime.session.notebook import show_in_notebooks
 from dtype_engine.runtime.session.process_memory import memory_stats, reset_peaks
 from dtype_engine.search.constraints import parse_bytes
@@ -127,7 +128,7 @@ class Session:
         self._scan = LastScan()
         if inputs is None:
             try:
-                self.inputs = make_inputs(model, options)
+                self.inputs = inputs_of(model, options)
             except NoForward as error:
                 self.why_no_forward = error.sentence
 
@@ -489,7 +490,7 @@ class Session:
         if self._metrics is None and self.options.metrics:
             loaded, data = load_metrics(self.options.metrics), self.need_inputs()
             if self.options.data:
-                data = make_inputs(self.model, data_options(self.options))
+                data = inputs_of(self.model, data_options(self.options))
             self._metrics = MetricMeter(self.model, loaded, data, self._behavior)
         return self._metrics
 
@@ -669,7 +670,7 @@ class Session:
             inputs = self.need_inputs()
             runner.calibrate_caches(inputs.batches)
             if prompt is not None:
-                inputs = make_inputs(
+                inputs = inputs_of(
                     self.model, dataclasses.replace(self.options, prompts=(prompt,), texts=(), tensors=None)
                 )
             return generate(runner, inputs, tokens, on_tokens, on_text)
@@ -864,7 +865,7 @@ class Session:
         Example:
             >>> session.use_inputs(de.Options(prompts=("one short prompt",)))
         """
-        inputs = make_inputs(self.model, options)
+        inputs = inputs_of(self.model, options)
         with ForwardRunner(self.model, self.settings, cancelled, watch=False, behavior=self._behavior) as runner:
             for tried in one_of_each_shape(inputs):
                 runner.reference(runner.reference_call(tried))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.pipelines import COMPONENTS, save_pipeline
+from tests.helpers.pipelines import COMPONENTS, FAMILIES, save_pipeline
 
 import dtype_engine as de
 from dtype_engine.cli import cli
@@ -133,3 +135,81 @@ def test_components_by_option_and_what_is_refused(
         shutil.copy(folder / "vae" / "diffusion_pytorch_model.safetensors", copied)
         with pytest.raises((NoForward, UserError), match=reason):
             de.open(str(copied))
+
+
+def what_the_pipeline_passes(family: str, component: str, prompt: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a run of 2 steps of diffusers itself passes to a component, by name."""
+    torch.manual_seed(0)
+    pipeline = FAMILIES[family]()
+    pipeline.set_progress_bar_config(disable=True)
+    for each in pipeline.components.values():
+        if isinstance(each, torch.nn.Module):
+            each.eval()
+    part = getattr(pipeline, component)
+    name = "decode" if component == "vae" else "forward"
+    original, calls = getattr(part, name), []
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        bound = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
+        if name == "decode":
+            bound["z"] = next(iter(bound.values()))
+        kept = {key: value for key, value in bound.items() if key not in ("return_dict", "generator", "latents")}
+        calls.append(copy.deepcopy(kept))
+        return original(*args, **kwargs)
+
+    setattr(part, name, seen)
+    pipeline(**prompt, num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="pt")
+    return calls
+
+
+@pytest.mark.parametrize(("family", "component"), [("sdxl", "vae"), ("sdxl", "unet"), ("wan", "transformer")])
+def test_an_unknown_class_runs_on_what_its_pipeline_passes_to_it(
+    pipelines: Path, family: str, component: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._MAKERS", {})
+    monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._PICTURE", 32)
+    monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._VIDEO", 32)
+    folder = saved(pipelines, family) / component
+    session = de.open(str(folder), options=de.Options(settings=de.RunSettings(float_inputs="model")))
+    run_with = {"prompt": "a photograph of a cat", "height": 32, "width": 32}
+    if family in ("wan", "ltx"):
+        run_with["num_frames"] = 9
+    if family in ("sd3", "flux", "wan", "ltx"):
+        run_with["max_sequence_length"] = 64
+    prompt = {"class_labels": [1]} if family == "dit" else run_with
+    calls = what_the_pipeline_passes(family, component, prompt)
+    recorded = [batch.kwargs for batch in session.need_inputs().batches]
+    for call, passed in zip(recorded, calls, strict=True):
+        torch.testing.assert_close(call, {name: passed[name] for name in call}, atol=1e-4, rtol=1e-4)
+        assert all(value is None for name, value in passed.items() if name not in call)
+    session.cast("*", "bfloat16")
+    report = session.drift()
+    assert f"{len(calls)} call" in report.inputs
+    assert f"that {family} makes for 1 " in report.inputs
+    reference, candidate = (in_diffusers(folder, recorded, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert report.output.elements == len(reference)
+    assert report.output.mean_abs == pytest.approx((candidate - reference).abs().mean().item(), abs=1e-6)
+    assert report.output.rel_l2 == pytest.approx(((candidate - reference).norm() / reference.norm()).item(), abs=1e-6)
+
+
+def test_a_component_of_an_unconditional_pipeline_and_of_one_that_does_not_run(tmp_path: Path) -> None:
+    import diffusers
+
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DModel(
+        sample_size=16, layers_per_block=1, block_out_channels=(32, 64), down_block_types=("DownBlock2D",) * 2,
+        up_block_types=("UpBlock2D",) * 2,
+    )  # fmt: skip
+    diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()).save_pretrained(tmp_path / "ddpm")
+    session = de.open(str(tmp_path / "ddpm" / "unet"))
+    assert session.need_inputs().description == "2 calls that ddpm makes for 1 unconditional call, 2 steps"
+    session.cast("*", "bfloat16")
+    assert session.drift().output.rel_l2 < 0.1
+    shutil.rmtree(tmp_path / "ddpm" / "scheduler")
+    with pytest.raises(
+        NoForward, match=r"nothing says what to run a UNet2DModel on.*; nor can the pipeline around it: ddpm"
+    ):
+        de.open(str(tmp_path / "ddpm" / "unet")).drift()
+    (tmp_path / "ddpm" / "model_index.json").unlink()
+    with pytest.raises(NoForward, match="nothing says what to run a UNet2DModel on"):
+        de.open(str(tmp_path / "ddpm" / "unet")).drift()

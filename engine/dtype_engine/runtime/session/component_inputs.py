@@ -1,0 +1,108 @@
+"""Creates inputs for a component of a diffusers pipeline whose class has no default inputs: the pipeline around the component is
+run once, and what it passes to the component is recorded.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtype_engine.checkpoint.components import component_names
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, read_json
+from dtype_engine.core.cancellation import never
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.foreign_code import failures_as
+from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.units import plural
+from dtype_engine.runtime.inputs import Batch, Inputs, make_inputs
+from dtype_engine.runtime.inputs.diffusers_inputs import NoDefaultInputs, pipeline_inputs
+from dtype_engine.runtime.model.containers import with_tensors
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.load import load
+from dtype_engine.runtime.passes.runner import ForwardRunner
+
+_STEPS = 2
+_NOT_RECORDED = ("return_dict", "generator")
+"""Arguments that say nothing about the component's values: the form of its output, and a generator, which a run would advance."""
+
+
+def inputs_of(model: LiveModel, options: Options) -> Inputs:
+    """Return the inputs that `make_inputs` creates or, for a component of a diffusers pipeline whose class has no default inputs,
+    what one run of the pipeline passes to it.
+
+    Raises NoForward if there are no inputs, and UserError if the user's inputs do not fit the model.
+    """
+    try:
+        return make_inputs(model, options)
+    except NoDefaultInputs as unknown:
+        folder = model.folder
+        index = folder.parent / PIPELINE_INDEX if folder is not None else None
+        if (
+            folder is None
+            or index is None
+            or not index.is_file()
+            or folder.name not in component_names(read_json(index))
+        ):
+            raise
+        try:
+            with failures_as(NoForward, "it can't be run"):
+                return _from_pipeline(model, folder.parent.name, options)
+        except UserError as error:
+            raise NoForward(f"{unknown.sentence}; nor can the pipeline around it: {error.sentence}") from None
+
+
+def _from_pipeline(model: LiveModel, title: str, options: Options) -> Inputs:
+    assert model.folder is not None
+    name = model.folder.name
+    opened = Options(device=options.device, trust_pickle=options.trust_pickle, max_memory=options.max_memory)
+    pipeline = load(locate(str(model.folder.parent)), opened)
+    given = pipeline_inputs(pipeline, Options(sequences=1), options.sequences or _STEPS)
+    with ForwardRunner(pipeline, RunSettings(), never, watch=False) as runner:
+        run = runner.reference_call(given.batches[0])
+
+        def recording() -> list[dict[str, Any]]:
+            with _recorded(getattr(pipeline.module, name)) as calls:
+                run()
+            return calls
+
+        calls = runner.reference(recording).output
+    if not calls:
+        raise NoForward(f"{title} does not use {name} for {given.description}")
+    what = f"{plural(len(calls), 'call')} that {title} makes for {given.description}"
+    return Inputs(tuple(Batch(kwargs=call) for call in calls), what, made_of=(f"{what}; seed 0",))
+
+
+@contextmanager
+def _recorded(component: nn.Module) -> Iterator[list[dict[str, Any]]]:
+    """In the `with` block, record the arguments of each call of a component, or of the decoder of an autoencoder, by name."""
+    name = "decode" if hasattr(component, "decode") and hasattr(component, "encode") else "forward"
+    original: Callable[..., Any] = getattr(component, name)
+    signature = inspect.signature(original)
+    calls: list[dict[str, Any]] = []
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        named = signature.bind(*args, **kwargs).arguments
+        named |= named.pop("kwargs", {})
+        if name == "decode":  # the decoder's forward pass calls its argument z
+            named = {"z": named.pop(next(iter(named))), **named}
+        kept = {key: value for key, value in named.items() if key not in _NOT_RECORDED and value is not None}
+        calls.append(with_tensors(kept, _copied))
+        return original(*args, **kwargs)
+
+    setattr(component, name, recording)
+    try:
+        yield calls
+    finally:
+        delattr(component, name)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU, with floating-point values in float32, or in float64 if they are."""
+    wide = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.detach().to("cpu", torch.float32 if wide else None, copy=True)
