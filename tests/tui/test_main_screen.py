@@ -449,6 +449,10 @@ async def test_an_island_that_is_broken_is_said(app: DtypeApp) -> None:
         await until(pilot, lambda: "keep f32" in screen(app))
         await pilot.press("2")
         assert "model.norm should stay in float32" in notices(app)[-1]
+        app.controller.experiment.tree.modules["model.norm"].keep_in_fp32 = None
+        app.controller.experiment.tree.kept_in_fp32["model.norm.weight"] = "declared"
+        await pilot.press("3")
+        assert "model.norm.weight should stay in float32" in notices(app)[-1]
 
 
 async def test_small_screens_show_one_pane_at_a_time(app: DtypeApp) -> None:

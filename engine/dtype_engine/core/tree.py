@@ -285,6 +285,10 @@ class Tree:
         classes = classes or {}
         self.kv_cache = KVCache()
         """The tensors of the KV cache that the model keeps while it generates text. None of them is in `tensors`."""
+        self.kept_in_fp32: dict[str, str] = {}
+        """Tensors that the model's code requires to be in float32, although it does not require this of a whole module around them:
+        the canonical name of each, and a phrase for the user that cites this code.
+        """
         self.root = Module("", classes.get(""))
         self.modules: dict[str, Module] = {"": self.root}
         self.tensors: dict[str, TensorInfo] = {}

@@ -86,7 +86,7 @@ def _norms_and_head(tree: Tree) -> Iterator[Rule]:
 def _islands(tree: Tree) -> Iterator[Rule]:
     declared = {name for name, module in tree.modules.items() if module.keep_in_fp32}
     outermost = [name for name in tree.modules if name in declared and declared.isdisjoint(ancestors(name))]
-    yield from (Rule(pattern, "float32") for pattern in covering(tree, outermost))
+    yield from (Rule(pattern, "float32") for pattern in covering(tree, [*outermost, *tree.kept_in_fp32]))
 
 
 def _modelopt(tree: Tree) -> Iterator[Rule]:
@@ -232,10 +232,11 @@ def _by_class(tree: Tree, wanted: Callable[[Module], bool]) -> list[str]:
 
 def covering(tree: Tree, modules: Iterable[str]) -> list[str]:
     """Return patterns that match the modules with these names, and no tensors outside of them. The patterns are as general as this
-    allows.
+    allows. modules: names of modules or tensors.
     """
     waiting = list(modules)
-    allowed = {tensor.name for name in waiting for tensor in tree.below(name)}
+    allowed = {tensor.name for name in waiting if name in tree.modules for tensor in tree.below(name)}
+    allowed |= tree.tensors.keys() & waiting
     patterns: list[str] = []
     while waiting:
         name = waiting[0]

@@ -11,7 +11,7 @@ import sys
 import typing
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, Union
 
@@ -72,7 +72,9 @@ class TreePart(Message, frozen=True):
     """Whether the tree contains the modules' classes."""
     tensors: tuple[_Tensor, ...]
     modules: tuple[tuple[str, str | None, str | None], ...]
-    """For each module: its name, its class, and the reason why it must stay in float32. The class or the reason may be None."""
+    """For each module: its name, its class, and the reason why it must stay in float32. The class or the reason may be None. A
+    tensor that must stay in float32 by itself has an entry, too, without a class.
+    """
     kv_cache: KVCache | None = None
     """The tensors of the tree's KV cache. Only the first of a tree's messages has them."""
 
@@ -195,6 +197,8 @@ class AnswerDecoder:
         for name, _, kept in modules:
             if kept is not None and name in tree.modules:
                 tree.modules[name].keep_in_fp32 = without_controls(kept)
+            elif kept is not None and name in tree.tensors:
+                tree.kept_in_fp32[name] = without_controls(kept)
         return tree
 
 
@@ -253,10 +257,13 @@ def _has_names(hint: Any) -> bool:
 
 def _tree_parts(tree: Tree) -> Iterator[bytes]:
     tensors = (tuple(getattr(tensor, name) for name in _TENSOR) for tensor in tree.tensors.values())
-    modules = (
-        (module.name, module.class_name, module.keep_in_fp32)
-        for module in tree.modules.values()
-        if module.class_name is not None or module.keep_in_fp32 is not None
+    modules = chain(
+        (
+            (module.name, module.class_name, module.keep_in_fp32)
+            for module in tree.modules.values()
+            if module.class_name is not None or module.keep_in_fp32 is not None
+        ),
+        ((name, None, why) for name, why in tree.kept_in_fp32.items()),
     )
     kv_cache: KVCache | None = tree.kv_cache
     while True:

@@ -79,6 +79,7 @@ def described(tree: Tree) -> list[object]:
         tree.has_classes,
         [dataclasses.astuple(tensor) for tensor in tree.tensors.values()],
         [tensor.name for tensor in tree.order],
+        tree.kept_in_fp32,
         [
             (
                 name,
@@ -201,6 +202,7 @@ def test_a_tree_crosses_with_what_is_seldom_in_one() -> None:
         {"": "Net", "a": "Linear", "c": "Linear", "d": "List", "d.10": "Part", "d.10.empty": "Nothing"},
     )
     tree.modules["a"].keep_in_fp32 = "declared"
+    tree.kept_in_fp32["d.10.w"] = "declared, too"
     assert_same(crossed(events.HeadersRead(tree)), events.HeadersRead(tree))
 
 

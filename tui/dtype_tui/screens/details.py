@@ -76,6 +76,8 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         if tensor.aliases:
             grid.add_row("tied", ", ".join(printable(name, 500) for name in tensor.names) + ": one tensor, one dtype")
         grid.add_row("kind", tensor.kind)
+        if kept := experiment.tree.kept_in_fp32.get(tensor.name):
+            grid.add_row("keep float32", kept)
         grid.add_row("shape", " × ".join(map(str, tensor.shape)) or "scalar")
         grid.add_row("elements", f"{tensor.numel:,}")
         grid.add_row("stored", f"{tensor.dtype}, {human_bytes(tensor.nbytes)}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_cache import KV_CACHE
 from dtype_engine.core.kv_formats import names_caches
-from dtype_engine.core.tree import Tree
+from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Plan, Rule, RuleEffect, generalisations
 from dtype_tui.state.folds import modules_at
 
@@ -109,11 +109,15 @@ def cast_nodes(tree: Tree, plan: Plan) -> list[str]:
 
 
 def not_kept_in_float32(tree: Tree, plan: Plan, index: int) -> Iterator[str]:
-    """Yield names of modules that the model declares to need float32 and that the rule at `index` casts to a narrower dtype."""
+    """Yield names of modules and tensors that the model declares to need float32 and that the rule at `index` casts to a narrower
+    dtype.
+    """
+
+    def is_broken(tensor: TensorInfo) -> bool:
+        wide = ("float32", "float64", tensor.dtype)
+        return plan.decided_by.get(tensor.name) == index and plan.dtypes[tensor.name] not in wide
+
     for module in tree.modules.values():
-        if module.keep_in_fp32 and any(
-            plan.decided_by.get(tensor.name) == index
-            and plan.dtypes[tensor.name] not in ("float32", "float64", tensor.dtype)
-            for tensor in module.tensors.values()
-        ):
+        if module.keep_in_fp32 and any(map(is_broken, module.tensors.values())):
             yield module.name
+    yield from (name for name in tree.kept_in_fp32 if is_broken(tree.tensors[name]))

@@ -266,8 +266,9 @@ def _dtype_findings(plain: Mapping[str, CheckpointTensor], config: Mapping[str, 
         )
     kept = kept_in_float32(config)
     for name, tensor in plain.items():
-        words = set(name.split("."))
-        always, in_half = words & kept.always, words & kept.in_float16
+        always, in_half = (
+            {word for word in words if f".{word}." in f".{name}."} for words in (kept.always, kept.in_float16)
+        )
         if tensor.dtype in ("bfloat16", "float16") and (always or (in_half and tensor.dtype == "float16")):
             what = f"is {tensor.dtype}, and the architecture keeps {', '.join(sorted(always | in_half))} in float32"
             yield Finding("float32-island", name, what, tensor.file.name)

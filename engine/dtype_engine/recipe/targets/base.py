@@ -267,9 +267,10 @@ def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> 
 
 def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
     """Return a tensor's dtype after `from_pretrained(dtype=...)`: `dtype`, or float32 if the model requires float32 for the
-    tensor's module.
+    tensor or for a module around it.
     """
     kept = [context.tree.modules[name].keep_in_fp32 or "" for name in ancestors(tensor.name)]
+    kept.append(context.tree.kept_in_fp32.get(tensor.name, ""))
     strict = any("_keep_in_fp32_modules_strict" in why for why in kept) and dtype in ("float16", "bfloat16")
     plain = any("_keep_in_fp32_modules" in why for why in kept) and dtype == "float16"
     return "float32" if strict or plain else dtype

@@ -14,22 +14,28 @@ from typing import Any
 import torch
 from torch import nn
 
+SKIPPED_BY_DIFFUSERS = "_skip_layerwise_casting_patterns"
+"""The class attribute with regular expressions for the names of modules that diffusers' layerwise casting skips."""
+
 
 def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
-    """Return patterns of the modules that a module's class declares to keep in float32, as pairs (regular expression, name of the
-    class attribute that declares it). An expression is searched for in names relative to `module`.
+    """Return patterns of the modules and tensors that a module's class declares to keep in float32, as pairs (regular expression,
+    name of the class attribute that declares it). An expression is searched for in names relative to `module`.
 
-    In transformers, a word in `_keep_in_fp32_modules` (float16 only) or `_keep_in_fp32_modules_strict` matches every module whose
-    dotted name contains this word. In diffusers, the attribute is `_skip_layerwise_casting_patterns`. A class without any of these
-    attributes has no patterns.
+    The attributes are `_keep_in_fp32_modules` (in transformers for float16 only), `_keep_in_fp32_modules_strict` and, in diffusers,
+    `SKIPPED_BY_DIFFUSERS`. A word in one of the first two matches names of modules, parameters and buffers: in transformers, every
+    name that contains the word, in which `*` stands for any characters; elsewhere, as in diffusers, every dotted name of which the
+    word is a part. A class without any of these attributes has no patterns.
     """
+    anywhere = hasattr(module, "_get_dtype_plan")
     declared = [
-        (rf"(?:^|\.){re.escape(str(word))}(?:\.|$)", attribute)
+        (str(word).replace("*", ".*") if anywhere else rf"(?:^|\.){re.escape(str(word))}(?:\.|$)", attribute)
         for attribute in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
         for word in getattr(module, attribute, None) or ()
     ]
-    skipped = "_skip_layerwise_casting_patterns"
-    return declared + [(str(pattern), skipped) for pattern in getattr(module, skipped, None) or ()]
+    return declared + [
+        (str(pattern), SKIPPED_BY_DIFFUSERS) for pattern in getattr(module, SKIPPED_BY_DIFFUSERS, None) or ()
+    ]
 
 
 def renamed_on_load(module: nn.Module, names: Iterable[str]) -> dict[str, str]:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint.kv_cache import kv_cache
-from dtype_engine.core.tree import Kind, TensorInfo, Tree
-from dtype_engine.runtime.model.hf_private import float32_patterns
+from dtype_engine.core.tree import Kind, TensorInfo, Tree, ancestors
+from dtype_engine.runtime.model.hf_private import SKIPPED_BY_DIFFUSERS, float32_patterns
 from dtype_engine.runtime.model.torch_private import own_tensors
 from dtype_engine.runtime.numerics.quantize import dtype_name
 
@@ -77,3 +77,9 @@ def _mark_kept_in_fp32(module: nn.Module, tree: Tree) -> None:
             inside = name.startswith(f"{prefix}.") if prefix else bool(name)
             if inside and node.keep_in_fp32 is None and re.search(pattern, name[len(prefix) :].lstrip(".")):
                 node.keep_in_fp32 = f"declared by the model ({attribute})"
+        for tensor in tree.tensors.values() if attribute != SKIPPED_BY_DIFFUSERS else ():
+            relative = tensor.name[len(prefix) :].lstrip(".") if tensor.name.startswith(prefix) else ""
+            if re.search(pattern, relative) and not any(
+                tree.modules[name].keep_in_fp32 for name in ancestors(tensor.name)
+            ):
+                tree.kept_in_fp32.setdefault(tensor.name, f"declared by the model ({attribute})")

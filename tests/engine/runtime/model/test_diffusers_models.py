@@ -17,6 +17,7 @@ import dtype_engine as de
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.recipe import make_plan, presets
 
 pytest.importorskip("diffusers")
 
@@ -213,3 +214,19 @@ def test_a_component_of_an_unconditional_pipeline_and_of_one_that_does_not_run(t
     (tmp_path / "ddpm" / "model_index.json").unlink()
     with pytest.raises(NoForward, match="nothing says what to run a UNet2DModel on"):
         de.open(str(tmp_path / "ddpm" / "unet")).drift()
+
+
+def test_parameters_are_kept_in_float32_as_diffusers_keeps_them(pipelines: Path) -> None:
+    """`WanTransformer3DModel` declares modules and a parameter: what has one of the words among the parts of its name."""
+    import diffusers
+
+    tree = de.open(str(saved(pipelines, "wan") / "transformer")).tree
+    words = set(diffusers.WanTransformer3DModel._keep_in_fp32_modules)
+    attribute = "(_keep_in_fp32_modules)"
+    declared = {name for name, module in tree.modules.items() if attribute in (module.keep_in_fp32 or "")}
+    kept = {tensor.name for module in declared for tensor in tree.below(module)} | tree.kept_in_fp32.keys()
+    assert kept == {name for name in tree.tensors if words & set(name.split("."))}
+    assert set(tree.kept_in_fp32) == {"scale_shift_table", "blocks.0.scale_shift_table", "blocks.1.scale_shift_table"}
+    islands = presets.preset("islands-fp32").recipe(tree)
+    decided = make_plan(tree, islands).decided_by
+    assert {name for name in kept if tree.tensors[name].persistent} <= decided.keys()

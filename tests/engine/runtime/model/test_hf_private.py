@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +16,8 @@ from tests.helpers.paths import DEMO
 from torch import nn
 from transformers import conversion_mapping, core_model_loading, dynamic_module_utils
 
+import dtype_engine as de
+from dtype_engine.recipe.targets.base import loaded_dtype
 from dtype_engine.runtime.model import hf_private
 
 CONFIG = transformers.LlamaConfig(
@@ -111,3 +117,32 @@ def test_a_kernel_is_named_in_one_configuration(of: str) -> None:
     hf_private.set_implementation(config, of, None)
     assert hf_private.implementation(config, of) is None
     assert hf_private.implementation(object(), of) is None
+
+
+SMALL_MODELS: dict[str, Callable[[], Any]] = {
+    "t5": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+    ),
+    "moe": lambda: transformers.Glm4MoeForCausalLM(
+        transformers.Glm4MoeConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=8, n_routed_experts=4, num_experts_per_tok=2,
+            first_k_dense_replace=1,
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("form", ["t5", "moe"])
+def test_what_stays_in_float32_is_what_from_pretrained_leaves_in_it(form: str, dtype: str, tmp_path: Path) -> None:
+    """A word declares modules (`wo`) or single tensors (`e_score_correction_bias`)."""
+    module = SMALL_MODELS[form]()
+    module.save_pretrained(tmp_path)
+    tree = de.open(str(tmp_path)).tree
+    loaded = type(module).from_pretrained(tmp_path, dtype=dtype).state_dict()
+    context: Any = SimpleNamespace(tree=tree)
+    ours = {tensor.name: loaded_dtype(context, tensor, dtype) for tensor in tree.tensors.values()}
+    held = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in loaded.items() if name in ours}
+    assert {name: ours[name] for name in held} == held
+    assert ("float32" in held.values()) == (form == "moe" or dtype != "bfloat16")
