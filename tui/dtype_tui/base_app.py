@@ -13,6 +13,7 @@ from textual._styles_cache import StylesCache
 from textual.app import App, ReturnType
 from textual.await_complete import AwaitComplete
 from textual.command import CommandList
+from textual.driver import Driver
 from textual.events import Event, Key, MouseEvent, Paste
 from textual.message import Message
 from textual.notifications import Notification
@@ -26,6 +27,7 @@ from dtype_tui.config.config import Config
 from dtype_tui.config.themes import HIGH_CONTRAST
 from dtype_tui.process.crash_log import recorded
 from dtype_tui.process.key_parser import install_key_parser
+from dtype_tui.process.short_styles import with_short_styles
 from dtype_tui.rendering.merged_styles import MergedStyles
 from dtype_tui.rendering.palette import DARK, LIGHT, THEMES, cursor_variables
 from dtype_tui.rendering.printable_lines import PrintableLines
@@ -62,6 +64,10 @@ class BaseApp(App[ReturnType]):
             self._filters.append(AsciiFilter())
         self._read: Notification | None = None
         """The last message that the user has read."""
+
+    def get_driver_class(self) -> type[Driver]:
+        """Return the driver for this platform, made to write styles in fewer bytes."""
+        return with_short_styles(super().get_driver_class())
 
     def get_css_variables(self) -> dict[str, str]:
         """Return the variables of the style sheets. Unless the theme uses the terminal's own colors, these variables make the

@@ -34,8 +34,8 @@ class Line(Widget):
             return
         self.text = text
         before, self._painted = self._painted, self._drawn()
-        if self._painted != before:
-            self.refresh(changed_cells(before, self._painted))
+        if changed := changed_cells(before, self._painted):
+            self.refresh(*changed)
 
     def _drawn(self) -> Strip:
         return Strip(self.text.render(self.app.console)).adjust_cell_length(self.size.width, Style()).simplify()

@@ -460,8 +460,8 @@ class ModuleTree(ScrollView, can_focus=True):
 
     def _refresh_line(self, y: int) -> None:
         painted, line = self._painted.get(y), self._line(y)
-        if painted is not None and line != painted:
-            self.refresh(changed_cells(painted, line, y))
+        if painted is not None and (changed := changed_cells(painted, line, y)):
+            self.refresh(*changed)
 
     def render_line(self, y: int) -> Strip:
         self._painted[y] = self._line(y)
@@ -470,7 +470,8 @@ class ModuleTree(ScrollView, can_focus=True):
     def _line(self, y: int) -> Strip:
         width = self.size.width
         scan, baseline = self.experiment.scan, self.experiment.baseline
-        columns = columns_for(width, self._needed, self.hidden, scan.report is not None, baseline is not None)
+        room = width - self.scrollbar_size_vertical
+        columns = columns_for(room, self._needed, self.hidden, scan.report is not None, baseline is not None)
         base = self._base
         if y == 0:
             return (

@@ -135,8 +135,8 @@ class Pane(Widget, can_focus=True):
             self.refresh()
             return
         for y, (old, new) in enumerate(zip(before, self._painted, strict=True)):
-            if old != new:
-                self.refresh(changed_cells(old, new, y))
+            if changed := changed_cells(old, new, y):
+                self.refresh(*changed)
 
     def render_line(self, y: int) -> Strip:
         base = self.rich_style
