@@ -4,6 +4,8 @@ Three groups share no color: a hue for each family of dtypes, a ramp from green 
 titles, keys and the edge of the cursor. Drawing code uses the names of the terminal's 16 colors. The app shows each name in the
 table's color for a dark or a light theme. A theme of the terminal's own colors (`ansi-dark`, `ansi-light`) leaves the names as they
 are. A color never carries information alone: it accompanies a word, a number or the length of a bar.
+
+Of the 16 names, "magenta" stands for the orange of the ramp, because "bright_red" would look like its red.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ _TABLE = {
     "green": ("#8fcf8f", "#2b7a37"),  # exact, invisible
     "yellow": ("#e5c878", "#866300"),  # small
     "blue": ("#25304a", "#d3def5"),  # the background of the cursor's line
-    "magenta": ("#b98cf2", "#7546c0"),  # floats of 4 and 6 bits
+    "magenta": ("#f08a5b", "#b04a12"),  # visible
     "cyan": ("#56b6f0", "#0f6cab"),  # bfloat16
     "white": ("#7f8aa3", "#57627a"),  # float32
     "bright_black": ("#3a4153", "#c3cad8"),  # the empty part of a bar
-    "bright_red": ("#f08a5b", "#b04a12"),  # visible
+    "bright_red": ("#b98cf2", "#7546c0"),  # floats of 4 and 6 bits
     "bright_green": ("#a9bf5c", "#58720f"),  # integers of 4 bits
-    "bright_yellow": ("#f0a45d", "#9a5a00"),  # floats of 8 bits
+    "bright_yellow": ("#f0a45d", "#763a08"),  # floats of 8 bits
     "bright_blue": ("#7aa2f7", "#2f5fd0"),  # the accent
     "bright_magenta": ("#e06c9f", "#a8316b"),  # integers of 8 bits
     "bright_cyan": ("#6fd3b8", "#0c7863"),  # float16
@@ -49,7 +51,7 @@ ACCENT = "bright_blue"
 TRACK = "bright_black"
 _HUES = {"float64": "bright_white", "float32": "white", "bfloat16": "cyan", "float16": "bright_cyan"}
 _HUES_BY_BITS = {
-    ("float", 8): "bright_yellow", ("float", 6): "magenta", ("float", 4): "magenta",
+    ("float", 8): "bright_yellow", ("float", 6): "bright_red", ("float", 4): "bright_red",
     ("int", 8): "bright_magenta", ("int", 4): "bright_green",
 }  # fmt: skip
 
@@ -119,7 +121,7 @@ def ramp(word: Word) -> str:
     from dtype_engine.results.meaning import GRADES  # imported late, for a faster first paint
 
     grade = GRADES[word]
-    return "bright_red" if grade == "orange" else grade
+    return "magenta" if grade == "orange" else grade
 
 
 def sqnr_colour(sqnr_db: float, limits: Iterable[tuple[float, Word]]) -> str:
@@ -131,9 +133,7 @@ def sqnr_colour(sqnr_db: float, limits: Iterable[tuple[float, Word]]) -> str:
 
 def heat(share: float) -> str:
     """Return the name of a color between green and red. share: how bad something is, from 0 (best, green) to 1 (worst, red)."""
-    return next(
-        (name for least, name in ((0.75, "red"), (0.5, "bright_red"), (0.25, "yellow")) if share > least), "green"
-    )
+    return next((name for least, name in ((0.75, "red"), (0.5, "magenta"), (0.25, "yellow")) if share > least), "green")
 
 
 def verdict_pill(word: Word) -> tuple[str, Style]:

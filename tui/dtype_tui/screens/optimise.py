@@ -27,7 +27,7 @@ from dtype_engine.search.pareto import ParetoFront, Solution, written_dtype
 from dtype_tui.config.bindings import FRONT_KEYS
 from dtype_tui.rendering.canvas import Series, axes_around, plot
 from dtype_tui.rendering.cells import truncate
-from dtype_tui.rendering.palette import colour
+from dtype_tui.rendering.palette import ACCENT, colour
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.scan import Point, figure
@@ -227,10 +227,10 @@ class OptimiseScreen(ModalScreen[None]):
         here = solution.bytes / scale, solution.score
         inside = [point for point in points if self._in_view(point[0], points)]
         axes = axes_around([*inside, *(point for point in measured if self._in_view(point[0], points)), here])
-        series = (Series(points, style="cyan"), Series(measured, "x", "red"), Series((here,), "O", "magenta"))
+        series = (Series(points, style="cyan"), Series(measured, "x", "red"), Series((here,), "O", ACCENT))
         line = budget / scale if budget is not None else None
         widget.update(plot(series, axes, max(20, widget.size.width), max(6, widget.size.height), line))
-        marks = [("⠒ predicted", "cyan"), ("O here", "magenta"), ("x measured", "red")]
+        marks = [("⠒ predicted", "cyan"), ("O here", ACCENT), ("x measured", "red")]
         if budget is not None:
             marks.append(("| budget", "yellow"))
         length = sum(len(mark) for mark, _ in marks)

@@ -40,6 +40,8 @@ _SECOND = 18
 _GAP = 2
 _SECOND_LABEL = len("max |Δ| ")
 _MOST_WORST = 3
+_TALL = 18
+"""From this number of lines on, the pane shows twice as many of the worst modules."""
 _MOST_METRICS = 3
 """Number of the user's metrics that are shown; the details of the model list all."""
 _BETWEEN = 3
@@ -152,7 +154,7 @@ class DriftPane(Pane):
 
     def _worst(self) -> list[Text]:
         results = self.experiment.results
-        most = 2 * _MOST_WORST if self.is_zoomed else _MOST_WORST
+        most = 2 * _MOST_WORST if self.is_zoomed or self.lines >= _TALL else _MOST_WORST
         if not results.modules:
             return []
         return self._worst_lines(results.worst_modules(most), results.sqnr_range, results.sqnr_limits)

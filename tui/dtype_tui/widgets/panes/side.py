@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _MEMORY_LINES = 8
 _MOST_DRIFT_LINES = 15
+_TALL, _TALL_DRIFT_LINES = 44, 20
+"""From this height on, the Drift pane has room for twice as many of the worst modules, and for all its figures."""
 
 
 class SidePanes(Vertical):
@@ -81,7 +83,7 @@ class SidePanes(Vertical):
         height = self.size.height
         recipe = height // 3
         memory = min(_MEMORY_LINES, (height - recipe) // 2)
-        drift = min(_MOST_DRIFT_LINES, height - recipe - memory)
+        drift = min(_MOST_DRIFT_LINES if height < _TALL else _TALL_DRIFT_LINES, height - recipe - memory)
         for pane, lines in zip(self.panes, (drift, memory, height - drift - memory), strict=True):
             if pane.is_framed == self.is_narrow:  # the frame comes or goes, perhaps without a change of size
                 pane.set_class(self.is_narrow, "tab")
