@@ -13,6 +13,7 @@ import msgspec
 
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe
+from dtype_engine.results.pictures import Picture
 from dtype_engine.worker import events
 from dtype_engine.worker.message import Message
 
@@ -125,6 +126,11 @@ class RandomEvents:
             return chance.choice(FLOATS) if chance.random() < 0.5 else chance.uniform(0, 100)
         if hint is str:
             return self._text()
+        if hint is bytes:
+            return chance.randbytes(chance.choice((0, 1, 300)))
+        if hint is Picture and chance.random() < 0.9:
+            width, height = chance.choice((1, 2, 40, 256)), chance.choice((1, 3, 30, 256))
+            return {"width": width, "height": height, "pixels": chance.randbytes(3 * width * height)}
         if issubclass(hint, Message):
             return [hint.__name__, *map(self._value, typing.get_type_hints(hint).values())]
         if dataclasses.is_dataclass(hint):

@@ -15,6 +15,7 @@ from dtype_engine.results.attribution import AttributionReport, Contribution, No
 from dtype_engine.results.drift import NATS, Extent, ImplicitCastStats, ModuleDrift, PartialDrift
 from dtype_engine.results.inputs import InputBatch, InputsSummary, InputTensor
 from dtype_engine.results.memory import MemoryStats
+from dtype_engine.results.pictures import Picture, PicturePair
 from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow, Written
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.results.weights import ExponentHistogram, WeightError, WeightStats
@@ -167,6 +168,24 @@ async def generating(app: DtypeApp, pilot: Pilot[None]) -> None:
     await pilot.pause()
 
 
+def picture(share: float) -> Picture:
+    """A gradient whose red part grows with `share`, from 0 to 1."""
+    pixels = [(round(255 * share), 4 * x, 8 * y) for y in range(24) for x in range(48)]
+    return Picture(48, 24, bytes(each for pixel in pixels for each in pixel))
+
+
+async def pictures(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """The pictures of two inputs."""
+    await mixed(app, pilot)
+    measured = report(MIXED, 1.64e-2, modules())
+    output = dataclasses.replace(measured.output, kl_mean=None, psnr_db=31.25, ssim=0.912)
+    pairs = tuple(PicturePair(picture(share), picture(1 - share)) for share in (0.2, 0.4))
+    await say(app, pilot, events.Measured(MIXED, dataclasses.replace(measured, output=output, pictures=pairs)))
+    await pilot.press("g")
+    await pilot.pause()
+    await pilot.pause()
+
+
 def timed(app: DtypeApp) -> events.Event:
     rows = (
         SpeedRow("reference", "f32", 0.5, 0.4, 0.6, 5, 2000.0, False),
@@ -258,6 +277,7 @@ SCENES: dict[str, Scene] = {
     "settings": after(ready, "comma"),
     "flow": with_event(mixed, flow),
     "generation": generating,
+    "pictures": pictures,
     "speed": with_event(mixed, timed),
     "values": with_event(ready, values),
     "inputs": with_event(ready, inputs, "i"),

@@ -43,13 +43,32 @@ from tests.helpers.observations import (
     wait_after,
 )  # fmt: skip
 from tests.helpers.recording_engine import engine
-from tests.helpers.scenes import DOWN, MIXED, SCENES, Scene, after, measuring, mixed, queued, ready, scanned, with_event
+from tests.helpers.scenes import (
+    DOWN,
+    MIXED,
+    SCENES,
+    Scene,
+    after,
+    measuring,
+    mixed,
+    pictures,
+    queued,
+    ready,
+    scanned,
+    with_event,
+)
+from tests.helpers.screen_text import screen
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable
 
 from dtype_engine.recipe.presets import PRESETS
+from dtype_tui.app import DtypeApp
 from dtype_tui.config.bindings import DIGITS
 from dtype_tui.widgets.module_tree import ModuleTree
+
+
+def shown_input(app: DtypeApp) -> str:
+    return screen(app).partition(" of the first 2 of 6")[0].rpartition("│ ")[2].strip()
 
 
 @dataclass(frozen=True)
@@ -319,6 +338,21 @@ OTHER_PLACES = (
             Key("tab", focus, "generate-tokens"),
             Key("shift+tab", focus, "generate-prompt"),
             Key("escape", top, "MainScreen"),
+        ),
+    ),
+    Walk(
+        "In the pictures",
+        pictures,
+        (
+            Key("right", shown_input, "input 2"),
+            Key("left", shown_input, "input 1"),
+            Key("l", shown_input, "input 2"),
+            Key("h", shown_input, "input 1"),
+            Key("down", shown_input, "input 2"),
+            Key("up", shown_input, "input 1"),
+            Key("j", shown_input, "input 2"),
+            Key("k", shown_input, "input 1"),
+            *(step for key in ("escape", "q", "enter", "g") for step in (Key(key, top, "MainScreen"), press("g"))),
         ),
     ),
     Walk(

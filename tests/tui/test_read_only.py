@@ -56,6 +56,7 @@ HARMLESS_WINDOWS = {
     "OptimiseScreen": "apply compare end leave measure scroll type undo walk zoom",
     "Overlay": "dismiss edge scroll",
     "Pane": "screen.next_pane screen.to_tree step",
+    "PicturesScreen": "leave move",
     "PresetsScreen": "apply leave move",
     "RecipePane": "cast delete move screen.edit_rule switch",
     "ScanScreen": "again all dtype go leave map move pause sort",

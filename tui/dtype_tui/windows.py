@@ -73,8 +73,16 @@ class Windows:
     def generation(self) -> None:
         """Open the window that generates text. It starts with the prompt and length of the last request. It shows the texts of that
         request, too, if the recipe, the settings and the inputs are the same.
+
+        If the model makes pictures, open the window with its pictures.
         """
         controller, last = self._controller, self._generation
+        report = self._experiment.results.report
+        if report is not None and report.pictures:
+            from dtype_tui.screens.pictures import PicturesScreen
+
+            self._push(PicturesScreen(self._experiment))
+            return
         if why := self._experiment.model.no_forward or self._experiment.model.no_text:
             controller.notify(why, "warning")
             return

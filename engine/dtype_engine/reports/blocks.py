@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dtype_engine.results.pictures import Picture
+
 Grade = Literal["", "green", "yellow", "orange", "red"]
 """The color of the mark on a tile. The words on the tile say the same, so that the color can be ignored. "" means no color."""
 
@@ -45,6 +47,15 @@ class BarChart:
 
 
 @dataclass(frozen=True, slots=True)
+class Pictures:
+    """Pictures side by side."""
+
+    title: str
+    pictures: tuple[tuple[str, Picture], ...]
+    """(label, picture) of each."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tile:
     """A box at the top of a report: its subject (`label`), one answer in large type (`value`), and lines of details."""
 
@@ -59,7 +70,7 @@ class Section:
     """A heading, and the paragraphs, tables and charts below it."""
 
     title: str
-    blocks: tuple[str | Table | StackedBars | BarChart, ...]
+    blocks: tuple[str | Table | StackedBars | BarChart | Pictures, ...]
 
 
 @dataclass(frozen=True, slots=True)

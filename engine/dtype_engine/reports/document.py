@@ -20,7 +20,7 @@ from dtype_engine.core.units import (
 )
 from dtype_engine.recipe import Plan
 from dtype_engine.recipe.serving_memory import cache_change, default_context
-from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
+from dtype_engine.reports.blocks import BarChart, Identifier, Pictures, Report, Section, StackedBars, Table
 from dtype_engine.reports.overview import plain_sentence, size_tile, third_tile, top1_words, verdict_tile
 from dtype_engine.reports.text import WEIGHTS_ONLY, cache_change_text, mix_text
 from dtype_engine.reports.text_drift import (
@@ -69,6 +69,7 @@ def build_report(
     """
     losses = drift.lost if drift is not None else lost
     sections = [
+        *picture_sections(drift),
         *_depth(tree, drift),
         rules_section(tree, plan),
         *_worst(tree, drift),
@@ -156,7 +157,7 @@ def _memory(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
         )
     )  # fmt: skip
     head = ("dtype", "elements stored", "bytes stored", "elements planned", "bytes planned")
-    parts: list[str | Table | StackedBars | BarChart] = [
+    parts: list[str | Table | StackedBars | BarChart | Pictures] = [
         StackedBars("Bytes by dtype", (("stored", _pieces(stored)), ("planned", _pieces(planned)))),
         Table(head, tuple(rows), 1),
         "Parameters and persistent buffers, tied weights once; planned bytes are exact and include scales.",
@@ -316,6 +317,17 @@ def _leaves(tree: Tree, drift: DriftReport) -> list[ModuleDrift]:
         for name, reading in (ordered | readings).items()
         if name not in tree.modules or not tree.modules[name].children
     ]
+
+
+def picture_sections(drift: DriftReport | None) -> list[Section]:
+    """Return the section with the pictures that both models make, as a list of one section, or [] if they make none."""
+    if drift is None or not drift.pictures:
+        return []
+    pairs = (
+        Pictures(f"Input {number}", (("reference", pair.reference), ("candidate", pair.candidate)))
+        for number, pair in enumerate(drift.pictures, 1)
+    )
+    return [Section("Pictures", tuple(pairs))]
 
 
 def _depth(tree: Tree, drift: DriftReport | None) -> list[Section]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from functools import cache
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.text import printable
-from dtype_engine.reports.blocks import Identifier, Report, StackedBars, Table
+from dtype_engine.reports.blocks import Identifier, Pictures, Report, StackedBars, Table
 from dtype_engine.reports.svg import bar_chart_svg, stacked_bars_svg
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+    from dtype_engine.results.pictures import Picture
 
 
 def as_html(report: Report) -> str:
@@ -47,9 +51,20 @@ def _page(name: str) -> Template:
         "identifier": lambda block: isinstance(block, Identifier),
         "table": lambda block: isinstance(block, Table),
         "stacked_bars": lambda block: isinstance(block, StackedBars),
+        "pictures": lambda block: isinstance(block, Pictures),
     }
     environment.filters |= {
         "stacked_bars": lambda chart: Markup(stacked_bars_svg(chart)),
         "bar_chart": lambda chart: Markup(bar_chart_svg(chart)),
+        "png": _png,
     }
     return environment.get_template(name)
+
+
+def _png(picture: Picture) -> str:
+    """Return a picture as the address of an `img` element that contains the whole file."""
+    from PIL import Image  # imported here, because few reports have pictures
+
+    file = io.BytesIO()
+    Image.frombytes("RGB", (picture.width, picture.height), picture.pixels).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

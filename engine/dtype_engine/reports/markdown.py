@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from dtype_engine.core.text import printable
-from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table, Tile
+from dtype_engine.reports.blocks import BarChart, Identifier, Pictures, Report, Section, StackedBars, Table, Tile
 
 _BAR = 40
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~$!&]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
@@ -42,6 +42,8 @@ def _section(section: Section) -> list[str]:
             lines += _table(block)
         elif isinstance(block, StackedBars):
             lines += _stacked_bars(block)
+        elif isinstance(block, Pictures):
+            lines.append(f"{_text(block.title)}: a report in HTML has the pictures.")
         else:
             lines += _bar_chart(block)
         lines.append("")

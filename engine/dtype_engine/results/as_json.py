@@ -9,10 +9,11 @@ from typing import Any
 
 def as_json(value: Any) -> Any:
     """Return `value` as objects for JSON: dataclasses become dictionaries, and numbers that JSON can't express (infinity, NaN)
-    become None.
+    become None. Fields whose metadata has `json` set to False are left out.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = (field for field in dataclasses.fields(value) if field.metadata.get("json", True))
+        return {field.name: as_json(getattr(value, field.name)) for field in fields}
     if isinstance(value, dict):
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -19,6 +19,7 @@ from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.results.metrics import MetricChange
+from dtype_engine.results.pictures import PicturePair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,6 +331,8 @@ class DriftReport:
     """Whether activations stayed unquantized in this measurement although runtimes quantize them for weights in the recipe's
     formats. Rules for KV caches don't count.
     """
+    pictures: tuple[PicturePair, ...] = ()
+    """The pictures of both models for the first inputs, made smaller if they are large. Empty unless the model makes pictures."""
 
     @property
     def inputs_run(self) -> str:

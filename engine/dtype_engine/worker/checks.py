@@ -4,7 +4,7 @@ dtype or a tensor without elements, could make the app fail later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_cache import KVCache
@@ -12,6 +12,7 @@ from dtype_engine.core.kv_formats import KV_FORMATS, SCANNED
 from dtype_engine.recipe import Rule
 from dtype_engine.results.check import KINDS
 from dtype_engine.results.losses import ValueLoss
+from dtype_engine.results.pictures import MOST_PICTURES, MOST_PIXELS, PicturePair
 from dtype_engine.worker import events
 
 _LARGEST_EXPONENT = 1100
@@ -39,8 +40,10 @@ def check_event(event: object) -> None:
             _check_losses(event.lost or ())
         case events.Measured():
             _check_losses(event.report.lost)
+            _check_pictures(event.report.pictures)
         case events.RecipeMeasured():
             _check_losses(event.report.lost)
+            _check_pictures(event.report.pictures)
             _check_rules(event.report.rules)
         case events.NonfiniteFound():
             _check_rules(event.found.remedy)
@@ -109,6 +112,15 @@ def _check_losses(losses: Iterable[ValueLoss]) -> None:
         _check_dtypes((loss.dtype,))
         if loss.elements < 1:
             raise ValueError(f"{loss.tensor} loses values and has none")
+
+
+def _check_pictures(pairs: Sequence[PicturePair]) -> None:
+    if len(pairs) > MOST_PICTURES:
+        raise ValueError(f"{len(pairs)} pairs of pictures of at most {MOST_PICTURES}")
+    for picture in (each for pair in pairs for each in (pair.reference, pair.candidate)):
+        sizes = picture.width, picture.height
+        if not 1 <= min(sizes) <= max(sizes) <= MOST_PIXELS or len(picture.pixels) != 3 * sizes[0] * sizes[1]:
+            raise ValueError(f"{len(picture.pixels):,} bytes for a picture of {sizes[0]} x {sizes[1]} pixels")
 
 
 def _check_rules(rules: Iterable[str]) -> None:

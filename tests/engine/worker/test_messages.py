@@ -176,7 +176,7 @@ def made_up(hint: Any, name: str = "") -> Any:
         return made_up(arguments[0], name)
     if dataclasses.is_dataclass(hint) or issubclass(hint, Message):
         return hint(**{name: made_up(type_, name) for name, type_ in typing.get_type_hints(hint).items()})
-    return {int: 3, float: float("inf"), str: FIELD_WORDS.get(name, TEXT), bool: True}[hint]
+    return {int: 3, float: float("inf"), str: FIELD_WORDS.get(name, TEXT), bool: True, bytes: bytes(27)}[hint]
 
 
 @pytest.mark.parametrize("kind", events.Event.__subclasses__(), ids=lambda kind: kind.__name__)

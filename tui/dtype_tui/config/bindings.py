@@ -27,7 +27,7 @@ MAIN_KEYS: list[BindingType] = with_ids(
         Binding("a", "remedy", "Apply the rules that make the output finite, or that keep the values which casts lose"),
         Binding("H", "history", "History: compare the measured recipes, or go back to one"),
         Binding("f", "flow", "Dtype flow: list the implicit casts"),
-        Binding("g", "generate", "Generate text with reference and candidate, side by side"),
+        Binding("g", "generate", "Text or pictures of reference and candidate, side by side"),
         Binding("t", "speed", "Time forward passes"),
         Binding("s", "scan", "Scan: estimate the drift that each weight causes in each dtype"),
         Binding("o", "optimise", "Optimise: find the best recipe for a budget, using the scan"),

@@ -46,7 +46,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             ("causes of the drift", ("causes",)),
             ("the worst module", ("worst",)),
             ("dtype flow: implicit casts", ("flow",)),
-            ("generate, compare text", ("generate",)),
+            ("generate text or pictures", ("generate",)),
             ("time forward passes", ("speed",)),
             ("history: compare recipes", ("history",)),
             ("inputs of the model", ("inputs",)),

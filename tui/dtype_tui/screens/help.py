@@ -28,6 +28,7 @@ from dtype_tui.screens.jobs import JobsScreen
 from dtype_tui.screens.jump import JumpScreen
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.screens.overlay import Overlay
+from dtype_tui.screens.pictures import PicturesScreen
 from dtype_tui.screens.presets import PresetsScreen
 from dtype_tui.screens.save import SaveScreen
 from dtype_tui.screens.scan import ScanScreen
@@ -174,6 +175,7 @@ def sections(
         ("In the settings", SettingsScreen.BINDINGS),
         ("In the inputs", InputsScreen.BINDINGS),
         ("In the generated texts", GenerationScreen.BINDINGS),
+        ("In the pictures", PicturesScreen.BINDINGS),
         ("In the dtypes to scan", ScanSetup.BINDINGS),
         ("In the scan", ScanScreen.BINDINGS),
         ("Along the front", FRONT_KEYS),

@@ -38,6 +38,7 @@ from dtype_engine.runtime.measure.running_totals import ReferenceRecord, Running
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.stored_tree import NOT_USED
 from dtype_engine.runtime.modes.reference import reference_name
+from dtype_engine.runtime.numerics.compare.pictures import picture_range
 from dtype_engine.runtime.passes.class_dimensions import classes_dimension
 from dtype_engine.runtime.passes.kept_positions import KeptPositions
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
@@ -171,6 +172,7 @@ class DriftMeter:
             activations=self.settings.quantize_activations,
             weights_only=self.settings.quantize_activations == "none" and _quantizes_inputs(candidate.tree, recipe),
             coverage=candidate.coverage,
+            pictures=totals.pictures,
         )
 
     def readings(self, listener: MeasurementListener) -> Generator[RunningTotals, None, None]:
@@ -193,7 +195,7 @@ class DriftMeter:
                     if totals is None:
                         name, output = reference.output_name, reference.output
                         classes_dim = classes_dimension(self.model.module, name, output, self.settings.classes_dim)
-                        pixels = getattr(type(self.model.module), "picture_range", None)
+                        pixels = picture_range(self.model.module)
                         totals = RunningTotals(
                             name, output, classes_dim, len(batches), self._routing is not None, pixels
                         )

@@ -15,6 +15,7 @@ from dtype_engine.core.job_part import part_of
 from dtype_engine.results.runs import Generation, Written
 from dtype_engine.runtime.inputs import Batch, Inputs, running, tokenizer_of
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.numerics.compare.pictures import picture_range
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 PROMPT_TOKENS = 32
@@ -75,6 +76,8 @@ def why_no_text(module: Any) -> str | None:
     can = getattr(module, "can_generate", None)
     if hasattr(module, "generate") and (can is None or can() or _own_generate(module)):
         return None
+    if picture_range(module) is not None:
+        return f"a {type(module).__name__} makes pictures and no text; they can be seen when they are measured"
     return f"a {type(module).__name__} does not generate text; open a model with a language model head or a captioner"
 
 

@@ -10,10 +10,12 @@ import torch
 
 from dtype_engine.core.units import plural
 from dtype_engine.results.drift import NATS, Extent, ModuleDrift, OutputDrift, PartialDrift, Seconds, unit_for
+from dtype_engine.results.pictures import MOST_PICTURES, PicturePair
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.modules.module_sums import ModuleSums
 from dtype_engine.runtime.measure.sampling_error import batch_means_error, relative_error
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
+from dtype_engine.runtime.numerics.compare.pictures import small_picture
 from dtype_engine.runtime.numerics.compare.sequence_figures import SequenceFigures
 from dtype_engine.runtime.passes.one_pass import PassResult
 
@@ -70,6 +72,8 @@ class RunningTotals:
         self._total = total
         self._routed = routed
         self._comparison = OutputMetrics(classes_dim, picture_range)
+        self._picture_range = picture_range
+        self._pictures: dict[int, PicturePair] = {}
         self._kl_means: list[float] = []
         self._kl_within = 0.0
         self._modules: dict[int, dict[str, ModuleSums]] = {}
@@ -100,6 +104,11 @@ class RunningTotals:
             return
         self._comparison.add(reference.output, output, batch.next_tokens, number, kept)
         self.numbers.append(number)
+        if self._picture_range is not None and output.ndim >= 4 and number < MOST_PICTURES:
+            low, high = self._picture_range
+            self._pictures[number] = PicturePair(
+                *(small_picture(each, low, high) for each in (reference.output, output))
+            )
         positions = self._comparison.sequences[number].positions
         if positions is not None:
             self._kl_within = self._kl_within if self._kl_means else batch_means_error(positions.kl)
@@ -150,6 +159,11 @@ class RunningTotals:
     def output(self) -> OutputDrift:
         """The drift metrics of the main output over the sequences added so far."""
         return self._comparison.result()
+
+    @property
+    def pictures(self) -> tuple[PicturePair, ...]:
+        """The pictures that were made of the first inputs."""
+        return tuple(pair for _, pair in sorted(self._pictures.items()))
 
     @property
     def unit(self) -> str:

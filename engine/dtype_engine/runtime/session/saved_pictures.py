@@ -8,6 +8,7 @@ import torch
 
 from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import UserError
+from dtype_engine.runtime.numerics.compare.pictures import first_picture, picture_range
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.session.session import Session
@@ -20,7 +21,7 @@ def save_pictures(session: Session, folder: Path, force: bool) -> list[Path]:
     force: whether to replace existing files. Raises UserError if the model produces no pictures, or if a file exists or can't be
     written.
     """
-    pixels = getattr(type(session.model.module), "picture_range", None)
+    pixels = picture_range(session.model.module)
     if pixels is None:
         raise UserError(f"{session.model.title} makes no pictures to save")
     written = []
@@ -39,18 +40,12 @@ def save_pictures(session: Session, folder: Path, force: bool) -> list[Path]:
 
 
 def _write(file: Path, output: torch.Tensor, low: float, high: float) -> None:
-    """Write the first picture of a batch. output: [batch, channels, height, width]; for videos, another dimension before or after
-    the channels holds the frames. low, high: the pixel values of black and of full brightness.
-    """
+    """Write the first picture of a batch, as `first_picture` returns it. low, high: the values of black and of full brightness."""
     from PIL import Image
 
-    first = output[0]
-    if first.ndim == 4:
-        first = first[0] if first.shape[1] in (1, 3) else first[:, 0]
-    scaled = ((first.detach().float().cpu().nan_to_num(low, high, low) - low) / (high - low)).clamp(0, 1)
-    values = (255 * scaled).round().to(torch.uint8).movedim(0, -1).numpy()
+    values = (255 * first_picture(output, low, high)).round().to(torch.uint8).movedim(0, -1).numpy()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(values[..., 0] if values.shape[-1] == 1 else values).save(file)
+        Image.fromarray(values).save(file)
     except OSError as error:
         raise UserError(f"can't write {file}: {error.strerror or error}") from None

@@ -16,7 +16,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import conv2d
+from torch import nn
+from torch.nn.functional import adaptive_avg_pool2d, conv2d
+
+from dtype_engine.results.pictures import MOST_PIXELS, Picture
 
 _WINDOW, _SIGMA = 11, 1.5
 _C1, _C2 = 0.01**2, 0.03**2
@@ -53,6 +56,39 @@ class PictureSums:
     def ssim(self) -> float | None:
         """The mean structural similarity, at most 1. None if the pictures are smaller than a window of 11 x 11 pixels."""
         return self.similarity / self.windows if self.windows else None
+
+
+def picture_range(module: nn.Module) -> tuple[float, float] | None:
+    """Return the values of black and of full brightness in a module's output, or None unless its class says that the output is
+    pictures, by an attribute such as `picture_range = (0.0, 1.0)`.
+    """
+    match getattr(type(module), "picture_range", None):
+        case (int() | float() as low, int() | float() as high) if low < high:
+            return float(low), float(high)
+    return None
+
+
+def first_picture(output: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Return the first picture of a batch, or the first frame of its first video: [3, height, width], with values from 0 to 1.
+
+    output: [batch, channels, height, width], with another dimension before or after the channels for the frames of a video. low,
+    high: the values of black and of full brightness. NaN becomes black.
+    """
+    first = output[0]
+    if first.ndim == 4:
+        first = first[0] if first.shape[1] in (1, 3) else first[:, 0]
+    first = (first[:3] if first.shape[0] >= 3 else first[:1]).detach().float().cpu()
+    return ((first.nan_to_num(low, high, low) - low) / (high - low)).clamp(0, 1).expand(3, -1, -1)
+
+
+def small_picture(output: torch.Tensor, low: float, high: float) -> Picture:
+    """Return `first_picture` of the same arguments, made smaller by averages if it is larger than `MOST_PIXELS`."""
+    picture = first_picture(output, low, high)
+    if max(picture.shape) > MOST_PIXELS:
+        share = MOST_PIXELS / max(picture.shape)
+        picture = adaptive_avg_pool2d(picture, [max(1, round(share * size)) for size in picture.shape[1:]])
+    values = (255 * picture).round().to(torch.uint8).movedim(0, -1).contiguous()
+    return Picture(values.shape[1], values.shape[0], values.numpy().tobytes())
 
 
 def picture_sums(reference: torch.Tensor, candidate: torch.Tensor, low: float, high: float) -> PictureSums:
