@@ -84,7 +84,7 @@ def search_text(report: SearchReport) -> str:
             for each in report.candidates
         ]  # fmt: skip
         lines += [*table_lines([(" ", "planned", "predicted", "measured", *names), *rows], (1, 2, 3)), ""]
-    lines += ["rules", *(f"  {printable(rule)}" for rule in report.rules or ("none: as stored",))]
+    lines += ["rules", *(f"  {printable(rule, len(rule))}" for rule in report.rules or ("none: as stored",))]
     lines += [*loss_lines(report.lost), "", "Pareto front"]
     lines += [f"  {human_bytes(point.bytes):>10}  {point.predicted:.4e}" for point in _at_even_steps(report.front, 12)]
     return "\n".join(lines)

@@ -115,3 +115,15 @@ def test_over_how_many_sequences_modules_were_compared_is_told_where_it_was_not_
         text = drift_text(report(Recipe(), modules=modules, modules_sequences=count))
         assert ("worst modules by SQNR (modules: 2 of 6 sequences; --modules exact compares all)" in text) == told
         assert "30.00 dB  max" in text
+
+
+def test_the_rules_of_a_search_are_whole_however_long_they_are() -> None:
+    from dtype_engine.reports.text_scan import search_text
+    from dtype_engine.results.scan import SearchReport
+
+    rules = (
+        "*=bfloat16",
+        f"model.layers.{{{','.join(map(str, range(0, 400, 3)))}}}.mlp.down_proj.weight=float8_e4m3fn",
+    )
+    found = SearchReport("a model", "nats per token", rules, 1000, 400, 1e-3, ())
+    assert [f"  {rule}" for rule in rules] == [line for line in search_text(found).splitlines() if "=" in line]

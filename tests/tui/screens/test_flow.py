@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from rich.console import Console
+from tests.helpers.observations import at_end, scrolled
+from tests.helpers.recording_engine import make_app, running, say
+from tests.helpers.scenes import ready
+from tests.helpers.screen_text import screen
 
 from dtype_engine.results.drift import ImplicitCastStats
+from dtype_engine.worker import events
 from dtype_tui.screens.flow import MOST_ROWS, flow_screen
 
 
@@ -26,3 +31,16 @@ def test_so_many_casts_are_shown_and_the_rest_is_counted() -> None:
 
 def test_an_operation_and_dtypes_without_end_are_cut() -> None:
     assert len(_shown(2, "x" * 1_000_000)) < 5000
+
+
+async def test_the_keys_for_the_last_and_the_first_line() -> None:
+    app = make_app()
+    async with running(app, (80, 24)) as pilot:
+        await ready(app, pilot)
+        rows = tuple(ImplicitCastStats(f"layer.{at}", "linear", "float32", "bfloat16", 9, 1, False) for at in range(90))
+        await say(app, pilot, events.ImplicitCastsTraced(app.controller.experiment.recipe, rows), events.Idle())
+        for key, last in (("G", True), ("g", False), ("greater_than_sign", True), ("less_than_sign", False)):
+            await pilot.press(key)
+            assert at_end(app) is last
+            assert ("layer.89 " in screen(app), "layer.0 " in screen(app)) == (last, not last)
+        assert scrolled(app) == 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+from rich.color import Color
 from tests.helpers.recording_engine import make_app, report, running, say
+from tests.helpers.scenes import mixed
 from tests.helpers.screen_text import notices, screen, until
 from textual._context import active_message_pump
 from textual.command import CommandList
@@ -16,6 +19,7 @@ from textual.widgets import OptionList
 
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
+from dtype_tui.app import DtypeApp
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.save import SaveScreen
 from dtype_tui.state.results import Results
@@ -86,6 +90,39 @@ async def test_a_plan_that_comes_before_the_window_is_drawn_is_shown_in_it() -> 
         app.push_screen(window)
         window.post_message(EngineEvent(events.ExportPlanned(Recipe(), None, "it can not be exported")))
         await until(pilot, lambda: "it can not be exported" in screen(app))
+
+
+def cells(app: DtypeApp) -> list[list[tuple[str, float]]]:
+    """Each cell of the screen: its character, and how far its color is from its background."""
+    rows = []
+    for strip in app.screen._compositor.render_strips():
+        row: list[tuple[str, float]] = []
+        for text, style, _ in strip:
+            colours = [(style and each) or Color.default() for each in (style and style.color, style and style.bgcolor)]
+            one, other = (each.get_truecolor(app.ansi_theme, foreground=not at) for at, each in enumerate(colours))
+            row += [(character, math.dist(one, other)) for character in text]
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("key", ["p", "comma", "J"])
+async def test_all_that_a_window_leaves_uncovered_is_dimmed(key: str) -> None:
+    app = make_app()
+    async with running(app, (120, 36)) as pilot:
+        await mixed(app, pilot)
+        before = cells(app)
+        await pilot.press(key)
+        await pilot.pause()
+        after, box = cells(app), next(iter(app.screen.children)).region
+        parts = set()
+        for y, (row, dimmed) in enumerate(zip(before, after, strict=True)):
+            for x, ((character, contrast), (shown, left)) in enumerate(zip(row, dimmed, strict=True)):
+                if box.contains(x, y) or character == " ":
+                    continue
+                assert shown == character
+                assert left < 0.75 * contrast, (x, y, character)
+                parts.add((x // 40, y // 12))
+        assert {(0, 0), (2, 0), (0, 2), (2, 2)} <= parts, "all corners of the screen"
 
 
 async def look_for_nothing(closed: bool) -> None:

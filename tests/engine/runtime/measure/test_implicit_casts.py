@@ -40,6 +40,13 @@ def test_casts_to_float64_come_first() -> None:
     assert {(cast.module, cast.target) for cast in session.flow()} == {("second", "float64"), ("first", "bfloat16")}
 
 
+def test_alike_layers_come_in_the_order_of_the_pass() -> None:
+    layers = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(12)))
+    session = de.open(layers, inputs=(torch.ones(5, 3),))
+    session.cast("{0,2,4,6,8,10}", "bfloat16")
+    assert [cast.module for cast in session.flow()] == [str(each) for each in range(12)]
+
+
 def test_the_program_tells_them_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["flow", "--cast", "*.mlp=bf16", "--json"]) == 0
     casts = json.loads(capsys.readouterr().out)["casts"]

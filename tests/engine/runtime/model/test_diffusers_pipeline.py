@@ -172,6 +172,10 @@ def test_the_pictures_of_both_sides_are_saved(
         held = np.asarray(Image.open(tmp_path / "out" / f"1-{name}.png"))
         wanted = (255 * picture[0].clamp(0, 1)).round().movedim(0, -1).numpy()
         assert np.abs(held - wanted).max() <= 1
+        pair = session.drift().pictures[0]
+        small = np.frombuffer(getattr(pair, name).pixels, np.uint8).reshape(wanted.shape)
+        assert np.abs(small - wanted).max() <= 1
+        session.cast("*", "bfloat16")
     capsys.readouterr()
     assert run(cli, "dtype-engine", arguments) == 2
     assert "1-reference.png exists; replace it with --force" in capsys.readouterr().err

@@ -86,7 +86,8 @@ def small_picture(output: torch.Tensor, low: float, high: float) -> Picture:
     picture = first_picture(output, low, high)
     if max(picture.shape) > MOST_PIXELS:
         share = MOST_PIXELS / max(picture.shape)
-        picture = adaptive_avg_pool2d(picture, [max(1, round(share * size)) for size in picture.shape[1:]])
+        height, width = (max(1, round(share * size)) for size in picture.shape[1:])
+        picture = adaptive_avg_pool2d(picture, (height, width))
     values = (255 * picture).round().to(torch.uint8).movedim(0, -1).contiguous()
     return Picture(values.shape[1], values.shape[0], values.numpy().tobytes())
 
