@@ -124,7 +124,10 @@ def test_671_billion_parameters(tmp_path: Path, serve: Serve) -> None:
     giant = large_checkpoints.write(tmp_path / "giant")
     hub = serve(giant)
     hub.delay_s = 0.03
+    connections: set[object] = set()
+    hub.fault = lambda request: bool(connections.add(request.client_address))  # type: ignore[func-returns-value]
     source = locate(MODEL)
+    assert len(connections) <= 17, "a connection is used for many requests"
     assert hub.sent <= 30_000_000
     assert len(hub.requests) == 1 + len(list(giant.iterdir())), "one request reads the header of a shard"
     assert source.path is not None
