@@ -501,6 +501,51 @@ def _bytes_of(module: str, parts: Tensors) -> int:
     return sum(tensor.nbytes for name, tensor in parts.items() if name.startswith(module))
 
 
+def _gguf_model(folder: Path) -> Made:
+    """A Llama in a GGUF file with llama.cpp's names, which runs: the rows of its queries and keys are in llama.cpp's order."""
+    import gguf
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.1, rms_norm_eps=1e-6, tie_word_embeddings=False,
+    )  # fmt: skip
+    module, path = transformers.LlamaForCausalLM(config).eval(), folder / "tiny-llama.gguf"
+    writer, kind = gguf.GGUFWriter(path, "llama"), gguf.GGMLQuantizationType.Q8_0
+    for name, value in (("block_count", 2), ("embedding_length", 64), ("feed_forward_length", 96), ("head_count", 4),
+                        ("head_count_kv", 2), ("vocab_size", 64), ("layer_norm_rms_eps", 1e-6)):  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    names, stored = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2), dict[str, int]()
+    for name, tensor in module.state_dict().items():
+        new, values = names.get_name(name, (".weight",)), tensor.numpy()
+        assert new is not None
+        for part, heads in (("q_proj", 4), ("k_proj", 2)):
+            if part in name:
+                values = values.reshape(heads, 2, len(values) // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
+        if values.ndim < 2:
+            writer.add_tensor(new, values)
+            continue
+        blocks = gguf.quants.quantize(values, kind)
+        writer.add_tensor(new, blocks, raw_dtype=kind)
+        stored[name] = blocks.nbytes
+        tensor.copy_(torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), kind), kind)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    made = Made(
+        str(path),
+        dict(module.state_dict()),
+        "gguf.quants.dequantize",
+        parameter_count(module),
+        module=module,
+        stored=stored,
+    )
+    made.inputs, made.inputs_file = _ids(folder)
+    return made
+
+
 def _without_model(folder: Path, make: Callable[[], Case]) -> Made:
     """A file of a weight that belongs to no known model."""
     case = make()
@@ -626,7 +671,7 @@ FORMS: dict[str, Callable[[Path], Made]] = {
 _ALONE = "ct int4 stacked"  # no model of transformers has a weight of this shape
 SCHEMES: dict[str, Callable[[Path], Made]] = {
     name: partial(_without_model if name == _ALONE else quantized, make=make) for name, make in CASES.items()
-}
+} | {"GGUF, with its model": _gguf_model}
 """Every way to store a quantized weight, in a small model."""
 
 

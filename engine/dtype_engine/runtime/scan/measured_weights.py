@@ -113,7 +113,7 @@ def measure_unfollowed(
     limit: list[float] = []
 
     def affect(names: Sequence[str]) -> bool:
-        moved = drift({name: min(costly[name], key=lambda dtype: dtypes.BY_NAME[dtype].bits) for name in names})
+        moved = drift({name: min(costly[name], key=_bits) for name in names})
         if moved and not limit:
             limit.append(_NOISE * drift({}))
         return bool(moved) and moved > limit[0]
@@ -128,6 +128,12 @@ def measure_unfollowed(
             waiting += [names[middle:], names[:middle]] if middle else []
     _check(found, costly)
     return {(name, dtype): drift({name: dtype}) for name in found for dtype in costly[name]}
+
+
+def _bits(dtype: str) -> int:
+    """Return the number of bits of an element. The stored format of another program, which rounds little, counts as 64."""
+    row = dtypes.BY_NAME.get(dtype)
+    return 64 if row is None else row.bits
 
 
 def read_otherwise(reads: Sequence[ValueRead], costly: Mapping[str, Sequence[str]], errors: LocalErrors) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -276,3 +277,18 @@ def test_a_recurrent_layer_behind_a_narrow_embedding_is_scanned(name: str) -> No
     table = next(name for name, tensor in session.tree.tensors.items() if "embed" in name)
     scan, exact = (session.scan(["bfloat16"], **how).scores() for how in ({"draws": 4}, {"exact": True}))
     assert scan[table, "bfloat16"] == pytest.approx(exact[table, "bfloat16"], rel=1e-3)
+
+
+def test_a_weight_in_a_format_of_another_program_is_tried_in_the_narrowest_other_dtype() -> None:
+    """The stored format is among the dtypes, since it may round to 16 bits. It has no number of bits here."""
+    tried: list[Any] = []
+    weight = SimpleNamespace(info=SimpleNamespace(numel=1))
+    errors: Any = SimpleNamespace(budget=100, weights={"w": weight})
+
+    def drift(casts: Any) -> float:
+        tried.append(casts)
+        return 0.0
+
+    costly = {"w": ("gguf:q8_0", "bfloat16", "int8")}
+    assert not measured_weights.measure_unfollowed(drift, costly, (), (), errors)
+    assert tried == [{"w": "int8"}]
