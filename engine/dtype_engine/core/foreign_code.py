@@ -4,10 +4,13 @@ code raises becomes an ordinary exception.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from dtype_engine.core.errors import Cancelled, UserError, one_line
+from dtype_engine.core.text import printable
 
 
 class ExitCalled(RuntimeError):
@@ -42,6 +45,20 @@ def foreign_code() -> Iterator[None]:
 def with_type(error: BaseException) -> str:
     """Return an exception's type and message in one line. The type helps if the user wrote the code that failed."""
     return one_line(error, 300, with_type=True)
+
+
+def with_line(file: str | None) -> Callable[[BaseException], str]:
+    """Return a function like `with_type` whose text ends with the line of a Python file that was running, as in
+    "KeyError: 'labels', in line 7 of metrics.py". file: the `co_filename` of the file's code.
+    """
+
+    def described(error: BaseException) -> str:
+        cause = error.__cause__ if isinstance(error, (ExitCalled, LibraryPanic)) else error
+        frames = traceback.walk_tb(cause.__traceback__ if cause is not None else None)
+        lines = [line for frame, line in frames if frame.f_code.co_filename == file]
+        return with_type(error) + (f", in line {lines[-1]} of {printable(Path(str(file)).name)}" if lines else "")
+
+    return described
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 from dtype_engine.results.metrics import MetricChange
 
 Aggregate = Callable[[list[Any]], float]
@@ -29,9 +30,17 @@ class Examples:
     mean.
     """
 
-    def figure(self) -> float:
-        """Return the metric over all examples as one number."""
-        return statistics.fmean(self.values) if self.aggregate is None else float(self.aggregate(list(self.values)))
+    def figure(self, name: str) -> float:
+        """Return the metric `name` over all examples as one number. Raises UserError if `aggregate` returns none."""
+        if self.aggregate is None:
+            return statistics.fmean(self.values)
+        value = self.aggregate(list(self.values))
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise UserError(
+                f"the aggregate of {name} returned {printable(repr(value), 100)}, which is no number"
+            ) from None
 
 
 def compare(name: str, reference: Examples, candidate: Examples) -> MetricChange:
@@ -47,6 +56,7 @@ def compare(name: str, reference: Examples, candidate: Examples) -> MetricChange
             f"{name} has {count:,} examples on the reference and {len(candidate.values):,} on the candidate: it must have a value "
             "for every example on both"
         )
+    before, after = reference.figure(name), candidate.figure(name)
     changed = sum(not _same(one, other) for one, other in zip(reference.values, candidate.values, strict=True))
     aggregate = candidate.aggregate
     error = None
@@ -61,9 +71,7 @@ def compare(name: str, reference: Examples, candidate: Examples) -> MetricChange
             one, other = (aggregate([side.values[at] for at in picked]) for side in (reference, candidate))
             drawn.append(float(other) - float(one))
         error = _deviation(drawn)
-    return MetricChange(
-        name, reference.figure(), candidate.figure(), error, count, changed, resampled=aggregate is not None
-    )
+    return MetricChange(name, before, after, error, count, changed, resampled=aggregate is not None)
 
 
 def _deviation(values: Sequence[float]) -> float:

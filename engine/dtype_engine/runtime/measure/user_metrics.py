@@ -14,7 +14,7 @@ import torch
 from dtype_engine.checkpoint.source import locate_metric
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.foreign_code import failures_as, with_type
+from dtype_engine.core.foreign_code import failures_as, with_line
 from dtype_engine.core.options import LM_EVAL, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.results.metrics import MetricChange
@@ -37,6 +37,8 @@ class OutputMetric:
     function: Callable[[Any, dict[str, Any]], Any]
     """A function that returns a list or a tensor with one value for each example, or the value of a single example."""
     aggregate: Aggregate | None
+    file: str | None = None
+    """The Python file of the function, for errors. None if it is the code of a package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class ModelMetric:
     name: str
     function: Callable[[LiveModel, Inputs], Mapping[str, Examples]]
     """A function that returns the values of all examples by metric name."""
+    file: str | None = None
+    """The Python file of the function, for errors. None if it is the code of a package."""
 
 
 def load_metrics(texts: Sequence[str]) -> tuple[OutputMetric | ModelMetric, ...]:
@@ -67,7 +71,7 @@ def _load(text: str) -> OutputMetric | ModelMetric:
 
         return ModelMetric(text, lm_eval_function(text.removeprefix(LM_EVAL)))
     source = locate_metric(text)
-    made, _ = import_named(source)
+    made, module = import_named(source)
     name = str(source.attribute)
     if is_torchmetrics(made):
         return OutputMetric(name, *per_example(made))
@@ -78,12 +82,12 @@ def _load(text: str) -> OutputMetric | ModelMetric:
     aggregate = getattr(made, "aggregate", None)
     takes = list(inspect.signature(made).parameters)
     if takes[:1] == ["model"]:
-        return ModelMetric(name, partial(_of_model, made, name, aggregate, len(takes) > 1))
+        return ModelMetric(name, partial(_of_model, made, name, aggregate, len(takes) > 1), module.__file__)
     if len(takes) != 2:
         raise UserError(
             f"{source.title} takes ({', '.join(takes)}): a metric takes (output, inputs), (model) or (model, inputs)"
         )
-    return OutputMetric(name, made, aggregate)
+    return OutputMetric(name, made, aggregate, module.__file__)
 
 
 def _of_model(
@@ -121,8 +125,9 @@ class MetricMeter:
                 self._reference = self._run(runner, "reference", on_progress)
             candidate = self._run(runner, "candidate", on_progress)
         changes = []
+        files = {metric.name: metric.file for metric in self.metrics}
         for name, examples in self._reference.items():
-            with failures_as(UserError, f"{name}: computing it failed", with_type):
+            with failures_as(UserError, f"{name}: computing it failed", with_line(files.get(name))):
                 changes.append(compare(name, examples, candidate.get(name, Examples())))
         return tuple(changes)
 
@@ -136,7 +141,7 @@ class MetricMeter:
             call = runner.reference_call(batch) if side == "reference" else runner.candidate_call(batch)
             output, given = _for_users(run(call).output), _for_users(batch.named(self.model.module))
             for metric in of_outputs:
-                with failures_as(UserError, f"{metric.name} failed", with_type):
+                with failures_as(UserError, f"{metric.name} failed", with_line(metric.file)):
                     values = _values(metric.name, metric.function(output, given), metric.aggregate)
                 found.setdefault(metric.name, Examples(aggregate=metric.aggregate)).values.extend(values)
         for each in self.metrics:
@@ -147,7 +152,7 @@ class MetricMeter:
 
 
 def _guarded(metric: ModelMetric, model: LiveModel, data: Inputs) -> Mapping[str, Examples]:
-    with failures_as(UserError, f"{metric.name} failed", with_type):
+    with failures_as(UserError, f"{metric.name} failed", with_line(metric.file)):
         return metric.function(model, data)
 
 
@@ -169,13 +174,11 @@ def _values(name: str, returned: Any, aggregate: Aggregate | None) -> list[Any]:
     """
     plain = _plain(returned)
     values = plain if isinstance(plain, list) else [plain]
-    if (
-        aggregate is None
-        and (wrong := next((each for each in values if not isinstance(each, (int, float))), None)) is not None
-    ):
+    wrong = [each for each in values if not isinstance(each, (int, float))] if aggregate is None else []
+    if wrong:
         raise UserError(
-            f"{name} returned {printable(repr(wrong), 100)} for an example, which is no number: return a number for each example, "
-            "or give the function an attribute `aggregate`, a function that computes the metric from such values"
+            f"{name} returned {printable(repr(wrong[0]), 100)} for an example, which is no number: return a number for each "
+            "example, or give the function an attribute `aggregate`, a function that computes the metric from such values"
         )
     return values
 

@@ -268,8 +268,8 @@ def test_lines_of_text_have_labels(lab: Path) -> None:
         (["metrics.py:number"], "is a int, and a metric is a function"),
         (["metrics.py:takes_three"], "takes (one, two, three): a metric takes (output, inputs), (model)"),
         (["metrics.py:accuracy", "metrics.py:accuracy"], "2 metrics have the name accuracy"),
-        (["metrics.py:fails"], "fails failed: KeyError: 'no such labels'"),
-        (["metrics.py:leaves"], "leaves failed: ExitCalled"),
+        (["metrics.py:fails"], "fails failed: KeyError: 'no such labels', in line "),
+        (["metrics.py:leaves"], "leaves failed: ExitCalled: the code called sys.exit("),
         (["metrics.py:words"], "words returned 'right' for an example, which is no number"),
         (["digits.npz"], "is no metric: write file.py:function"),
     ],
@@ -384,3 +384,20 @@ def test_torchmetrics_objects_are_taken_as_they_are(lab: Path) -> None:
             assert (change.reference, change.candidate) == pytest.approx(expected, rel=1e-5)
             assert change.error is not None
             assert change.resampled
+
+
+def test_what_a_metric_may_not_return_and_the_line_in_which_it_fails(lab: Path) -> None:
+    Path("wrong.py").write_text(
+        "def nothing(output, inputs):\n    return None\n\n\ndef parts(output, inputs):\n    return [('a', 1)] * 100\n\n\n"
+        "def divides(output, inputs):\n    return [1.0] * 100\n\n\nparts.aggregate = lambda values: None\n"
+        "divides.aggregate = lambda values: 1 / 0\n\n\ndef of_model(model):\n    raise ValueError('no luck')\n"
+    )
+    for name, reason in (
+        ("nothing", "nothing returned None for an example, which is no number"),
+        ("parts", "the aggregate of parts returned None, which is no number"),
+        ("divides", "divides: computing it failed: ZeroDivisionError: division by zero, in line 14 of wrong.py"),
+        ("of_model", "of_model failed: ValueError: no luck, in line 18 of wrong.py"),
+    ):
+        options = de.Options(metrics=(f"wrong.py:{name}",), tensors=Path("digits.npz"))
+        with pytest.raises(UserError, match=re.escape(reason)):
+            de.open("models.py:Digits", options=options).drift()
