@@ -234,7 +234,7 @@ def _asked_for(transformers: ModuleType, name: str) -> Any:
         return model_class
     if name.startswith("AutoModel") and hasattr(getattr(transformers, name, None), "from_config"):
         return getattr(transformers, name)
-    near = nearest(name, (other for other in dir(transformers) if "For" in other or other.endswith("Model")))
+    near = nearest(name, (other for other in transformers.__all__ if "For" in other or other.endswith("Model")))
     hint = f"; did you mean {near}?" if near else ""
     raise UserError(
         f"--architecture {printable(name, 100)}: transformers {transformers.__version__} has no model class of that name{hint}"
