@@ -18,8 +18,7 @@ _TAKEN_UP = (
     "file.py --weights", "package.module:Name",
 )  # fmt: skip
 _ONCE = (
-    "folder, mixed dtypes", "folder, tied", "folder, .bin shards", ".pth deflated", "adapter", "GPTQ",
-    "fp8 blocks", "compressed-tensors", "own fp8 export", "file.py, no inputs",
+    "folder, tied", "folder, .bin shards", "adapter", "GPTQ", "fp8 blocks", "file.py, no inputs",
 )  # fmt: skip
 _SCHEMES = (
     "gptq 3 bits, version 2", "gptq 8 bits, ordered columns", "awq gemv", "bnb nf4 nested", "bnb int8", "hqq", "mlx affine",

@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def terminal(model: Path) -> Iterator[Terminal]:
-    opened = Terminal(str(model), "--cast", "model.layers.{0..1}.mlp=float16", "--device", "cpu")
+    opened = Terminal(str(model), "--cast", "model.layers.{0..1}.mlp=float16", "--device", "cpu", "--sequences", "2")
     yield opened
     opened.close()
 

@@ -36,7 +36,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
 
 
 def test_from_the_first_look_to_a_recipe_file(opened: Opener, tmp_path: Path) -> None:
-    terminal = opened("tour", "--sequences", "2")
+    terminal = opened("tour", *QUICK)
     terminal.wait_for(r"Tour 1 of")
     terminal.wait_for("embed_tokens")
     assert len(KEYS) == len(STEPS)

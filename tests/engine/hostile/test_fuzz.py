@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.engine.hostile import fuzz, fuzz_events, fuzz_inputs, fuzz_quantized
 
-CASES = 150
-FEW = 20
+CASES = 100
+FEW = 12
 """Of the kinds that open a model or the app in each case, which takes a fifth of a second."""
 OPENING = (*fuzz_inputs.KINDS, *fuzz_events.KINDS, *fuzz_quantized.KINDS)
 
