@@ -181,6 +181,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", REFUSALS)
 async def test_a_session_that_can_not_be_kept_is_a_notice_and_no_end(
     what: str, state: Path, monkeypatch: pytest.MonkeyPatch
@@ -221,6 +222,7 @@ def test_what_can_not_be_deleted_or_encoded_does_not_end_the_saving(monkeypatch:
 # -- clocks ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("years", [-20, 20])
 async def test_a_clock_that_jumps_changes_no_time_left_and_ends_nothing(
     years: int, monkeypatch: pytest.MonkeyPatch

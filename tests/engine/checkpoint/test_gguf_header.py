@@ -152,6 +152,7 @@ def test_a_header_that_lies_is_refused_in_plain_words(tmp_path: Path, what: str)
     assert most < 20_000_000  # the gguf package's constants are most of it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_damaged_files_are_read_or_refused(tmp_path: Path, seed: int) -> None:
     good = written(tmp_path / "good.gguf").read_bytes()

@@ -120,6 +120,7 @@ def test_of_gguf_files_one_is_named(tmp_path: Path, serve: Serve, monkeypatch: p
         assert sum(name in path for path in hub.paths()) > 2
 
 
+@pytest.mark.slow
 def test_671_billion_parameters(tmp_path: Path, serve: Serve) -> None:
     giant = large_checkpoints.write(tmp_path / "giant")
     hub = serve(giant)

@@ -97,6 +97,7 @@ def test_a_name_of_parts_without_end_has_no_names_above_it() -> None:
     assert len(list(ancestors(longest))) == MOST_PARTS + 1
 
 
+@pytest.mark.slow
 def test_names_have_so_many_parts_and_modules_and_no_more() -> None:
     """A file of 9 MB without a single value could have four million modules. Each name has 199 more than the one before."""
     deep = [".".join(["a"] * (199 * times)) + ".weight" for times in (1, 2)]

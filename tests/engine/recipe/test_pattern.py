@@ -185,6 +185,7 @@ def test_what_is_too_much_to_compile_is_refused(text: str, says: str) -> None:
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["{0..100000}{0..100000}{0..100000}", ",".join(["{0..99999}"] * 300)])
 def test_ranges_cost_as_much_as_their_digits(text: str) -> None:
     assert compile_pattern(text).matches(re.sub(r"\{0\.\.(\d+)\}", r"\1", text))

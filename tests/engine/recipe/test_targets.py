@@ -571,6 +571,7 @@ def test_lint_tells_whose_rule_would_win() -> None:
     assert [name for name, _, _ in read("torchao", LLAMA, *exact).overruled] == ["model.layers.1.mlp.up_proj.weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", list(TARGET_SUFFIXES))
 @given(context=CONTEXTS)
 @settings(max_examples=25, deadline=None)

@@ -216,6 +216,7 @@ def test_high_contrast_contrasts() -> None:
         assert ratio >= 7, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["dtype-dark", "dtype-light", "textual-light", "nord", "high-contrast"])
 async def test_the_tree_is_drawn_in_the_colours_of_the_theme(theme: str) -> None:
     """On a terminal of whatever colours. In a theme of the terminal's own colours it has those."""

@@ -16,6 +16,7 @@ def _text(pieces: int, piece: str = "ab ") -> Generation:
     return Generation("the prompt", Written(one, (piece,) * pieces, 0.5), Written(other, (piece,) * pieces, 0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("texts", "end"),
     [

@@ -35,6 +35,7 @@ async def three_measured(app: DtypeApp, pilot: Pilot[None]) -> None:
     await pilot.pause()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(80, 24), (120, 36), (200, 50)])
 async def test_rules_drift_time_and_how_many_sequences_are_read_at_every_width(size: tuple[int, int]) -> None:
     app = make_app()

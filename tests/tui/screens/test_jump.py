@@ -28,6 +28,7 @@ def label_of(app: DtypeApp, words: str) -> str:
     return line[:2].strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 @pytest.mark.parametrize("read_only", [False, True])
 async def test_a_label_leads_to_its_row_or_pane(size: tuple[int, int], read_only: bool) -> None:

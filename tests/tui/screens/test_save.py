@@ -233,6 +233,7 @@ async def test_an_engine_elsewhere_is_asked_what_is_there_already(
         assert engine(app).saves[-1] == ExportRequest(Path("new"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "says"),
     [

@@ -160,6 +160,7 @@ async def test_a_path_is_completed_to_its_end_and_written_to(tmp_path: Path, mon
         assert "writing" in screen(app)
 
 
+@pytest.mark.slow
 async def test_what_to_leave_with_is_written_with_the_figures_on_the_screen(tmp_path: Path) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:

@@ -115,6 +115,7 @@ def _all(parent: Module) -> list[Module]:
 # -- the tree --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opens", ["l", "right", "space"])
 async def test_a_fold_opens_into_its_members_and_closes_again(opens: str) -> None:
     app = make_app()

@@ -14,6 +14,7 @@ from dtype_tui.widgets.header import header_line
 from dtype_tui.widgets.tree_columns import columns_for
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "shown", "left_out"),
     [

@@ -174,6 +174,7 @@ def host() -> Iterator[tuple[Host, asyncio.Runner]]:
         runner.run(opened.__aexit__(None, None, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pasted", "taken", "said"),
     [

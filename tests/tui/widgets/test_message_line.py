@@ -42,6 +42,7 @@ async def test_a_message_that_is_there_when_a_window_opens_holds_no_words_of_the
         assert str(app.screen.query_one(MessageLine).content) == said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "quits"), [(None, "q quits"), ("f10", "f10 quits"), ("q,ctrl+x", "q or Ctrl+x quits")])
 async def test_ctrl_c_says_what_quits(key: str | None, quits: str) -> None:
     app = make_app(config=Config(keys={"quit": key} if key else {}))

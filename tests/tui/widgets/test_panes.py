@@ -77,6 +77,7 @@ async def test_a_recipe_that_is_measured_again_is_not_compared_with_itself() -> 
         assert "→" not in drift(app)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 async def test_panes_do_not_move_when_their_text_changes(size: tuple[int, int]) -> None:
     app = make_app()
@@ -118,6 +119,7 @@ async def test_plus_shows_a_pane_alone_with_all_figures_and_again_everything(siz
             assert app.main.tree_view.region
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["w", "slash"])
 async def test_a_key_of_the_tree_shows_the_tree_again(key: str) -> None:
     app = make_app()

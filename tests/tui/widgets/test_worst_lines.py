@@ -48,6 +48,7 @@ def test_a_track_is_longer_for_more_drift_and_gives_way_to_a_name() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24), (200, 50)])
 async def test_names_are_told_apart_at_every_size(size: tuple[int, int]) -> None:
     app = make_app(Tree(tuple(TensorInfo(f"{name}.weight", (8, 8), "float32") for name in NAMES)))

@@ -125,6 +125,7 @@ def test_unused_places_in_words_of_awq_are_no_findings(tmp_path: Path) -> None:
     assert not check(awq("gemv").open(tmp_path), "model").findings
 
 
+@pytest.mark.slow
 def test_a_stack_of_too_many_experts_stays_whole(tmp_path: Path) -> None:
     made = mlx_affine(name="l.switch_mlp.up_proj", shape=(4097, 1, 32))
     assert made.open(tmp_path).encoded.keys() == {"l.switch_mlp.up_proj.weight"}
