@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, read_json
+from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, read_json, resolve_inside
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.text import printable
@@ -70,7 +70,7 @@ def make_pipeline(folder: Path, parts: Mapping[str, nn.Module], title: str) -> P
             name: value for name, value in index.items() if not name.startswith("_") and not isinstance(value, list)
         }
         others = {
-            name: None if None in named else _read_component(diffusers, folder / name, *named)
+            name: None if None in named else _read_component(diffusers, folder, name, named)
             for name, named in index.items()
             if isinstance(named, list) and name not in parts
         }
@@ -83,19 +83,29 @@ def make_pipeline(folder: Path, parts: Mapping[str, nn.Module], title: str) -> P
     return module
 
 
-def _read_component(diffusers: Any, folder: Path, library: str, name: str) -> Any:
-    """Read a component of a pipeline that has no weights: a scheduler, a tokenizer or a processor. library: the package of its
-    class, "diffusers" or "transformers". name: the name of its class.
+def _read_component(diffusers: Any, folder: Path, name: str, named: list[Any]) -> Any:
+    """Read a component of a pipeline that has no weights: a scheduler, a tokenizer or a processor. folder: the pipeline's. name:
+    the component's name, which is that of its folder. named: what `model_index.json` says about it: [package, name of the class].
     """
     import transformers
 
+    shown = printable(name, 100)
+    if len(named) != 2 or not all(isinstance(part, str) for part in named):
+        raise NoForward(f"{folder.name}: {PIPELINE_INDEX} gives {shown} no package and class")
+    library, class_name = named
     libraries = {"diffusers": diffusers, "transformers": transformers}
     if library not in libraries:
-        raise NoForward(f"{folder.name} is of the package {printable(library, 100)}, whose code is not run")
-    made_by: Any = getattr(libraries[library], name, None)
-    if made_by is None and folder.name.startswith("tokenizer"):
+        raise NoForward(f"{shown} is of the package {printable(library, 100)}, whose code is not run")
+    if not (folder / name).is_dir():
+        raise NoForward(
+            f"{folder.name}: there is no folder {shown}, which {PIPELINE_INDEX} names; fetch the whole pipeline"
+        )
+    made_by: Any = getattr(libraries[library], class_name, None)
+    if made_by is None and name.startswith("tokenizer"):
         made_by = transformers.AutoTokenizer
-    return made_by.from_pretrained(folder, local_files_only=True)
+    if not hasattr(made_by, "from_pretrained"):
+        raise NoForward(f"{shown}: {library} has no {printable(class_name, 100)} that could be read")
+    return made_by.from_pretrained(resolve_inside(folder, name, PIPELINE_INDEX), local_files_only=True)
 
 
 def conversions(module: PipelineModule) -> tuple[str, ...]:

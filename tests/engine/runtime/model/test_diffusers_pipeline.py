@@ -17,7 +17,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
-from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.errors import UserError
 
 pytest.importorskip("diffusers")
 
@@ -146,6 +146,10 @@ def test_prompts_are_inputs_and_what_is_refused(
             ({"_class_name": "NoSuchPipeline"}, "it has no NoSuchPipeline"),
             ({"scheduler": ["os", "system"]}, "is of the package os, whose code is not run"),
             ({"surplus": 3}, "diffusers can't make the pipeline"),
+            ({"scheduler": ["diffusers"]}, "model_index.json gives scheduler no package and class"),
+            ({"scheduler": ["diffusers", "NoSuchScheduler"]}, "scheduler: diffusers has no NoSuchScheduler"),
+            ({"other": ["diffusers", "DDIMScheduler"]}, "there is no folder other, which model_index.json names"),
+            ({"../0/scheduler": ["diffusers", "DDIMScheduler"]}, "is not the name of a file in this folder"),
         )
     ):
         copied = tmp_path / str(number)
@@ -154,7 +158,7 @@ def test_prompts_are_inputs_and_what_is_refused(
             if entry.is_dir():
                 shutil.copytree(entry, copied / entry.name)
         (copied / "model_index.json").write_text(json.dumps(index | change))
-        with pytest.raises(NoForward, match=reason):
+        with pytest.raises(UserError, match=reason):
             de.open(str(copied))
 
 
