@@ -343,7 +343,7 @@ def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -
         names = tree.caches if names_caches(pattern) else (*tree.modules, *tree.tensors)
         known, wanted, prefix = list(names[:_MOST_NAMES]), pattern, ""
         if "*" in pattern:  # compared with the patterns that select something
-            known = list({step for name in known for step in generalisations(name) if "*" in step})
+            known = list({step for name in known for step in generalisations(name) if "*" in step or "." not in step})
     near = nearest(wanted, known[:_MOST_NAMES])
     hint = f"; the nearest is {prefix}{near}" if near else ""
     return f"pattern {shortened(pattern)} matches nothing in this model{hint}"

@@ -185,6 +185,12 @@ def test_a_range_with_a_hyphen_is_told_as_one_with_two_dots() -> None:
         require_matches(tree, Recipe((Rule("layers.{0-1}", "float16"),)))
 
 
+def test_a_star_before_a_module_of_the_model_itself_is_told_the_name_alone() -> None:
+    tree = Tree([TensorInfo(name, (4, 4), "float32") for name in ("lin.weight", "head.weight", "blocks.0.up.weight")])
+    with pytest.raises(UserError, match=r"'\*\.lin' matches nothing in this model; the nearest is lin$"):
+        require_matches(tree, Recipe((Rule("*.lin", "float16"),)))
+
+
 def test_rules_by_class_wait_until_classes_are_known() -> None:
     plan = make_plan(Tree(TREE.tensors.values()), Recipe((Rule("type:Linear", "float16"),)))
     assert plan.pending_classes == (0,)

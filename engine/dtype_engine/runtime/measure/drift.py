@@ -372,7 +372,7 @@ def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
         return ()
     return (
         f"torch's fast path of {found} is off for reference and candidate, so padded positions are computed like all "
-        "others; only an attention_mask in the inputs leaves them out of the figures",
+        "others; an attention_mask in the inputs leaves them out of the figures, if forward takes one",
     )
 
 
