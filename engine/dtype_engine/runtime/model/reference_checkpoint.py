@@ -2,7 +2,7 @@
 
 The open model is the candidate. A reference run uses the same module, but each weight gets the values that the other checkpoint has
 for it. Both runs therefore execute the same code with the same configuration. A checkpoint that needs another structure or
-configuration is refused.
+configuration is refused. `rope_theta` may differ: the rotary frequencies that are computed from it are tensors of the module, too.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def use_reference(live: LiveModel, source: Source, options: Options, on_step: On
         raise UserError(f"the reference can't be used: {error.sentence}") from None
     sides = printable(source.title, 100), printable(live.title, 100)
     _refuse_other_structure(other, live, sides)
-    _refuse_other_configuration(other, live, sides)
+    frequencies = _refuse_other_configuration(other, live, sides)
     by_any_name = {name: weight for weight in other.weights.values() for name in weight.info.names}
     infos = dict(live.tree.tensors)
     for name, weight in live.weights.items():
@@ -65,6 +65,8 @@ def use_reference(live: LiveModel, source: Source, options: Options, on_step: On
             theirs = by_any_name[name]
             weight.other_reference = theirs.stored
             weight.info = infos[name] = dataclasses.replace(infos[name], reference_dtype=theirs.info.dtype)
+        elif name in frequencies:
+            weight.other_reference = other.weights[name].stored
     live.tree = tree_of(live.module, infos.values())
     live.visits = visits = live.visits or other.visits
     if visits is not None:
@@ -114,9 +116,10 @@ def _shapes(model: LiveModel) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _refuse_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[str, str]) -> None:
-    """Raise UserError if the configurations of the two models make them compute differently with the same weights. other: the
-    reference. live: the candidate. sides: their titles, in this order.
+def _refuse_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[str, str]) -> frozenset[str]:
+    """Raise UserError if the configurations of the two models make them compute differently with the same weights. Returns the
+    names of the rotary frequencies that differ, because the configurations have another `rope_theta`. other: the reference. live:
+    the candidate. sides: their titles, in this order.
     """
     theirs, ours = (dict(_entries(_configuration(model))) for model in (other, live))
     scaled = any(name.endswith("rope_type") and kind not in ("default", None) for name, kind in ours.items())
@@ -126,11 +129,16 @@ def _refuse_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[
         # The maximum length changes the output only if it scales rotary frequencies. Learned positions are weights.
         if not _alike(theirs.get(name), ours.get(name)) and (scaled or not name.endswith("max_position_embeddings"))
     ]
+    buffers = frozenset(_different_buffers(other, live))
+    frequencies = frozenset(name for name in buffers if name.endswith("inv_freq"))
+    if frequencies and _has_fixed_frequencies(live) and all(name.endswith("rope_theta") for name in differing):
+        differing, buffers = [], buffers - frequencies
     if not differing:
-        differing = [f"the buffer {name}" for name in _different_buffers(other, live)]
-        if differing:
-            raise UserError(f"{sides[0]} and {sides[1]} compute differently: they have other values in {differing[0]}")
-        return
+        if buffers:
+            raise UserError(
+                f"{sides[0]} and {sides[1]} compute differently: they have other values in the buffer {min(buffers)}"
+            )
+        return frequencies
     shown = "; ".join(
         f"{printable(name, 60)} is {printable(str(theirs.get(name)), 60)} in {sides[0]} and "
         f"{printable(str(ours.get(name)), 60)} in {sides[1]}"
@@ -167,6 +175,13 @@ def _entries(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _entries(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def _has_fixed_frequencies(model: LiveModel) -> bool:
+    """Return whether rotary frequencies stay those of the module's tensors in a pass, however long its input is."""
+    kinds = [getattr(module, "rope_type", None) for module in model.module.modules()]
+    named = [str(kind) for each in kinds for kind in (each.values() if isinstance(each, Mapping) else (each,))]
+    return not {"dynamic", "longrope"}.intersection(named)
 
 
 def _different_buffers(other: LiveModel, live: LiveModel) -> list[str]:

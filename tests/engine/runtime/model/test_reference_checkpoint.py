@@ -251,8 +251,12 @@ def test_the_command_names_both_sides(make_llama: Make, tmp_path: Path, capsys: 
         ({"vocab_size": 66}, r"model\.embed_tokens\.weight is \[64, 32\] in llama and \[66, 32\] in other"),
         ({"rms_norm_eps": 1e-3}, r"compute differently, .* rms_norm_eps is 1e-06 in llama and 0\.001 in other"),
         (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
             r"rope_parameters\.rope_theta is 10000\.0 in llama and 500\.0 in other",
+        ),
+        (
+            {"rope_theta": 500.0, "rms_norm_eps": 1e-3},
+            r"rope_theta is 10000\.0 in llama and 500\.0 in other",
         ),
     ],
 )
@@ -262,6 +266,21 @@ def test_checkpoints_that_compute_differently_are_refused(
     a, b = make_llama(), make_llama("other", **settings)
     with pytest.raises(de.UserError, match=words):
         opened(a, b)
+
+
+def test_each_side_has_its_own_rotary_frequencies(make_llama: Make) -> None:
+    a = make_llama()
+    b = make_llama("b", rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    for name in load_file(a / "model.safetensors"):
+        assert torch.equal(load_file(a / "model.safetensors")[name], load_file(b / "model.safetensors")[name])
+    session = opened(a, b)
+    assert kl(plain(a), plain(b)) > 1e-9
+    assert_figures(session, plain(a), plain(b))
+    assert_figures(opened(b, a), plain(b), plain(a))
+    session.cast("*.mlp", "bfloat16")
+    session.undo()
+    assert_figures(session, plain(a), plain(b))
+    assert session.causes().whole == pytest.approx(kl(plain(a), plain(b)), rel=1e-5)
 
 
 def test_ties(make_llama: Make, tmp_path: Path) -> None:
