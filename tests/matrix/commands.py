@@ -245,6 +245,27 @@ def drift(job: Job) -> str:
     return "plain torch"
 
 
+def drift_metric(job: Job) -> str:
+    """A metric of the user's own, the mean absolute value of the main output, of both sides."""
+    made, file = job.made, job.work / "size.py"
+    file.write_text(
+        "def size(output, inputs):\n"
+        "    while not hasattr(output, 'abs'):\n"
+        "        output = next(iter(output.values() if isinstance(output, dict) else output))\n"
+        "    return output.double().abs().mean()\n"
+    )
+    (found,) = answer("drift", *job.run, "--cast", ALL_BF16, "--metric", f"{file}:size")["metrics"]
+    assert made.module is not None, "it ran, and nothing says what is right"
+    sizes = [
+        outside.call(outside.in_dtype(made.module, dtype), made.inputs, dtype).abs().mean().item()
+        for dtype in (torch.float32, BF16)
+    ]
+    assert near(found["reference"], sizes[0], 1e-5), (found, sizes)
+    assert near(found["candidate"], sizes[1], 1e-2), (found, sizes)
+    assert "there is no 'other'" in _refusal("drift", *job.run, "--metric", f"{file}:other")
+    return "plain torch"
+
+
 def _check_drift(made: Made, largest: float, mean: float) -> None:
     """Two runs of the same kernels differ in how work is split among threads, not in more."""
     true_largest, true_mean = outside.drift(made, BF16)
@@ -513,6 +534,7 @@ COMMANDS: dict[str, Way] = {
     "weights --against": weights_against,
     "check": check,
     "drift": drift,
+    "drift --metric": drift_metric,
     "flow": flow,
     "scan": scan,
     "export": export,

@@ -11,7 +11,17 @@ WAYS = (*COMMANDS, *SCREENS)
 """The ways to use a form."""
 OF_SCHEMES = tuple(SCHEME_WAYS)
 """The ways to use a scheme of quantized weights."""
-_RUNNING = ("drift", "drift --against", "flow", "scan", "app: Drift", "app: depth", "app: d", "app: g")
+_RUNNING = (
+    "drift",
+    "drift --metric",
+    "drift --against",
+    "flow",
+    "scan",
+    "app: Drift",
+    "app: depth",
+    "app: d",
+    "app: g",
+)
 
 
 def _no_pass(words: str) -> dict[str, str]:
