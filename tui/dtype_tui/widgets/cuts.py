@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rich.style import Style
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -21,7 +22,7 @@ class Cut(Widget):
     DEFAULT_CSS = f"Cut {{ layer: cuts; position: absolute; width: {STEP}; height: 100%; }}"
 
     def render_line(self, y: int) -> Strip:
-        return Strip.blank(self.size.width)
+        return Strip.blank(self.size.width, Style())  # without colors, Textual needs a style
 
 
 def cuts() -> Iterator[Cut]:
