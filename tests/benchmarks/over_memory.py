@@ -87,7 +87,8 @@ def measured(folder: Path, job: str, limited: bool) -> dict[str, Any]:
 
     import dtype_engine as de
 
-    limits = {"cpu": min(4 << 30, folder.joinpath("model.safetensors").stat().st_size // 2)} if limited else {}
+    # The half of the limit is for Python and torch, and for activations.
+    limits = {"cpu": min(LIMIT // 2, folder.joinpath("model.safetensors").stat().st_size // 2)} if limited else {}
     generator = torch.Generator().manual_seed(1)
     inputs = [{"input_ids": torch.randint(0, VOCABULARY, (1, length), generator=generator)} for length in LENGTHS]
     session = de.open(

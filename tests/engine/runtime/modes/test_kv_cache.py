@@ -130,7 +130,7 @@ def _logits(session: de.Session, rounds: Any, amax: Any) -> Array:
     ids = session.need_inputs().batches[0].kwargs["input_ids"]
     with torch.no_grad():
         output = model(ids, past_key_values=RoundingCache(model.config, rounds, amax), use_cache=True)
-    return np.asarray(output.logits.double().cpu().numpy())
+    return np.asarray(output.logits.cpu().double().numpy())
 
 
 @pytest.mark.slow

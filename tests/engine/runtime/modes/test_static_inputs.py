@@ -67,7 +67,7 @@ def _nvfp4(values: Array, scale: float) -> Array:
 def _logits(session: de.Session) -> torch.Tensor:
     assert session.inputs is not None
     with ForwardRunner(session.model, session.settings, never) as runner:
-        return main_output(runner.candidate(runner.candidate_call(session.inputs.batches[0])).output)[1].double()
+        return main_output(runner.candidate(runner.candidate_call(session.inputs.batches[0])).output)[1].cpu().double()
 
 
 def _by_hand(folder: Path, weights: dict[str, torch.Tensor], rounds: Callable[[str, Array], Array]) -> torch.Tensor:
