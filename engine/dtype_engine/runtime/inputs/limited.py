@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -32,10 +33,10 @@ _BUSY = 4
 """A child process may run this many times as long, in wall time, as its limit on CPU time. The factor is above 1 because other
 processes may be using the processors.
 """
-_EXPANDING = ('"Replace"', '"Regex"', '"Precompiled"')
-"""The types of tokenizer steps that can make a text many times as long, or whose time can grow much faster than the text. They are
-searched for in the text of the tokenizer's settings.
-"""
+_EXPANDING = frozenset({"Replace", "Split", "Precompiled"})
+"""The types of tokenizer steps that can make a text many times as long, or whose time can grow much faster than the text."""
+_LONGEST_SETTINGS = 10_000
+"""The settings of a tokenizer's other steps are tried as well if they have more characters. `Prepend` has a text of any length."""
 _DECODER_GROWTH = 1000
 _TEMPLATE_COPIES = 16
 _TIME_IS_UP = getattr(signal, "SIGPROF", 0)
@@ -94,8 +95,8 @@ def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: Inpu
     """Try the normalizers and regular expressions of a tokenizer on the texts, in a child process. Raises PartFails if they fail.
     Raises NoForward if they exceed the limits on time or memory, or if the decoder or the post-processor expands a text too much.
 
-    Tokenizers without replacements and regular expressions are not tried, because they need little time and memory. Tokenizers
-    written in Python are not tried either. title: the name of the model, for errors.
+    Tokenizers whose few steps can't expand a text much are not tried, because they need little time and memory. Tokenizers written
+    in Python are not tried either. title: the name of the model, for errors.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     copies = _copies(_state(getattr(backend, "post_processor", None)))
@@ -109,7 +110,7 @@ def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: Inpu
             f"{title}: no forward pass: the decoder in its tokenizer.json may make {growth:,} characters of one; {hint('tensors')}"
         )
     parts = _parts(tokenizer)
-    if not any(name in json.dumps(parts) for name in _EXPANDING):
+    if not _may_expand(parts):
         return
     job = {"job": "split", "texts": list(texts), **parts}
     digest = hashlib.sha256(json.dumps(job).encode()).digest()
@@ -148,6 +149,15 @@ def _parts(tokenizer: Any) -> dict[str, Any]:
     return parts
 
 
+def _may_expand(parts: dict[str, Any]) -> bool:
+    """Return whether a tokenizer's steps may make a text many times as long or need much time. Each `ByteLevel` can double a text,
+    so a type that occurs twice counts, too. parts: see `_parts`.
+    """
+    settings = json.dumps([parts["normalizer"], parts["pre_tokenizer"]])
+    types = [name for name in re.findall(r'"type": "(\w+)"', settings) if name != "Sequence"]
+    return len(settings) > _LONGEST_SETTINGS or len(types) > len(set(types)) or not _EXPANDING.isdisjoint(types)
+
+
 def _state(step: Any) -> Any:
     """Return the settings of one step of a tokenizer, such as its normalizer, in the form of tokenizer.json. Returns None if there
     is no such step, or if it is written in Python.
@@ -164,6 +174,8 @@ def _growth(decoder: Any) -> int:
     """
     if not isinstance(decoder, dict):
         return 1
+    if "" in (decoder.get("suffix"), decoder.get("word_delimiter_token")):
+        return 2  # the decoder puts a space beside each character
     if decoder.get("type") == "Replace":
         taken = len(decoder["pattern"].get("String", ""))
         return max(1, math.ceil(len(decoder["content"]) / taken) if taken else len(decoder["content"]) + 1)

@@ -226,9 +226,18 @@ def replacing(pattern: dict[str, str], content: str) -> dict[str, Any]:
 
 
 MANY = [replacing({"String": "a"}, "a" * 60)] * 5
+SPACING = {"type": "BPEDecoder", "suffix": ""}  # puts a space beside each character of a token
 PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "replacements": ({"normalizer": {"type": "Sequence", "normalizers": MANY}}, "its tokenizer.json needs "),
     "decoder": ({"decoder": {"type": "Sequence", "decoders": MANY}}, "may make 777,600,000 characters of one"),
+    "decoders that put in spaces": (
+        {"decoder": {"type": "Sequence", "decoders": [SPACING] * 40}},
+        f"may make {2**40:,} characters of one",
+    ),
+    "bytes of bytes": (  # each step makes two bytes of one that is not ASCII
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 40}},
+        "needs more memory than the 1,024 MiB",
+    ),
     "template": (
         {
             "post_processor": {
