@@ -171,7 +171,7 @@ def _taken(tree: Tree, pattern: str) -> Selection:
 
 def _may_be(tree: Tree, name: str, dtype: str, kept: set[str], allowed: frozenset[str], asked_for: bool) -> bool:
     stored = tree.tensors[name].dtype
-    if name in kept:
+    if name in kept or dtype not in dtypes.BY_NAME:  # a dtype that only its file format knows can't be cast to
         return dtype == stored
     if dtype in dtypes.STORAGE_DTYPES and not asked_for and stays_wide(tree, name):
         return False

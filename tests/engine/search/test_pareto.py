@@ -323,3 +323,20 @@ def test_a_stored_dtype_that_only_its_file_format_knows_is_a_choice() -> None:
     blocks = TensorInfo("a.weight", (64, 256), "q4_k", packed_bytes=64 * 144)
     front = make_front(from_tensors([blocks]), {("a.weight", "bfloat16"): 0.1})
     assert [(point.bytes, point.predicted) for point in front.points] == [(2 * 64 * 256, 0.1)]
+
+
+def test_a_scanned_dtype_that_only_a_file_format_knows_is_no_choice_for_other_weights() -> None:
+    tree = from_tensors(
+        [
+            TensorInfo("a.weight", (64, 256), "fp8:e4m3@128x128", packed_bytes=64 * 256 + 8),
+            TensorInfo("b.weight", (64, 256), "bfloat16"),
+        ]
+    )
+    scores = {
+        ("a.weight", "fp8:e4m3@128x128"): 1e-9,
+        ("a.weight", "float8_e4m3fn"): 0.1,
+        ("b.weight", "float8_e4m3fn"): 0.2,
+        ("b.weight", "bfloat16"): 1e-4,
+    }
+    choices = {item.weights[0]: {choice.dtype for choice in item.choices} for item in make_items(tree, scores)}
+    assert choices == {"a.weight": {"fp8:e4m3@128x128"}, "b.weight": {"bfloat16", "float8_e4m3fn"}}
