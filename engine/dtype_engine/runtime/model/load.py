@@ -279,7 +279,7 @@ def load_module(
     unexpected = {name for name in loading_info.get("unexpected_keys") or () if not is_cache_scale(name)}
     if unused := sorted(unexpected - parts):
         notices.append(
-            f"{len(unused)} tensors of the checkpoint are not used by {type(module).__name__}, first {unused[0]}"
+            f"{plural(len(unused), 'tensor')} of the checkpoint not used by {type(module).__name__}, first {unused[0]}"
         )
     return Loaded(module, quantized, encoded, tuple(notices), placements, coverage)
 

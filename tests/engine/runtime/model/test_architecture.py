@@ -46,9 +46,7 @@ def test_a_config_without_an_architecture_says_what_was_opened(make_llama: Make)
         backbone = next(line for line in said if "opened as the bare LlamaModel" in line)
         assert "last hidden state, not logits" in backbone
         assert "--architecture LlamaForCausalLM" in backbone
-        assert any(
-            "1 tensors of the checkpoint are not used by LlamaModel, first lm_head.weight" in line for line in said
-        )
+        assert any("1 tensor of the checkpoint not used by LlamaModel, first lm_head.weight" in line for line in said)
     assert any("is no list of names" in line for line in notices(changed(folder, architectures={"a": 1}))[1])
 
 
