@@ -77,11 +77,6 @@ def pytest_collection(session: pytest.Session) -> None:
                 importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
-def pytest_collection_finish() -> None:
-    """What is imported and collected by now lives as long as the process: no collection of garbage has to go through it."""
-    gc.freeze()
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: not item.nodeid.startswith(_LONG)
