@@ -272,7 +272,7 @@ def load_module(
                 f"first {first}; --random-weights runs the model so (in Python: Options(random_weights=True))"
             )
         notices.append(
-            f"{len(coverage.missing)} weights are not in the checkpoint and were made at random, first {first}"
+            f"{plural(len(coverage.missing), 'weight')} not in the checkpoint, made at random, first {first}"
         )
     parts = {part.name for weight in checkpoint.quantized.values() for part in weight.tensors}
     parts |= loading_names(module, parts)

@@ -101,7 +101,7 @@ def test_missing_weights_are_made_at_random_on_request_alone(make_llama: Callabl
     ):
         de.open(str(folder))
     session = de.open(str(folder), options=de.Options(random_weights=True))
-    assert "1 weights are not in the checkpoint" in session.model.notices[0]
+    assert "1 weight not in the checkpoint, made at random" in session.model.notices[0]
     coverage = session.drift().coverage
     assert coverage is not None
     assert coverage.missing == ("model.norm.weight",)
