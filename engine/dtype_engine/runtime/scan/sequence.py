@@ -241,7 +241,9 @@ class SequenceScan:
         finally:
             self._carrying = False
 
-    def _on_gradient(self, operation: WeightOp | CacheWrite, index: int, gradient: torch.Tensor) -> None:
+    def _on_gradient(self, operation: WeightOp | CacheWrite, index: int, gradient: torch.Tensor | None) -> None:
+        if gradient is None:
+            return  # on CUDA, torch calls the hook of an output of a recurrent layer that the loss does not depend on
         if not self._carrying:
             self._differentiated.update(operation.weights)
             return
