@@ -69,7 +69,7 @@ def scan_options(function: Function) -> Function:
             "family",
             type=click.Choice(tuple(FAMILIES)),
             help="The inference runtime that is to load the model, such as vllm. The dtypes that it can mix in one model replace "
-            "those of --dtypes, and a search obeys the runtime's other limits, too.",
+            "those of --dtypes. The search command also obeys the runtime's other limits, such as on the layers that it fuses.",
         ),
     ):
         function = option(function)

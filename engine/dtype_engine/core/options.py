@@ -84,8 +84,8 @@ class Options:
     prompts: tuple[str, ...] = ()
     """Calibration prompts. Each prompt is one sequence, or several sequences if it is long."""
     texts: tuple[Path, ...] = ()
-    """Calibration text files, split into sequences like prompts. Each line of a `.jsonl` file is an object with `text`, `prompt` or
-    `messages`.
+    """Calibration text files, which are split into sequences of tokens. Each line of a `.jsonl` file is an object with
+    `text`, `prompt` or `messages`.
     """
     chat: bool = False
     """Whether to format each prompt as a user's message with the chat template of the tokenizer (for pictures, the processor)."""

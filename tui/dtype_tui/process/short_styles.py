@@ -29,8 +29,8 @@ class _Style:
 
 
 _RESET = _Style()
-_WEIGHTS = {"1", "2"}
-"""Bold and dim. The parameter 22 takes back both of them, and no others."""
+_BOLD_AND_DIM = {"1", "2"}
+"""The parameters for bold and dim text. The control sequence `ESC [ 22 m` switches both off, and leaves other attributes on."""
 
 
 def with_short_styles(driver: type[Driver]) -> type[Driver]:
@@ -95,7 +95,7 @@ def _between(one: _Style, other: _Style) -> str:
         return "\x1b[m"
     codes, kept = [], one
     lost = one.attributes - other.attributes
-    if lost and one.attributes <= _WEIGHTS:
+    if lost and one.attributes <= _BOLD_AND_DIM:
         codes, kept = ["22"], _Style(one.colour, one.background)
     elif lost:
         codes, kept = ["0"], _RESET

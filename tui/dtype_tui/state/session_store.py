@@ -77,9 +77,9 @@ class SavedSession:
     scanned: tuple[str, ...] = ()
     """The dtypes of the last scan, whether it was finished or not. Empty if there was no scan."""
     context: int | None = None
-    """The tokens of each sequence for which the bytes of KV caches were shown, or None for the default."""
+    """The length of a sequence, in tokens, for which the bytes of KV caches were shown, or None for the default."""
     batch: int = 1
-    """The number of sequences for which the bytes of KV caches were shown."""
+    """The number of such sequences."""
     budget: int | None = None
     """The bytes into which the model was to fit when it is served, or None if the user gave no budget."""
     saved: datetime = field(default_factory=lambda: datetime.now(UTC))

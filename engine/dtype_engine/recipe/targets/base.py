@@ -63,7 +63,7 @@ class Unsupported:
     instead: str
     """The dtype that the target gives the tensors instead of the planned dtype."""
     tensors: tuple[str, ...]
-    """Canonical names of the tensors that differ from the plan."""
+    """Canonical names of the tensors to which the target can't give their planned dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ class Step:
 class MeasurementPlan:
     """Plans the order in which a measurement runs the sequences, and in which of them modules are compared.
 
-    order: the indexes of the sequences, in the order in which they run. outline: the names of the modules whose outputs are
-    observed in sequences where modules are not compared. It is None until one pass has observed all modules; until then, all are
-    observed. cached: the modules of `outline` whose outputs are kept, so that later measurements can reuse them.
+    order: the indexes of the sequences, in the order in which they run. outline: the names of the modules whose calls a pass
+    records in a sequence where modules are not compared, such as the layers. It is None until a first pass has recorded those of
+    all modules. cached: the modules of `outline` whose outputs are also kept, so that later measurements can reuse them.
     """
 
     def __init__(self, batches: Sequence[Batch]) -> None:

@@ -234,7 +234,7 @@ class LiveModel:
     device: torch.device
     tree: Tree
     weights: dict[str, Weight]
-    """The weights, keyed by their first name in the module."""
+    """The weights, keyed by their name in the module. A tied weight, which has several names, has the first of them as its key."""
     files: tuple[Path, ...] = ()
     """The files that hold the weights. The weights may be memory-mapped from them."""
     folder: Path | None = None

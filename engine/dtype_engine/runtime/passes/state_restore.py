@@ -37,8 +37,8 @@ _WITH_TENSORS = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def stored_values(model: LiveModel) -> Iterator[None]:
-    """Let the module hold the data of the reference model instead of the cast data during the `with` block. On the CPU, this copies
-    no data.
+    """During the `with` block, let the parameters of `model` hold their stored values instead of the cast ones. On the CPU, this
+    copies no data.
     """
     changed = [weight for weight in model.weights.values() if weight.differs]
     try:

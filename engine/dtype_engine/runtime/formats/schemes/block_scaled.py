@@ -166,11 +166,11 @@ def _scales(settings: Settings, parts: Parts, rows: range, columns: int) -> torc
 
 
 def _rows_of_blocks(grid: torch.Tensor, rows: range, height: int) -> torch.Tensor:
-    """Select from a grid with a number for each block, such as its scale, the numbers that hold for the given rows: [rows, blocks
-    across].
+    """Return the scales of the blocks that contain the given rows of a weight: [rows, blocks across]. If the grid has a single row,
+    which holds for all rows, the result is [1, blocks across].
 
-    grid: [blocks down, blocks across]. rows: row indexes of the weight. height: how many of these rows a block has. If the grid has
-    a single row, it is returned unchanged.
+    grid: one scale for each block, [blocks down, blocks across]. rows: row indexes of the weight. height: the number of rows in a
+    block.
     """
     if len(grid) == 1 or height == 1:
         return grid if len(grid) == 1 else grid[rows.start : rows.stop]
