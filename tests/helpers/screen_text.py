@@ -15,7 +15,6 @@ from textual.pilot import Pilot
 from textual.widget import Widget
 from textual.widgets import Static
 
-from dtype_tui.widgets.cuts import Cut
 from dtype_tui.widgets.line import Line
 
 
@@ -36,7 +35,7 @@ def notices(app: App[Any]) -> list[str]:
 def overflowing(app: App[Any]) -> Iterator[str]:
     """What does not fit: widgets that reach beyond the screen or their box, lines and titles that are cut."""
     for widget in app.screen.walk_children(Widget):
-        if not widget.display or not widget.region or isinstance(widget, Cut):
+        if not widget.display or not widget.region:
             continue
         name = f"{type(widget).__name__} #{widget.id}"
         scrolls = any(isinstance(above, ScrollableContainer) for above in widget.ancestors)

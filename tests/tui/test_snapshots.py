@@ -17,7 +17,6 @@ from textual.pilot import Pilot
 
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.config import Config
-from dtype_tui.widgets.cuts import Cut
 from dtype_tui.widgets.message_line import MessageLine
 
 pytestmark = pytest.mark.slow
@@ -83,7 +82,7 @@ async def a_message_covers_nothing(app: DtypeApp, pilot: Pilot[None]) -> None:
     shown = [other for other in app.screen.children if other.display and other is not line and other.region]
     if len(app.screen_stack) == 1:
         assert app.main.side.region.contains_region(line.region), "only the end of the panes is covered"
-        shown = [other for other in shown if other.id != "main" and not isinstance(other, Cut)]
+        shown = [other for other in shown if other.id != "main"]
     assert not [other for other in shown if other.region.overlaps(line.region)]
 
 

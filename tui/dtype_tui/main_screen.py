@@ -31,7 +31,6 @@ from dtype_tui.state.awaited import AwaitedResults, inspect
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
 from dtype_tui.state.read_only import HIDDEN, READ_ONLY
-from dtype_tui.widgets.cuts import cuts
 from dtype_tui.widgets.header import header_line
 from dtype_tui.widgets.line import Line
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -153,7 +152,6 @@ class MainScreen(Screen[None]):
                 self.side.mount_panes(),
                 self.query_one("#below").mount(self.depth, self.trade_off),
                 self.mount(
-                    *cuts(),
                     self._too_small,
                     self._message,
                     CastPrompt(self.experiment, self.controller.add_rule),
