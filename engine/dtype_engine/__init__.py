@@ -7,6 +7,7 @@
     session.undo()
     session.export("folder")                  # a checkpoint in these dtypes
     model = de.load_pretrained("folder")      # load it with every weight in its stored dtype
+    with de.mixed_dtypes(): model(**inputs)   # run it, as it was measured
 
 Importing this package does not import torch, but opening a model does.
 """
@@ -22,6 +23,7 @@ from dtype_engine.core.version import __version__
 from dtype_engine.recipe import Recipe, Rule
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch import nn
@@ -43,6 +45,7 @@ __all__ = [
     "UserError",
     "__version__",
     "load_pretrained",
+    "mixed_dtypes",
     "open",
 ]
 
@@ -104,6 +107,31 @@ def load_pretrained(
     from dtype_engine.runtime.model.load import load_pretrained
 
     return load_pretrained(Path(folder), module, options)
+
+
+def mixed_dtypes(device: str = "cpu") -> AbstractContextManager[Any]:
+    """Return a context manager in which a plain PyTorch model runs although its weights have several dtypes.
+
+    Where torch raises because dtypes differ, as in a bfloat16 `linear` of float32 inputs, the inputs are cast to the weight's
+    dtype, as in the measurements of `Session.drift`. All else is as in plain torch. `nn.RNN`, `nn.LSTM` and `nn.GRU` compare
+    dtypes before they call torch, so they still raise.
+
+    Args:
+        device: The device on which the model runs.
+
+    Example:
+        >>> import torch
+        >>> model = de.load_pretrained(folder / "mixed")
+        >>> with de.mixed_dtypes():
+        ...     logits = model(torch.tensor([[1, 2, 3]])).logits
+        >>> logits.shape
+        torch.Size([1, 3, 1024])
+    """
+    import torch
+
+    from dtype_engine.runtime.modes.candidate import CandidateMode
+
+    return CandidateMode({}, torch.float32, torch.device(device))
 
 
 def __getattr__(name: str) -> Any:

@@ -67,6 +67,10 @@ def _plain_section(contents: Contents, name: str) -> list[str]:
             f"plain module has no place for scales, so these become values in {export_dtype(contents)}. `de.open` keeps codes and "
             "scales and runs them as they are stored."
         )
+    if len({export_dtype(contents) if item.has_scales else item.dtype for item in contents.items}) > 1:
+        ours += (
+            " torch refuses operations on several dtypes: `with de.mixed_dtypes():` the model runs as it was measured."
+        )
     return [
         *python_lines("import dtype_engine as de", "", f"model = de.load_pretrained({quoted(name)}{module})"),
         "",

@@ -552,3 +552,25 @@ def test_memory_of_an_export_is_that_of_a_piece(tmp_path: Path) -> None:
     done = preloaded.run(preloaded.module("tests.helpers.export_memory"), str(tmp_path))
     grown, scaled, tensor = map(int, done.stdout.split())
     assert max(grown, scaled) < 2 * tensor  # pieces of some MiB for each of at most four threads; 128 MiB are cast
+
+
+@pytest.mark.parametrize("rules", [("*.mlp=bfloat16",), ("*=bfloat16", "*norm=float32", "lm_head=float16")])
+def test_a_mixed_export_runs_as_it_was_measured(make_llama: Any, tmp_path: Path, rules: tuple[str, ...]) -> None:
+    import transformers
+
+    source = make_llama(dtype="float32")
+    ids = torch.randint(0, 32, (2, 7), generator=torch.Generator().manual_seed(0))
+    session = de.open(str(source), inputs={"input_ids": ids})
+    session.apply(Recipe(tuple(map(Rule.parse, rules))))
+    measured = session.drift().output
+    session.export(tmp_path / "out")
+    model = de.load_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(ids)
+        with de.mixed_dtypes():
+            logits = model(ids).logits
+        wanted = transformers.AutoModelForCausalLM.from_pretrained(source)(ids).logits
+    drift = (logits.double() - wanted.double()).abs()
+    assert measured.max_abs == pytest.approx(float(drift.max()), rel=1e-6)
+    assert measured.mean_abs == pytest.approx(float(drift.mean()), rel=1e-6)
