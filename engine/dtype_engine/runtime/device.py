@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.memory_share import memory_budget
@@ -155,6 +156,21 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_random_states(device, states)
+
+
+@contextmanager
+def differentiable_recurrence(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Make recurrent layers such as `nn.LSTM` differentiable in the `with` block, although `module` is in evaluation mode. cuDNN
+    differentiates them only in training mode, so torch's own kernels run instead.
+    """
+    cudnn: Any = torch.backends.cudnn
+    enabled = cudnn.enabled
+    try:
+        if device.type == "cuda" and any(isinstance(each, nn.RNNBase) for each in module.modules()):
+            cudnn.enabled = False
+        yield
+    finally:
+        cudnn.enabled = enabled
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.options import ClassesDim
 from dtype_engine.results.drift import unit_for
-from dtype_engine.runtime.device import for_sums
+from dtype_engine.runtime.device import differentiable_recurrence, for_sums
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import ReferenceMode
@@ -188,7 +188,7 @@ class SequenceScan:
             )  # fmt: skip
             caches = CacheRecorder(names, self._on_gradient) if names else None
             call = torch.enable_grad()(partial(batch.run, self.model.module))
-            with mode.saving():
+            with mode.saving(), differentiable_recurrence(self.model.module, self.model.device):
                 output = self.runner.under(mode, call, caches)
             self.forward_seconds = self.runner.last_seconds
             mode.release()
