@@ -18,10 +18,10 @@ from dtype_tui.widgets.tree_columns import columns_for
 @pytest.mark.parametrize(
     ("width", "shown", "left_out"),
     [
-        (160, ("LlamaForCausalLM", "707.8 k params", "cpu", "1.2 of 2.7 MiB", "55 % less", "KL 2.50e-04", "top-1"), ()),
-        (120, ("LlamaForCausalLM", "707.8 k params", "cpu", "1.2 of 2.7 MiB", "55 % less", "KL 2.50e-04"), ("top-1",)),
-        (80, ("cpu", "1.2 of 2.7 MiB", "55 % less", "KL 2.50e-04"), ("Llama", "params")),
-        (60, ("1.2 of 2.7 MiB", "KL 2.50e-04"), ("cpu", "params")),
+        (160, ("LlamaForCausalLM", "707.8 k params", "cpu", "1.2 of 2.7 MiB", "55 % less", "KL 2.50e-4", "top-1"), ()),
+        (120, ("LlamaForCausalLM", "707.8 k params", "cpu", "1.2 of 2.7 MiB", "55 % less", "KL 2.50e-4"), ("top-1",)),
+        (80, ("cpu", "1.2 of 2.7 MiB", "55 % less", "KL 2.50e-4"), ("Llama", "params")),
+        (60, ("cpu", "1.2 of 2.7 MiB", "KL 2.50e-4"), ("params",)),
         (40, ("1.2 of 2.7 MiB",), ("KL", "params")),
     ],
 )

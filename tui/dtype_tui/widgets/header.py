@@ -11,6 +11,7 @@ from rich.text import Text
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels
 from dtype_tui.rendering.cells import short_bytes, stacked, truncate
+from dtype_tui.rendering.figures import scientific
 from dtype_tui.rendering.palette import ramp, verdict_pill
 
 if TYPE_CHECKING:
@@ -103,4 +104,4 @@ def _figure(output: OutputDrift) -> str:
     """Return the metric by which an output is judged: its mean KL or, if it has none, its SQNR."""
     if output.kl_mean is None:
         return decibels(output.sqnr_db)
-    return "not finite" if math.isnan(output.kl_mean) else f"KL {output.kl_mean:.2e}"
+    return "not finite" if math.isnan(output.kl_mean) else f"KL {scientific(output.kl_mean)}"
