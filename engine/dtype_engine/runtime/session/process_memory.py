@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import mmap
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +19,9 @@ from dtype_engine.runtime.device import allocated_bytes, reset_peak
 from dtype_engine.runtime.model.live import LiveModel
 
 _KIB = 1024
+_ENTRY = 8
+"""The bytes of an entry of /proc/self/pagemap."""
+_PAGES_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +111,25 @@ def _status() -> dict[str, int]:
     return sizes
 
 
-def _mapped(files: Iterable[Path]) -> int:
-    """Return the number of resident bytes mapped from the given files. In /proc/self/smaps (see proc(5)), the entry of a mapping
-    begins with a line that ends with the path of its file.
+def _mapped(files: Iterable[Path]) -> int | None:
+    """Return the number of resident bytes mapped from the given files, or None if the system does not tell. In /proc/self/maps, the
+    line of a mapping begins with its addresses and ends with the path of its file; /proc/self/pagemap holds eight bytes for each
+    page, of which the highest bit tells whether the page is in RAM (see proc(5)). /proc/self/smaps has the same figure, but takes
+    3 to 6 times as long to read, because the kernel then counts the pages of every library as well.
     """
-    wanted = [re.escape(str(path.resolve()).encode()) for path in files]
-    if not wanted:
-        return 0
-    # One search over the whole text, because a loop over lines in Python takes tens of milliseconds.
-    mappings = re.finditer(
-        rb" (?:%s)\n(?:[A-Z]\w+: .*\n)*?Rss: +(\d+) kB" % b"|".join(wanted), Path("/proc/self/smaps").read_bytes()
-    )
-    return sum(int(mapping[1]) for mapping in mappings) * _KIB
+    wanted = {str(path.resolve()) for path in files}
+    page, pages = mmap.PAGESIZE, 0
+    try:
+        with Path("/proc/self/pagemap").open("rb") as pagemap:
+            for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
+                addresses, *_, path = line.split(maxsplit=5)
+                if path not in wanted:
+                    continue
+                first, end = (int(address, 16) // page for address in addresses.split("-"))
+                pagemap.seek(first * _ENTRY)
+                for start in range(first, end, _PAGES_AT_ONCE):
+                    entries = bytearray(pagemap.read(_ENTRY * min(end - start, _PAGES_AT_ONCE)))
+                    pages += int((torch.frombuffer(entries, dtype=torch.int64) < 0).sum())
+    except (OSError, ValueError):  # ValueError: nothing could be read of a mapping that has just ended
+        return None
+    return pages * page

@@ -159,6 +159,16 @@ def test_perplexity_is_that_of_transformers_own_loss() -> None:
     assert session.drift().output.perplexity_reference == pytest.approx(loss.exp().item(), rel=1e-5)
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux has it")
+def test_mapped_bytes_are_those_that_the_kernel_counts() -> None:
+    session = de.open()
+    session.drift()
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    starts = [number for number, line in enumerate(lines) if line.endswith(str(session.model.files[0]))]
+    resident = (next(line for line in lines[start:] if line.startswith("Rss:")) for start in starts)
+    assert session.memory().mapped_bytes == 1024 * sum(int(line.split()[1]) for line in resident) > 0
+
+
 def test_undo_of_a_whole_model_cast_frees_the_cast_tensors(tmp_path: Path, make_llama: Callable[..., Path]) -> None:
     folder = make_llama(hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8)
     session = de.open(str(folder))
