@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,10 @@ async def test_headers_first_and_then_the_model(tmp_path: Path) -> None:
             )
             assert ":download fetches the model" in str(app.main.experiment.model.no_forward)
             assert "{hint" not in screen(app)
+            assert re.search(r"fits [\d.]+ .iB of memory", screen(app))
+            await pilot.press("p")
+            await until(pilot, lambda: "fp8-linears" in screen(app) and " less  fits" in screen(app))
+            await pilot.press("escape")
             assert app.main.experiment.plan.planned_bytes < app.main.experiment.plan.stored_bytes
             before = len(hub.requests)
             await pilot.press("colon", *"download", "enter")

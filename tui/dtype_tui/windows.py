@@ -105,7 +105,7 @@ class Windows:
         from dtype_tui.screens.presets import PresetsScreen
 
         replace = self._controller.replace_rules
-        self._push(PresetsScreen(self._experiment.tree), lambda recipe: recipe is not None and replace(recipe))
+        self._push(PresetsScreen(self._experiment), lambda recipe: recipe is not None and replace(recipe))
 
     def history(self) -> None:
         """Open the list of measured recipes, from which the user can return to one."""

@@ -14,7 +14,7 @@ from dtype_engine.core.kv_cache import KV_CACHE
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.tree import Module, Tree, ancestors, numbered_parts
 from dtype_engine.recipe.pattern import compile_pattern, generalisations
-from dtype_engine.recipe.plan import NO_CLASSES, make_plan, select
+from dtype_engine.recipe.plan import NO_CLASSES, Plan, make_plan, select
 from dtype_engine.recipe.rules import Recipe, Rule
 
 LOW = "float8_e4m3fn"
@@ -264,12 +264,18 @@ class PresetEffect:
     """Bytes of the whole model as stored."""
     planned_bytes: int = 0
     """Bytes of the whole model under the preset."""
+    needed_bytes: int = 0
+    """Bytes of memory that the model needs under the preset, as the argument `needed` of `preset_effects` counts them."""
     needs_classes: bool = False
     """Whether the preset fails to apply only because it selects modules by class and the classes are unknown."""
 
 
-def preset_effects(tree: Tree) -> Iterator[PresetEffect]:
-    """Yield the effect of every preset on the tree, in the order of `PRESETS`. On a very large model, each takes a while."""
+def preset_effects(
+    tree: Tree, needed: Callable[[Plan], int] = lambda plan: plan.planned_bytes
+) -> Iterator[PresetEffect]:
+    """Yield the effect of every preset on the tree, in the order of `PRESETS`. On a very large model, each takes a while. needed:
+    returns the bytes of memory that the model needs under a plan; by default, those of its weights.
+    """
     for preset in PRESETS.values():
         try:
             recipe = preset.recipe(tree)
@@ -279,4 +285,4 @@ def preset_effects(tree: Tree) -> Iterator[PresetEffect]:
             continue
         plan = make_plan(tree, recipe)
         changed = sum(plan.dtypes[name] != tensor.dtype for name, tensor in tree.tensors.items()) + len(plan.caches)
-        yield PresetEffect(preset, recipe, "", changed, plan.stored_bytes, plan.planned_bytes)
+        yield PresetEffect(preset, recipe, "", changed, plan.stored_bytes, plan.planned_bytes, needed(plan))

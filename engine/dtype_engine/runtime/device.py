@@ -84,6 +84,12 @@ def free_bytes(device: torch.device) -> int | None:
     return None if found is None else found[0]
 
 
+def total_bytes(device: torch.device) -> int | None:
+    """Return the bytes of a device's memory, or None for the CPU and for a device that does not report it."""
+    found = _ask(device, "mem_get_info")
+    return None if found is None else found[1]
+
+
 def cache_budget(device: torch.device) -> int:
     """Return how many bytes of a device's memory a cache of recomputable values may take. This is `memory_budget()`, but on an
     accelerator at most a quarter of its free memory.

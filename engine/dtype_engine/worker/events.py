@@ -73,6 +73,8 @@ class ModelReady(Event, frozen=True):
     """Why the model can't be run, or None if it can."""
     no_text: str | None = None
     """Why the model can't generate text, or None if it can."""
+    memory_bytes: int | None = None
+    """How many bytes of memory the model's device has, or None if the device does not report it."""
     provenance: tuple[str, ...] = ()
     """Lines that say how the checkpoint was quantized, such as "not quantized: lm_head". Empty if its files don't say."""
     reference: str = "float32"
@@ -99,6 +101,8 @@ class OpenFailed(Event, frozen=True):
     message: str
     classes_follow: bool = False
     """Whether a `HeadersRead` event with the module classes will follow."""
+    memory_bytes: int | None = None
+    """How many bytes of the memory of the engine's machine models may use, or None if this is unknown."""
 
 
 class CastingProgress(Event, frozen=True):

@@ -75,7 +75,9 @@ def open_model(source: Source, options: Options, emit: Callable[[events.Event], 
         classes_follow = (
             isinstance(error, NoForward) and model.checkpoint is not None and model.checkpoint.config is not None
         )
-        emit(events.OpenFailed(error.sentence, classes_follow))
+        from dtype_engine.checkpoint.memory_fit import usable_memory  # the first paint does not need it
+
+        emit(events.OpenFailed(error.sentence, classes_follow, usable_memory(options.max_memory)))
         if classes_follow:
             _emit_classes(model, emit)
     except Exception as error:
@@ -113,6 +115,8 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
     started = time.perf_counter()
     with OpeningProgress(lambda *progress: emit(events.LoadingProgress(*progress)), model.source.kind) as on_step:
         session = _opened(model, emit, read_headers, on_step)
+    from dtype_engine.checkpoint.memory_fit import usable_memory
+    from dtype_engine.runtime.device import total_bytes
     from dtype_engine.runtime.measure.generation import why_no_text
     from dtype_engine.runtime.modes.reference import reference_name
 
@@ -126,6 +130,7 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
             notices=session.model.notices,
             no_forward=session.why_no_forward,
             no_text=why_no_text(session.model.module),
+            memory_bytes=total_bytes(session.model.device) or usable_memory(model.options.max_memory),
             provenance=model.provenance,
             reference=reference_name(session.model),
         )

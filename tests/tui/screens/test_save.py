@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 from tests.helpers.recording_engine import RecordingEngine, demo_tree, engine, make_app, report, running, say
 from tests.helpers.screen_text import notices, screen, until
+from textual.pilot import Pilot
 from textual.widgets import Input
 
 from dtype_engine import Options, Recipe, Rule, RunSettings
 from dtype_engine.core.tree import Tree
+from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.presets import PRESETS, preset_effects
 from dtype_engine.worker import events
@@ -66,7 +69,8 @@ async def test_presets_say_what_they_would_do_and_enter_puts_one_in_force(app: D
         changed = sum(plan.dtypes[n] != t.dtype for n, t in app.controller.experiment.tree.tensors.items())
         (line,) = [line for line in text.splitlines() if "fp8-linears" in line]
         assert f"{changed} tensors" in line
-        assert "2.70 MiB →" in line
+        assert f"{human_bytes(plan.planned_bytes)} " in line
+        assert "Stored: 2.70 MiB." in text
         assert f"{100 * (1 - plan.planned_bytes / plan.stored_bytes):.1f} % less" in line
         assert "type:Linear → fp8" in text
         await pilot.press("enter")
@@ -74,6 +78,31 @@ async def test_presets_say_what_they_would_do_and_enter_puts_one_in_force(app: D
         assert engine(app).recipes[-1] == made
         await pilot.press("u")
         assert app.controller.experiment.recipe == before
+
+
+async def test_presets_say_what_fits(app: DtypeApp) -> None:
+    stored = app.controller.experiment.tree.stored_bytes
+
+    async def words(pilot: Pilot[None]) -> str:
+        """Return the window's text when everything in it is known, and close it."""
+        await pilot.press("p")
+        await until(pilot, lambda: len(app.screen.effects) == len(PRESETS))  # type: ignore[attr-defined]
+        await pilot.pause()
+        text = screen(app)
+        await pilot.press("escape")
+        return text
+
+    async with running(app, (80, 24)) as pilot:
+        assert "fit" not in await words(pilot), "the memory is unknown until the engine has said it"
+        engine(app).emit(events.OpenFailed("no weights", memory_bytes=stored // 2 - 1))
+        await pilot.pause()
+        text = await words(pilot)
+        assert re.search(r"all-bf16 .* 50.0 % less  does not fit", text)
+        assert re.search(r"fp8-linears .* less  fits", text)
+        app.controller.set_budget(stored)
+        text = await words(pilot)
+        assert re.search(r"all-bf16 .* less  fits", text)
+        assert "Weights, KV cache and activations at" in text
 
 
 async def test_a_preset_with_nothing_to_do_says_so(app: DtypeApp) -> None:

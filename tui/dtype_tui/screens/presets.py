@@ -10,11 +10,11 @@ from textual.binding import Binding, BindingType
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import change_text, human_bytes
 from dtype_engine.recipe import Recipe
 from dtype_engine.recipe.presets import PRESETS, PresetEffect, preset_effects
 from dtype_tui.screens.choice import ChoiceScreen
+from dtype_tui.state.experiment import Experiment
 
 
 class PresetsScreen(ChoiceScreen[Recipe | None]):
@@ -29,9 +29,9 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
         Binding("escape,q,p", "leave", "Close, and change nothing"),
     ]
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, experiment: Experiment) -> None:
         super().__init__(len(PRESETS))
-        self._tree = tree
+        self._experiment = experiment
         self.effects: list[PresetEffect] = []
         """The effect of each preset on the model, in the order of the presets. The list ends at the last effect that has been
         computed.
@@ -41,7 +41,7 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
         self.run_worker(self._compute_effects, thread=True, exit_on_error=False)
 
     def _compute_effects(self) -> None:
-        for effect in preset_effects(self._tree):
+        for effect in preset_effects(self._experiment.tree, self._experiment.needed_bytes):
             if not self.is_attached:
                 return
             self.app.call_from_thread(self._add, effect)
@@ -59,13 +59,27 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
             chosen = index == self.index
             text.append(*self.marker(index))
             text.append(f"{name:<16}", style="bold" if chosen else "")
-            text.append(f"{_effect_words(effect)}\n", style="" if effect and effect.recipe else "dim")
+            words = _effect_words(effect, self._experiment.room)
+            text.append(f"{words}\n", style="" if effect and effect.recipe else "dim")
             if chosen:
                 for line in textwrap.wrap(PRESETS[name].sentence, width - 4):
                     text.append(f"    {line}\n", style="dim")
                 _append_rules(text, effect, width - 6)
-        text.append("\nA preset replaces all current rules.", style="dim")
+        for line in textwrap.wrap(self._footer(), width):
+            text.append(f"\n{line}", style="dim")
         return text
+
+    def _footer(self) -> str:
+        """Return sentences that say what the sizes are compared with."""
+        experiment, room = self._experiment, human_bytes(self._experiment.room or 0)
+        sentences = [f"Stored: {human_bytes(experiment.tree.stored_bytes)}."]
+        if experiment.budget:
+            sentences += [f"Weights, KV cache and activations at {experiment.context_words} are to fit in {room}."]
+        elif experiment.room:
+            sentences += [
+                f"The weights are to fit in the {room} of memory of {experiment.model.device or 'the machine'}."
+            ]
+        return " ".join([*sentences, "A preset replaces all current rules."])
 
     def action_apply(self) -> None:
         if self.index >= len(self.effects):
@@ -77,14 +91,14 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
             self.dismiss(effect.recipe)
 
 
-def _effect_words(effect: PresetEffect | None) -> str:
+def _effect_words(effect: PresetEffect | None, room: int | None) -> str:
     if effect is None:
         return "…"
     if effect.recipe is None:
         return "available once the model has loaded" if effect.needs_classes else "nothing to do here"
-    stored, planned = effect.stored_bytes, effect.planned_bytes
-    change = change_text(stored, planned)
-    return f"{effect.tensors:>7,} tensors  {human_bytes(stored):>10} → {human_bytes(planned):>10}  {change:>11}"
+    change = change_text(effect.stored_bytes, effect.planned_bytes)
+    fits = "" if room is None else "fits" if effect.needed_bytes <= room else "does not fit"
+    return f"{effect.tensors:>7,} tensors {human_bytes(effect.planned_bytes):>10}  {change:>11}  {fits}".rstrip()
 
 
 def _append_rules(text: Text, effect: PresetEffect | None, width: int) -> None:

@@ -130,7 +130,9 @@ class Controller:
                 self._warn_unmatched()
             case events.OpenFailed():
                 self.open_error = with_keys(event.message)
-                experiment.model = replace(experiment.model, no_forward=self.open_error, partial=False)
+                experiment.model = replace(
+                    experiment.model, no_forward=self.open_error, partial=False, memory_bytes=event.memory_bytes
+                )
                 if not event.classes_follow:
                     self._start_with_preset()
 

@@ -66,6 +66,8 @@ class ModelFacts:
     """Why the model can't run, or None if it can."""
     no_text: str | None = None
     """Why the model can't generate text. None if it can, or if this is not known yet."""
+    memory_bytes: int | None = None
+    """The bytes of memory of the device that the model is on or would be on, or None while this is unknown."""
     live: bool = False
     """Whether the engine has opened the model, so that the model's modules exist in memory."""
     has_tree: bool = True
@@ -167,18 +169,31 @@ class Experiment:
         """Return the memory that serving the model takes under the recipe, at the current context."""
         known = (self.plan, self.tokens, self.batch, self.budget, self.peaks)
         if self._serving is None or self._serving[0] != known:
-            memory = serving_memory(
-                self.model.title,
-                self.tree,
-                self.plan,
-                self.tokens,
-                self.batch,
-                budget=self.budget,
-                activations=self._activations if self.peaks and self.peaks[0].batch == self.batch else None,
-                totals=self.totals[""],
-            )
-            self._serving = known, memory
+            self._serving = known, self._serving_under(self.plan, self.totals[""])
         return self._serving[1]
+
+    def _serving_under(self, plan: Plan, totals: Totals | None = None) -> ServingMemory:
+        return serving_memory(
+            self.model.title,
+            self.tree,
+            plan,
+            self.tokens,
+            self.batch,
+            budget=self.budget,
+            activations=self._activations if self.peaks and self.peaks[0].batch == self.batch else None,
+            totals=totals,
+        )
+
+    @property
+    def room(self) -> int | None:
+        """The bytes in which the model is to fit: the budget or, without one, the memory of the device. None if it is unknown."""
+        return self.budget or self.model.memory_bytes
+
+    def needed_bytes(self, plan: Plan) -> int:
+        """Return the bytes that are to fit in `room` under a plan: of weights, KV cache and activations together if there is a
+        budget, otherwise of the weights.
+        """
+        return self._serving_under(plan).total_bytes if self.budget else plan.planned_bytes
 
     def _activations(self, context: int) -> ActivationMemory:
         """Return the memory of activations at `context` tokens, interpolated between the contexts for which the engine estimated
@@ -207,6 +222,7 @@ class Experiment:
             device=device,
             no_forward=with_keys(ready.no_forward) if ready.no_forward else None,
             no_text=ready.no_text,
+            memory_bytes=ready.memory_bytes,
             live=True,
             provenance=ready.provenance,
             reference=ready.reference,

@@ -62,6 +62,9 @@ class MemoryPane(Pane):
             beside = f", a pass {short_bytes(serving.activations.nbytes)}"
             lines.append(_row("together", human_bytes(serving.total_bytes), beside))
         lines += [Text(sentence, "dim") for sentence in budget_words(serving)]
+        if not experiment.model.live and experiment.room and not experiment.budget:
+            fits = "fits" if plan.planned_bytes <= experiment.room else "does not fit"
+            lines.append(Text(f"{fits} {human_bytes(experiment.room)} of memory", "dim"))
         if memory is not None and memory.resident_bytes is not None:
             devices = ", ".join(name for name, size in memory.resident_by_device if size)
             lines.append(_row("resident", human_bytes(memory.resident_bytes), f" {devices}"))
