@@ -1,5 +1,5 @@
-"""Checks the folder to which an export is to be written. If it exists, it is replaced only if it is an earlier export of this
-program.
+"""Checks the folder or file to which an export is to be written. A folder that exists is replaced only if it is an earlier export
+of this program.
 
 Two files show that this program exported a folder: `recipe.yaml`, which begins as this program writes recipes, and `README.md`,
 whose second paragraph gives the version of this program. Every version since 0.1.0 writes both.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dtype_engine.checkpoint import read_json
 from dtype_engine.checkpoint.components import component_names
-from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX
+from dtype_engine.checkpoint.weight_files import PICKLES, PIPELINE_INDEX
 from dtype_engine.core.atomic_write import check_target, is_taken
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.hints import hint
@@ -30,15 +30,35 @@ def check_typed_path(typed: str, for_export: bool, source: Path | None) -> bool:
     """Return whether saving to the path that the user typed would replace a file or folder. Raises UserError if nothing can be
     saved there.
 
-    for_export: whether the path is the folder of an export; otherwise it is a file. source: the model's path, which is never
-    replaced.
+    for_export: whether the path is that of an export; otherwise it is a file of another kind. source: the model's path, which is
+    never replaced.
     """
     taken, path = is_taken(typed), Path(typed)
     if for_export:
-        check_folder(path, True, [source] if source is not None else [])
+        check_export(path, True, [source] if source is not None else [])
     else:
         check_target(path, True)
     return taken
+
+
+def is_one_file(target: Path) -> bool:
+    """Return whether an export to `target` is one file of weights rather than a folder. The ending of the name decides."""
+    return target.name.endswith((".safetensors", *PICKLES))
+
+
+def check_export(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
+    """Check that an export can be written to `target`, a folder or one file, and return its absolute path. Raises UserError if it
+    can't be created, or if it exists and must not be replaced.
+
+    force: whether a file, or an earlier export of this program to a folder, may be replaced. keep: paths of files, which are never
+    replaced.
+    """
+    if not is_one_file(target):
+        return check_folder(target, force, keep)
+    target = check_target(target, force)
+    if any(file.resolve() == target.resolve() for file in keep):
+        raise UserError(f"{target} is the model that is to be exported, and that is never replaced; name another file")
+    return target
 
 
 def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:

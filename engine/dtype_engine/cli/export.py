@@ -41,13 +41,14 @@ _TENSOR_BYTES = 1 << 30
     "folder",
     required=True,
     type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="The folder to write. If it exists and is not empty, it is replaced only with --force.",
+    metavar="PATH",
+    help="The folder to write or, if the name ends in .safetensors, .pth, .pt, .bin or .ckpt, the file. What exists there is "
+    "replaced only with --force.",
 )
 @click.option(
     "--force",
     is_flag=True,
-    help="Replace the output folder if it exists, once the export is complete. MODEL's own folder is never replaced.",
+    help="Replace the output folder or file if it exists, once the export is complete. MODEL itself is never replaced.",
 )
 @click.option(
     "--max-shard-size",
@@ -66,20 +67,21 @@ def export(
     request: RunRequest, folder: Path, force: bool, max_shard_size: str, incomplete: bool, as_object: bool
 ) -> None:
     """Write MODEL as a new checkpoint in the dtypes of a recipe. MODEL itself stays unchanged. Its weights are read, cast and
-    written one after another, so they need not fit in memory.
+    written one after another, so they need not fit in memory. A folder also gets the files that loaders need, such as config.json,
+    and the recipe. One file gets the weights alone: .safetensors, or a state dict that torch.load reads (.pth and the others).
 
     With --quantize-activations=weights, the checkpoint tells inference runtimes to also round the inputs of matrix products, in the
     formats that support this (W8A8, W4A4).
     The scales of activations in NVFP4 and of KV caches in fp8 can't be computed from the weights: for them, the model runs once on
     the calibration inputs.
     """
-    from dtype_engine.checkpoint.export_folder import check_folder
+    from dtype_engine.checkpoint.export_folder import check_export
     from dtype_engine.runtime.export import export as write
     from dtype_engine.runtime.export import of_checkpoint
     from dtype_engine.runtime.export.input_scales import needs_calibration
 
     source, recipe = request.locate(), request.recipe
-    check_folder(folder, force, [source.path] if source.path is not None else [])
+    check_export(folder, force, [source.path] if source.path is not None else [])
     checkpoint, contents = source.open(), None
     if checkpoint is not None:
         if request.preset is not None:
@@ -183,6 +185,7 @@ def export_text(report: ExportReport) -> str:
     rate = f", {human_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
     in_folders = any("/" in name for name in report.files)
     files = report.files[0] if len(report.files) == 1 else f"{len(report.files)} {'files' if in_folders else 'shards'}"
+    files = "one file" if Path(report.folder).name == files else files
     mix = ", ".join(
         f"{dtypes.short_name(name)} {human_bytes(found.nbytes)} in {found.tensors}"
         for name, found in report.dtypes.items()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tests.helpers.large_checkpoints import sparse_file
 from tests.helpers.recorded_worker import RecordedEngine, Way
 
@@ -133,6 +134,10 @@ def test_every_save_request_writes_its_file(recorded: RecordedEngine, folder: Pa
     assert "speed against the reference" in text
     assert "2.00 x as fast" in text
     assert "SQNR" in text if recorded.of(events.ModelReady) else "Not measured" in text
+    assert "have scales, which need a config.json" in save(recorded, ExportRequest(tmp_path / "out.pth")).sentence
+    recorded.worker.request(SetRecipe(Recipe((Rule("*", "float16"),))))
+    saved = save(recorded, ExportRequest(tmp_path / "out.pth"))
+    assert (saved.done, {value.dtype for value in torch.load(tmp_path / "out.pth").values()}) == (True, {torch.float16})
     assert "name a report .html or .md" in save(recorded, ReportRequest(tmp_path / "r.pdf")).sentence
 
 

@@ -34,7 +34,7 @@ Files = dict[str, tuple[ExportTensor, ...]]
 """The weights in each weights file of one folder of the export, by file name."""
 
 
-def export(
+def export_folder(
     contents: Contents,
     folder: Path,
     max_shard_size: int | str = SHARD_SIZE,

@@ -379,11 +379,12 @@ class Session:
         stores scales of activations.
 
         Args:
-            folder: A new folder.
+            folder: A new folder or, if the name ends in `.safetensors`, `.pth`, `.pt`, `.bin` or `.ckpt`, a new file that holds
+                the weights alone.
             max_shard_size: The maximum size of each weights file, in bytes or as in "5GB".
             on_bytes: Called with the number of bytes already written and the total.
             cancelled: Checked after each block of a tensor. If it returns True, no file of the export is left behind.
-            force: Whether to replace a previous export in this folder, once everything is written.
+            force: Whether to replace a previous export in this folder, or a file, once everything is written.
             incomplete: Whether to export a checkpoint that lacks tensors.
 
         Returns:

@@ -304,7 +304,7 @@ def test_a_large_weight_is_decoded_in_pieces(tmp_path: Path) -> None:
         most = max(most, process.memory_full_info().uss - before)
 
     from dtype_engine.checkpoint import open_checkpoint
-    from dtype_engine.runtime.export.export import export
+    from dtype_engine.runtime.export import export
     from dtype_engine.runtime.export.plan import of_checkpoint
 
     contents = of_checkpoint(open_checkpoint(tmp_path), "big", _recipe("*=bf16"))
