@@ -436,9 +436,12 @@ async def test_with_neither_tree_nor_model_the_message_stands_in_the_middle() ->
     app = app_of(Launch("x.py:Y"))
     async with running(app) as pilot:
         assert "The tree appears" in screen(app)
+        await pilot.press("2")
+        assert "nothing can be cast before the model's tensors are known" in notices(app)
         await say(app, pilot, events.OpenFailed("importing it failed"), events.Idle())
         assert "importing it failed" in screen(app)
         await pilot.press("c", "2", "x", "u", "enter", "escape")
+        assert not app.controller.experiment.recipe.rules
 
 
 async def test_an_island_that_is_broken_is_said(app: DtypeApp) -> None:

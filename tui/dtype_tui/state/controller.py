@@ -248,10 +248,13 @@ class Controller:
             self.notify(f"{broken[0]}{more} should stay in float32, as the model's own code declares", "warning")
 
     def cast_node(self, node: str, dtype: str) -> None:
-        """Cast all tensors at or below a node. If this changes no tensor's dtype, notify the user and add no rule. node: the name
-        of a module, of a tensor, or of a fold, such as `model.layers.{2..9}`.
+        """Cast all tensors at or below a node. If this changes no tensor's dtype, or the tensors are not known yet, notify the user
+        and add no rule. node: the name of a module, of a tensor, or of a fold, such as `model.layers.{2..9}`.
         """
         experiment = self.experiment
+        if not experiment.model.has_tree:
+            self.notify("nothing can be cast before the model's tensors are known", "information")
+            return
         if dtype == "int8" and node in experiment.caches:
             dtype = "int8@token"  # the only format of a KV cache with elements of int8
         rule = Rule.make(patterns_for(experiment.tree, node)[0], dtype)
