@@ -239,7 +239,7 @@ class Attribution:
         ran, uses = runner.partial(call, self._drifting, lambda name: False, options, recorder)
         name, tensor = main_output(ran.output)
         kept = {key: output for key, output in recorder.outputs.items() if key[0] in uses}
-        masks = KeptPositions.of(self.model.module, batch, self.model.device)
+        masks = KeptPositions.of(self.model.module, batch, self.model.device, ran.attended)
         return _Base(batch, name, tensor.detach().clone(), kept, ran.cache, uses, masks)
 
     def _contributions(self, run: MeasureParts, whole: float, on_part: _OnPart) -> list[Contribution]:

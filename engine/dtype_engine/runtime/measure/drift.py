@@ -199,7 +199,8 @@ class DriftMeter:
                         totals = RunningTotals(
                             name, output, classes_dim, len(batches), self._routing is not None, pixels
                         )
-                    kept = KeptPositions.of(self.model.module, batches[step.number], self.model.device)
+                    batch, attended = batches[step.number], reference.attended
+                    kept = KeptPositions.of(self.model.module, batch, self.model.device, attended)
                     comparers.append((kept, self._comparer(step, reference, totals, listener, kept)))
                 assert totals is not None
                 passes = candidate_runner.side_by_side(
@@ -330,11 +331,13 @@ class DriftMeter:
         ran = runner.reference(call, options, observer)
         name, output = main_output(ran.output)
         if recorder is None:
-            record = ReferenceRecord(name, output.detach().clone(), ran.seconds, None)
+            record = ReferenceRecord(name, output.detach().clone(), ran.seconds, ran.attended, None)
         else:
             copied = recorder.copy_of(output)
             left_out = frozenset(recorder.left_out)
-            record = ReferenceRecord(name, copied, ran.seconds, recorder.outputs, left_out, recorder.choices)
+            record = ReferenceRecord(
+                name, copied, ran.seconds, ran.attended, recorder.outputs, left_out, recorder.choices
+            )
             main = [module for (module, _), kept in recorder.outputs.items() if kept is copied]
             self._plan.add_calls(ran.finished, ran.spans, main)
         if record.nbytes <= left:
@@ -372,7 +375,7 @@ def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
         return ()
     return (
         f"torch's fast path of {found} is off for reference and candidate, so padded positions are computed like all "
-        "others; an attention_mask in the inputs leaves them out of the figures, if forward takes one",
+        "others; the figures leave out those that a key_padding_mask of torch's self-attention marks",
     )
 
 

@@ -25,6 +25,7 @@ from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics, compare
 from dtype_engine.runtime.passes.class_dimensions import classes_dimension
 from dtype_engine.runtime.passes.kept_positions import KeptPositions
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
+from dtype_engine.runtime.passes.one_pass import PassResult
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
@@ -58,10 +59,11 @@ def measure_noise_floor(
         for number, batch in enumerate(inputs.batches):
             expected = _expected(number, positions, len(inputs.batches))
             on_progress(_RUNS * number, _RUNS * expected)
-            name, reference = main_output(_run(runner, batch))
+            ran = _run(runner, batch)
+            name, reference = main_output(ran.output)
             reference = reference.detach().clone()
             dimension = classes_dimension(model.module, name, reference, classes_dim)
-            masks = KeptPositions.of(model.module, batch, model.device)
+            masks = KeptPositions.of(model.module, batch, model.device, ran.attended)
             kept = None if masks is None else masks.of_main(name, reference)
             on_progress(_RUNS * number + 1, _RUNS * expected)
             # A copy of `behavior`, because a variant that fails must not change the known facts.
@@ -97,8 +99,8 @@ def _worst(drifts: dict[str, OutputDrift], positions: int) -> NoiseFloor:
     )
 
 
-def _run(runner: ForwardRunner, batch: Batch) -> Any:
-    return runner.reference(runner.reference_call(batch)).output
+def _run(runner: ForwardRunner, batch: Batch) -> PassResult[Any]:
+    return runner.reference(runner.reference_call(batch))
 
 
 def _variants(
@@ -119,7 +121,7 @@ def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times
     reference: the main output for the inputs without repetition, which has the shape that the output for each copy must have.
     """
     try:
-        output = main_output(_run(runner, batch))[1]
+        output = main_output(_run(runner, batch).output)[1]
     except (UserError, RuntimeError, ValueError, TypeError, IndexError):
         return None
     if reference.ndim == 0 or output.shape != (times * reference.shape[0], *reference.shape[1:]):

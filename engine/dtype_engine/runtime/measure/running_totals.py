@@ -17,6 +17,7 @@ from dtype_engine.runtime.measure.sampling_error import batch_means_error, relat
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
 from dtype_engine.runtime.numerics.compare.pictures import small_picture
 from dtype_engine.runtime.numerics.compare.sequence_figures import SequenceFigures
+from dtype_engine.runtime.passes.kept_positions import AttendedPositions
 from dtype_engine.runtime.passes.one_pass import PassResult
 
 
@@ -27,6 +28,8 @@ class ReferenceRecord:
     output_name: str
     output: torch.Tensor
     seconds: float
+    attended: AttendedPositions
+    """The padding masks that torch's attention modules got."""
     modules: dict[tuple[str, int], torch.Tensor] | None
     """The outputs of modules by (module, number of its call), or None if modules are not compared. One of them may be `output`
     itself.

@@ -82,8 +82,8 @@ class ModuleCalls:
                 raise Cancelled
             if name in self._blocks:
                 self._on_block(name)
-            if isinstance(module, nn.RNNBase) and self.under_way is not None:
-                args = self._arguments_of(self.under_way, module, args)
+            if self.under_way is not None:
+                args = self._arguments_of(self.under_way, module, args, kwargs)
             return as_called(module, *args, **kwargs)
 
         return call
@@ -96,8 +96,7 @@ class ModuleCalls:
             if self._cancelled():
                 raise Cancelled
             run.begin(name, args, kwargs)
-            if isinstance(module, nn.RNNBase):
-                args = self._arguments_of(run, module, args)
+            args = self._arguments_of(run, module, args, kwargs)
             earlier = run.earlier_call(name)
             if earlier is None:
                 if name in self._blocks:
@@ -117,9 +116,15 @@ class ModuleCalls:
 
         return call
 
-    def _arguments_of(self, run: ForwardPass, module: nn.Module, args: Any) -> Any:
-        with WithoutModes():
-            return run.mode.arguments_of(module, args)
+    def _arguments_of(self, run: ForwardPass, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the positional arguments with which a module is called. Records the padding masks of torch's attention."""
+        if isinstance(module, nn.RNNBase):
+            with WithoutModes():
+                return run.mode.arguments_of(module, args)
+        if type(module) is nn.MultiheadAttention:  # the arguments of a subclass can have other meanings
+            with self._apart():
+                run.attended.add(module, *args, **kwargs)
+        return args
 
     @contextmanager
     def _apart(self) -> Iterator[None]:

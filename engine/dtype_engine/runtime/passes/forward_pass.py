@@ -12,6 +12,7 @@ import torch
 
 from dtype_engine.runtime.model.torch_private import is_wrapped
 from dtype_engine.runtime.modes.weight_mode import WeightMode
+from dtype_engine.runtime.passes.kept_positions import AttendedPositions
 from dtype_engine.runtime.passes.output_cache import ModuleCall, OutputCache, record_call
 from dtype_engine.runtime.passes.outputs import first_tensor
 from dtype_engine.runtime.passes.side_effects import SideEffects
@@ -54,6 +55,7 @@ class ForwardPass:
         finished: the module names of all ended calls, in order.
         spans: for each entry of `finished`, the number of calls that had ended when it began, if all modules are watched.
         effects: detects side effects, or None.
+        attended: the padding masks that torch's attention modules get.
         observing_seconds: time spent on observers in seconds, which is not counted as time of the pass.
     """
 
@@ -75,6 +77,7 @@ class ForwardPass:
         self.weights = weights
         self.watched = watched
         self.effects: SideEffects | None = None
+        self.attended = AttendedPositions()
         self.calls: defaultdict[str, int] = defaultdict(int)
         self.inside: list[str] = []
         self.began: list[int] = []

@@ -3,19 +3,24 @@
 A mask has the shape [batch, positions], with 1 for each position to compare. In an encoder-decoder model, the decoder has its own
 positions. Some of them are left out by the decoder's mask, and by labels of -100. A mask that leaves out no position is replaced by
 None. Outputs are then compared without copying the positions to compare.
+
+If the inputs contain no mask, the padding is what the model tells torch's own attention (`nn.MultiheadAttention`) in the reference
+run, which `AttendedPositions` collects.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from dtype_engine.runtime.inputs import Batch
+from dtype_engine.runtime.model.torch_private import is_wrapped
 
 _POSITION_OUTPUTS = ("start_logits",)
 """Names of outputs with one number for each position, [batch, positions]."""
@@ -26,10 +31,47 @@ _CROSS_ATTENTION = re.compile(
 """Matches the names of decoder modules that process the encoder's output: the key and value projections of cross-attention."""
 
 
+class AttendedPositions:
+    """The positions that no `key_padding_mask` of a self-attention in `nn.MultiheadAttention` leaves out during one forward pass.
+
+    Attributes:
+        masks: for the first two dimensions of an output, a bool mask of this shape, or None if two calls have different masks. With
+            `batch_first=False`, both orders of the dimensions are included, because the model may change the order itself.
+    """
+
+    def __init__(self) -> None:
+        self.masks: dict[tuple[int, ...], torch.Tensor | None] = {}
+
+    def add(
+        self,
+        attention: nn.MultiheadAttention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        *_: object,
+        **__: object,
+    ) -> None:
+        """Add one call of an attention module, with the arguments of its `forward`. A boolean mask is True at padding; a mask of
+        floats, which is added to the attention scores, is -inf there.
+        """
+        if query is not key or query.ndim != 3 or is_wrapped(query):
+            return
+        if key_padding_mask is None:
+            kept = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
+            kept = kept if attention.batch_first else kept.T
+        else:
+            kept = ~key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask > -torch.inf
+        for mask in (kept,) if attention.batch_first else (kept, kept.T):
+            shape = tuple(mask.shape)
+            known = self.masks.get(shape, mask)
+            self.masks[shape] = known if known is not None and torch.equal(known, mask) else None
+
+
 @dataclass(frozen=True, slots=True)
 class KeptPositions:
     """Masks that are True at the positions of a batch to compare: bool [batch, positions] on the model's device. At least one is
-    not None.
+    present.
     """
 
     encoder: torch.Tensor | None
@@ -39,13 +81,19 @@ class KeptPositions:
     decoder: torch.Tensor | None
     """The mask of the decoder's positions in an encoder-decoder model, or None if all are compared. None in other models."""
     has_decoder: bool
+    attended: Mapping[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    """Masks that the model gave to torch's attention, by their shape. They are used if the batch contains no mask."""
 
     @classmethod
-    def of(cls, module: nn.Module, batch: Batch, device: torch.device) -> KeptPositions | None:
-        """Return the positions to compare according to the masks in `batch`, or None if these are all positions.
+    def of(
+        cls, module: nn.Module, batch: Batch, device: torch.device, attended: AttendedPositions
+    ) -> KeptPositions | None:
+        """Return the positions to compare according to the masks in `batch` or, without such masks, to those of torch's attention.
+        Returns None if these are all positions.
 
         The masks are the attention mask and, in an encoder-decoder model, the decoder's attention mask and the labels: a label of
-        -100 leaves out its position. module: the model, whose signature names the batch's positional arguments.
+        -100 leaves out its position. module: the model, whose signature names the batch's positional arguments. attended: the masks
+        in a reference run of the batch.
         """
         given = _arguments(module, batch)
         has_decoder = bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
@@ -57,11 +105,14 @@ class KeptPositions:
                     labels != -100 if decoder is None or decoder.shape != labels.shape else decoder & (labels != -100)
                 )
         encoder, decoder = _on(device, encoder), _on(device, decoder)
-        return None if encoder is None and decoder is None else cls(encoder, decoder, has_decoder)
+        if encoder is not None or decoder is not None:
+            return cls(encoder, decoder, has_decoder)
+        observed = {shape: mask for shape, each in attended.masks.items() if (mask := _on(device, each)) is not None}
+        return cls(None, None, has_decoder, observed) if observed else None
 
     def of_main(self, name: str, output: torch.Tensor) -> torch.Tensor | None:
         """Return the mask for the main output `name`, or None if all its positions are compared."""
-        mask = self.decoder if self.has_decoder else self.encoder
+        mask = self._mask(self.has_decoder, output)
         has_positions = output.ndim > 2 or name in _POSITION_OUTPUTS
         return mask if mask is not None and has_positions and output.shape[:2] == mask.shape else None
 
@@ -72,12 +123,15 @@ class KeptPositions:
         two dimensions are flattened into one. name: the name of the module. call: the number of its call in the forward pass, from
         0.
         """
-        mask = self.decoder if self.has_decoder and _is_of_decoder(name, call) else self.encoder
+        mask = self._mask(self.has_decoder and _is_of_decoder(name, call), output)
         if mask is None or output.ndim < 2:
             return None
         if output.ndim > 2 and output.shape[:2] == mask.shape:
             return mask
         return mask.reshape(-1) if len(output) == mask.numel() else None
+
+    def _mask(self, of_decoder: bool, output: torch.Tensor) -> torch.Tensor | None:
+        return self.attended.get(tuple(output.shape[:2]), self.decoder if of_decoder else self.encoder)
 
 
 def _is_of_decoder(name: str, call: int) -> bool:

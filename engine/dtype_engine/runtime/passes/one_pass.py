@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from dtype_engine.runtime.modes.kv_cache import CacheWatcher
 from dtype_engine.runtime.modes.weight_mode import WeightMode
+from dtype_engine.runtime.passes.kept_positions import AttendedPositions
 from dtype_engine.runtime.passes.output_cache import OutputCache
 
 Output = TypeVar("Output")
@@ -57,6 +58,8 @@ class PassResult(Generic[Output]):
     """For each entry of `finished`, how many calls had ended when that call began. Incomplete if some modules are unwatched."""
     first_use: dict[str, int]
     """How many module calls had ended before a weight was first used, keyed by the name of the weight."""
+    attended: AttendedPositions
+    """The padding masks that torch's attention modules got."""
     added: bool
     """Whether the forward pass did more than plain torch would: it dequantized a weight, or cast an operation's arguments."""
     reused: bool = False

@@ -31,6 +31,7 @@ from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.passes.call_interception import ModuleCalls
 from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver
+from dtype_engine.runtime.passes.kept_positions import AttendedPositions
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior, earliest
 from dtype_engine.runtime.passes.one_pass import PassOptions, PassResult
 from dtype_engine.runtime.passes.output_cache import OutputCache
@@ -74,6 +75,8 @@ class ForwardRunner:
         self._together: SideBySide | None = None
         self._state: SavedState | None = None
         """The state of the model that was saved before the last pass."""
+        self.attended = AttendedPositions()
+        """The padding masks of the last pass by `under`."""
         self.last_seconds = 0.0
         """The duration in seconds of the last pass by `under`, without the time in which it waited for passes that ran side by side
         with it.
@@ -252,7 +255,7 @@ class ForwardRunner:
         gradients. caches: intercepts the KV caches that the model writes.
         """
         result = self._run(call, mode, _NOTHING, _IGNORES, caches=caches)
-        self.last_seconds = result.seconds
+        self.last_seconds, self.attended = result.seconds, result.attended
         return result.output
 
     def _for_all(self, name: str, context: Callable[[], AbstractContextManager[T]]) -> AbstractContextManager[T]:
@@ -363,6 +366,7 @@ class ForwardRunner:
             spans=run.spans,
             first_use={model.by_id[key].info.name: finished for key, finished in mode.first_use.items()}
             | (caches.first_use if isinstance(caches, CacheRounding) else {}),
+            attended=run.attended,
             added=mode.added,
             reused=bool(reused),
             cache=cache,

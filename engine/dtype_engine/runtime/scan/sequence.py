@@ -114,7 +114,7 @@ class SequenceScan:
         module, shape = self.model.module, main.shape
         classes_dim = classes_dimension(module, name, main, self.classes)
         distribution = classes_dim is not None
-        masks = KeptPositions.of(module, batch, main.device)
+        masks = KeptPositions.of(module, batch, main.device, self.runner.attended)
         kept = None if masks is None else masks.of_main(name, main)
         main = compared_rows(main, classes_dim, kept)
         probes = OutputProbes(main.detach(), distribution, self.num_probes, seed=index)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.listener import MeasurementListener
-from dtype_engine.runtime.passes.kept_positions import KeptPositions
+from dtype_engine.runtime.passes.kept_positions import AttendedPositions, KeptPositions
 
 ALL = MeasurementListener(all_modules=lambda: True)
 
@@ -191,40 +193,93 @@ def test_a_distribution_over_positions_gives_padding_no_probability() -> None:
 
 
 class Tagger(nn.Module):
-    """Its mask is known in its forward alone; an attention_mask only tells what is padding."""
+    """Its mask is known in its forward alone: it gives it to torch's attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_first: bool = True, transposes: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.emb = nn.Embedding(50, 16)
-        self.enc = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+        self.enc = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=batch_first), 2)
         self.head = nn.Linear(16, 5)
+        self.transposes = transposes
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        return {"logits": self.head(self.enc(self.emb(input_ids), src_key_padding_mask=input_ids == 0))}
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.emb(input_ids)
+        x = self.enc(x.transpose(0, 1) if self.transposes else x, src_key_padding_mask=self.padding(input_ids))
+        return {"logits": self.head(x.transpose(0, 1) if self.transposes else x)}
+
+    def padding(self, input_ids: torch.Tensor) -> torch.Tensor | None:
+        return input_ids == 0 if self.enc.layers[0].self_attn.batch_first or self.transposes else (input_ids == 0).T
 
 
-def test_padding_that_only_forward_knows_counts_until_a_mask_is_given() -> None:
-    model = Tagger().eval()
+class Ignorant(Tagger):
+    """Uses no mask."""
+
+    def padding(self, input_ids: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+
+class AddsMinusInfinity(Tagger):
+    def padding(self, input_ids: torch.Tensor) -> torch.Tensor | None:
+        return torch.zeros(input_ids.shape).masked_fill(input_ids == 0, -torch.inf)
+
+
+class TwoMasks(Tagger):
+    """Its layers do not agree about which positions are padding."""
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        first, second = self.enc.layers
+        return {"logits": self.head(second(first(self.emb(input_ids), src_key_padding_mask=input_ids == 0)))}
+
+
+def padded_ids() -> torch.Tensor:
     ids = torch.randint(1, 50, (3, 8), generator=torch.Generator().manual_seed(1))
     ids[1, 5:] = ids[2, 3:] = 0
-    rounded = Tagger().eval()
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("make", "ids", "counted"),
+    [
+        (Tagger, padded_ids(), 16),
+        (partial(Tagger, batch_first=False, transposes=True), padded_ids(), 16),
+        (partial(Tagger, batch_first=False), padded_ids().T, 16),
+        (AddsMinusInfinity, padded_ids(), 16),
+        (Ignorant, padded_ids(), 24),
+        (TwoMasks, padded_ids(), 24),
+        (Tagger, padded_ids().clamp(min=1), 24),
+    ],
+    ids=["batch first", "transposes", "time first", "-inf", "no mask", "two masks", "no padding"],
+)
+def test_positions_that_torchs_attention_is_told_to_ignore_do_not_count(
+    make: Callable[[], Tagger], ids: torch.Tensor, counted: int
+) -> None:
+    model, rounded = make().eval(), make().eval()
     weight = rounded.head.weight.data
     scale = weight.abs().amax(1, keepdim=True) / 127
     rounded.head.weight.data = (weight / scale).round() * scale
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad():
-            p, q = (each(ids)["logits"].double().log_softmax(-1) for each in (model, rounded))
+            r, c = (each(ids)["logits"].double() for each in (model, rounded))
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
-    kl = (p.exp() * (p - q)).sum(-1)
-    for given, kept in (({}, ids >= 0), ({"attention_mask": (ids != 0).long()}, ids != 0)):
-        session = de.open(Tagger().eval(), inputs={"input_ids": ids, **given})
-        session.cast("head.weight", "int8")
-        output = session.drift().output
-        assert output.positions == int(kept.sum())
-        assert output.kl_mean == pytest.approx(float(kl[kept].mean()), rel=1e-4)
+    kept = ids != 0 if counted == 16 else ids >= 0
+    session = de.open(make().eval(), inputs={"input_ids": ids})
+    session.cast("head.weight", "int8")
+    report = session.drift(ALL)
+    expected = figures(r, c, kept)
+    if make is Tagger and counted == 16:
+        assert expected["kl_mean"] == pytest.approx(1.454e-6, rel=1e-3)
+    assert (report.output.positions, report.sequences.left_out) == (counted, 24 - counted)
+    drift = pytest.approx(expected["kl_mean"], rel=1e-4)
+    assert report.output.kl_mean == drift
+    assert {module.name: module.sqnr_db for module in report.modules}["head"] == pytest.approx(
+        expected["sqnr_db"], abs=1e-3
+    )
+    assert session.causes().causes[0].drift == drift
+    assert session.floor().positions == counted
+    assert session.scan(["int8"], exact=True).scores()["head.weight", "int8"] == drift
 
 
 class Named(nn.Module):
@@ -238,10 +293,10 @@ def test_masks_that_leave_nothing_out_are_none() -> None:
     ids, full = torch.zeros(2, 4), torch.ones(2, 4)
     device = torch.device("cpu")
     for mask in (None, full, full.bool(), torch.zeros(2, 4), torch.full((2, 4), -1e9), torch.ones(2, 1, 4, 4)):
-        assert KeptPositions.of(Named(), Batch((ids, mask)), device) is None
+        assert KeptPositions.of(Named(), Batch((ids, mask)), device, AttendedPositions()) is None
     part = full.clone()
     part[0, 0] = 0
-    found = KeptPositions.of(Named(), Batch((ids, part)), device)
+    found = KeptPositions.of(Named(), Batch((ids, part)), device, AttendedPositions())
     assert found is not None
     assert found.of_module("", 0, torch.zeros(2, 4, 3)) is found.encoder
     flat = found.of_module("", 0, torch.zeros(8, 3))
