@@ -1,7 +1,8 @@
 """The pattern language, which says which tensors a rule selects.
 
     model.layers.3.mlp          a module and everything below it, or one tensor
-    *.mlp                       a glob as `fnmatch` has it: `*` crosses dots, `?`, `[0-9]`, `[!q]`
+    model.*.mlp                 a glob as `fnmatch` has it: `*` crosses dots, `?`, `[0-9]`, `[!q]`
+    *.mlp                       the same, and also `mlp` itself: `*.` at the beginning stands for any module, and for none
     model.layers.{0..7}.mlp     a range; {00..07} keeps its zeros
     *.{q,k,v}_proj              alternatives, which may contain globs and braces
     re:.*\\.(gate|up)_proj       a regular expression of the `regex` package, over the whole name
@@ -29,6 +30,7 @@ from dtype_engine.recipe.number_range import range_regex
 from dtype_engine.recipe.regexes import compile_regex, limited, shortened
 
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
+_ANYWHERE = re.compile(r"\*+\.")
 _LONGEST_RANGE = 100_000
 _LONGEST_NUMBER = 40
 _LONGEST = 200_000
@@ -88,11 +90,15 @@ def compile_pattern(text: str) -> Pattern:
     piece, end = _sequence(text, 5 if by_class else 0, depth=0)
     if end < len(text):
         raise PatternError(f"pattern {shortened(text)}: '}}' without '{{' at {end + 1}", end)
-    if (
-        piece.stars <= 1 and piece.choices <= 100
-    ):  # at most 100 steps per character of a name, so no time limit is needed
-        return Pattern(text, by_class, re.compile(piece.source, re.DOTALL).fullmatch)
-    return Pattern(text, by_class, limited(piece.source, text))
+    matches: Callable[[str], object]
+    if piece.stars <= 1 and piece.choices <= 100:
+        # At most 100 steps per character of a name, so no time limit is needed.
+        matches = re.compile(piece.source, re.DOTALL).fullmatch
+    else:
+        matches = limited(piece.source, text)
+    if _ANYWHERE.match(text):
+        return Pattern(text, by_class, lambda name: matches(f".{name}"))
+    return Pattern(text, by_class, matches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import re
 from fnmatch import fnmatchcase
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dtype_engine.core.errors import PatternError, TooSlow
@@ -20,9 +20,26 @@ NAMES = st.lists(PARTS, min_size=1, max_size=5).map(".".join)
 GLOBS = st.text(alphabet="abm.l*?[]!-01", min_size=1, max_size=12)
 
 
+def fnmatches(name: str, glob: str) -> bool:
+    """As `fnmatch`, except that the dot of a leading `*.` may be missing from the name."""
+    return fnmatchcase(f".{name}" if re.match(r"\*+\.", glob) else name, glob)
+
+
 @given(GLOBS, st.text(alphabet="abm.l01-]", max_size=10))
+@example("*.lm", "lm")
+@example("**.l?", "lm")
+@example("*.*a*b", "ab")
 def test_globs_without_braces_are_fnmatch(glob: str, name: str) -> None:
-    assert compile_pattern(glob).matches(name) == fnmatchcase(name, glob.strip())
+    assert compile_pattern(glob).matches(name) == fnmatches(name, glob.strip())
+
+
+@given(NAMES, NAMES)
+def test_a_leading_star_and_dot_stand_for_any_module_and_for_none(name: str, module: str) -> None:
+    pattern = compile_pattern(f"*.{generalisations(name)[0]}")
+    assert pattern.matches(name)
+    assert pattern.matches(f"{module}.{name}")
+    assert not pattern.matches(f"x{name}")
+    assert pattern.matches_exactly(name)
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 60))
@@ -128,7 +145,9 @@ def test_what_stays_where_it_was_found_first_matches_the_same(glob: str, name: s
                if part == "{9..11}" else [part] for part in re.findall(r"\{[^}]*\}|\[[^]]*\]|.", glob)]  # fmt: skip
     if glob:
         expanded = ["".join(parts) for parts in itertools.product(*choices)]
-        assert compile_pattern(glob).matches(name) == any(fnmatchcase(name, one) for one in expanded)
+        assert compile_pattern(glob).matches(name) == any(
+            fnmatchcase(f".{name}" if re.match(r"\*+\.", glob) else name, one) for one in expanded
+        )
 
 
 @given(st.integers(-1200, 1200), st.integers(-1200, 1200), st.booleans(), st.integers(-1300, 1300))

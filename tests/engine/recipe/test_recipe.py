@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import TensorInfo, Tree, ancestors
-from dtype_engine.recipe import History, Recipe, Rule, compile_pattern, make_plan, require_matches
+from dtype_engine.recipe import History, Recipe, Rule, compile_pattern, make_plan, require_matches, select
 from dtype_engine.recipe.file import read_recipe_file, write_recipe
 
 CLASSES = {
@@ -185,10 +185,12 @@ def test_a_range_with_a_hyphen_is_told_as_one_with_two_dots() -> None:
         require_matches(tree, Recipe((Rule("layers.{0-1}", "float16"),)))
 
 
-def test_a_star_before_a_module_of_the_model_itself_is_told_the_name_alone() -> None:
+def test_a_star_before_a_module_of_the_model_itself_matches_it_and_a_mistyped_name_is_told_the_right_one() -> None:
     tree = Tree([TensorInfo(name, (4, 4), "float32") for name in ("lin.weight", "head.weight", "blocks.0.up.weight")])
-    with pytest.raises(UserError, match=r"'\*\.lin' matches nothing in this model; the nearest is lin$"):
-        require_matches(tree, Recipe((Rule("*.lin", "float16"),)))
+    require_matches(tree, Recipe((Rule("*.lin", "float16"),)))
+    assert select(tree, "*.lin").tensors == ("lin.weight",)
+    with pytest.raises(UserError, match=r"'\*\.haed' matches nothing in this model; the nearest is head$"):
+        require_matches(tree, Recipe((Rule("*.haed", "float16"),)))
 
 
 def test_rules_by_class_wait_until_classes_are_known() -> None:

@@ -156,7 +156,8 @@ def matching(tree: Tree, text: str) -> list[str]:
     names, lowered = tree.names
     if any(character in wanted for character in "*?["):
         matches = re.compile(translate(wanted)).match
-        return [name for name, low in zip(names, lowered, strict=True) if matches(low)]
+        before = "." if wanted.startswith("*.") else ""  # as in rules, `*.` also matches names at the top level
+        return [name for name, low in zip(names, lowered, strict=True) if matches(before + low)]
     return [name for name, low in zip(names, lowered, strict=True) if wanted in low]
 
 
