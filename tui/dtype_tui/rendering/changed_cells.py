@@ -18,6 +18,8 @@ def changed_cells(old: Strip, new: Strip, y: int = 0) -> list[Region]:
 
     old, new: the line before and after the change, with the same width. y: the row of the line.
     """
+    if old == new:
+        return []
     one, other = _cells(old), _cells(new)
     if len(one) != old.cell_length or len(other) != new.cell_length or len(one) != len(other):
         return [Region(0, y, max(old.cell_length, new.cell_length), 1)]  # it has wide characters: redraw all of it

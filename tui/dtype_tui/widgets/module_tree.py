@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.segment import Segment
@@ -481,7 +481,7 @@ class ModuleTree(ScrollView, can_focus=True):
             )
         index = y - 1 + self.scroll_offset.y
         if index >= len(self.rows):
-            return Strip.blank(width, base)
+            return _strip_of((), width, base)
         row = self.rows[index]
         opened = self._is_open(row)
         state = RowState(
@@ -493,9 +493,14 @@ class ModuleTree(ScrollView, can_focus=True):
             if opened or self.preview is None or row.tensor is not None
             else sum(map(self.preview.count_below, row.modules)),
         )
-        segments = Segment.adjust_line_length(row_segments(self.experiment, row, columns, state), width, PLAIN)
-        strip = over_cursor(self, segments, columns.before_bars) if index == self.cursor else Strip(segments)
-        return strip.simplify().apply_style(base)
+        segments = row_segments(self.experiment, row, columns, state)
+        if index == self.cursor:
+            return (
+                over_cursor(self, Segment.adjust_line_length(segments, width, PLAIN), columns.before_bars)
+                .simplify()
+                .apply_style(base)
+            )
+        return _strip_of(tuple(segments), width, base)
 
     @cached_property
     def _base(self) -> Style:
@@ -517,3 +522,9 @@ class ModuleTree(ScrollView, can_focus=True):
             return row.tensor.name in self.preview.tensors
         lit = self.preview.modules
         return lit.issuperset(row.nodes) or any(name in lit for name in ancestors(row.nodes[0]))
+
+
+@lru_cache(maxsize=256)
+def _strip_of(segments: tuple[Segment, ...], width: int, base: Style) -> Strip:
+    """Return a line of the tree, `width` cells wide. Most lines stay as they are when the screen is drawn again."""
+    return Strip(Segment.adjust_line_length(list(segments), width, PLAIN)).simplify().apply_style(base)

@@ -63,6 +63,8 @@ class Pane(Widget, can_focus=True):
         self.corner_text = Text()
         """The text at the right end of the upper edge."""
         self._painted: list[Strip] = []
+        self._painted_look: tuple[object, ...] = ()
+        """All that `_painted` was made of."""
 
     def draw(self, activity: str, node: str) -> RenderableType:
         """Return what the pane shows, for a width of `columns` cells. activity: what the engine is doing, or "" if it is idle.
@@ -116,7 +118,7 @@ class Pane(Widget, can_focus=True):
         self.show(*self._shown_for)
 
     def on_resize(self) -> None:
-        self._painted = []
+        self._painted, self._painted_look = [], ()
         self.show_again()
         self.refresh()
 
@@ -130,6 +132,11 @@ class Pane(Widget, can_focus=True):
 
     def _paint_changes(self) -> None:
         self.first = max(0, min(self.first, len(self._shown) - self.lines))
+        corner = (self.corner_text, self.corner_text.style)
+        look = (self._shown, corner, self.first, self.has_focus, self.is_framed, self.size)
+        if look == self._painted_look:
+            return
+        self._painted_look = look
         before, self._painted = self._painted, [self._line(y).simplify() for y in range(self.size.height)]
         if len(before) != len(self._painted):
             self.refresh()
