@@ -1,12 +1,14 @@
 """Frames of an app under test are rendered when a test looks at them.
 
 Textual's headless driver writes nothing, and yet Textual renders each frame for it, which is a third of the time of such a test.
-So that no fault of drawing passes unseen, each screen is rendered before another takes its place, and before the app ends.
+So that no fault of drawing passes unseen, each screen is rendered before another takes its place, and before the app ends, unless
+a test has looked at its last frame.
 """
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 from textual._compositor import Compositor
 from textual._context import visible_screen_stack
@@ -18,6 +20,8 @@ _strips = Compositor.render_strips
 _replaced = App._replace_screen
 _pushed = App.push_screen
 _shut_down = App._shutdown
+_seen: WeakSet[Any] = WeakSet()
+"""The screens whose last frame has been rendered."""
 
 
 def leave_out() -> None:
@@ -33,6 +37,7 @@ def _keep_for_later(screen: Screen[Any]) -> None:
     if not screen.app.is_headless or screen.app.is_inline or screen is not screen.app.screen:
         _refresh(screen)
         return
+    _seen.discard(screen)
     screen._compositor._dirty_regions.clear()
     screen._dirty_widgets.clear()
     screen.app._update_mouse_over(screen)
@@ -41,6 +46,7 @@ def _keep_for_later(screen: Screen[Any]) -> None:
 def _look(compositor: Compositor, *arguments: Any) -> Any:
     if compositor.root is not None:
         visible_screen_stack.set(compositor.root.app._background_screens)
+        _seen.add(compositor.root)
     return _strips(compositor, *arguments)
 
 
@@ -50,7 +56,7 @@ def _push(app: App[Any], *arguments: Any, **named: Any) -> Any:
 
 
 async def _replace(app: App[Any], screen: Screen[Any]) -> Screen[Any]:
-    if screen.is_attached and screen.size:
+    if screen.is_attached and screen.size and screen not in _seen:
         screen._compositor.render_strips()
     return await _replaced(app, screen)
 
@@ -61,5 +67,5 @@ async def _shutdown(app: App[Any]) -> None:
 
 
 def _draw(app: App[Any]) -> None:
-    if app.is_headless and app._running and app._screen_stack and app.screen.size:
+    if app.is_headless and app._running and app._screen_stack and app.screen.size and app.screen not in _seen:
         app.screen._compositor.render_strips()

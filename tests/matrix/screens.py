@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from tests.helpers import preloaded, unseen_frames
+from tests.helpers import parsed_styles, preloaded, unseen_frames
 from textual.events import Paste
 from textual.pilot import Pilot
 
@@ -27,6 +27,7 @@ from .commands import BF16, Cell, Refused, check_export, human, known_findings, 
 from .forms import Made, distinct, entered
 
 unseen_frames.leave_out()
+parsed_styles.share()
 SIZE = (120, 36)
 _PATIENCE_S = 90.0
 

@@ -1,5 +1,5 @@
 """Each test runs an app of its own in the same process, and what it left is garbage afterwards. Frames are rendered when a test
-looks at them.
+looks at them, and a style sheet is parsed for the first app that has it.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from tests.helpers import unseen_frames
+from tests.helpers import parsed_styles, unseen_frames
 
 unseen_frames.leave_out()
+parsed_styles.share()
 
 
 @pytest.fixture(autouse=True)
