@@ -38,6 +38,7 @@ def opened() -> Iterator[Opener]:
 
 def test_from_start_to_a_cast_and_its_drift_to_a_clean_exit(opened: Opener) -> None:
     terminal = opened(forked=False)
+    terminal.wait_for(r"(?m)^ ● .*import.* \d+ % [█▏▎▍▌▋▊▉]")
     terminal.wait_for("embed_tokens")
     terminal.wait_for(r"ready")
     terminal.wait_for(r"SQNR +exact")
