@@ -58,6 +58,6 @@ def fill(form: str, folder: Path, in_the_app: Sequence[str] = SCREENS) -> dict[s
     return {**commands(ways, model, folder / "work"), **screens(in_the_app, model, folder / "app")}
 
 
-def fill_scheme(scheme: str, folder: Path) -> dict[str, Cell | str]:
-    """The row of a scheme of quantized weights."""
-    return commands(OF_SCHEMES, made(scheme, folder / "made"), folder / "work")
+def fill_scheme(scheme: str, folder: Path, ways: Sequence[str] = OF_SCHEMES) -> dict[str, Cell | str]:
+    """The row of a scheme of quantized weights, or these ways of it."""
+    return commands(ways, made(scheme, folder / "made"), folder / "work")
