@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 
@@ -86,7 +86,12 @@ _MEANINGS = {
     401: "it asks for a token (HF_TOKEN, `hf auth login`)",
     403: "the token may not read it",
     404: "there is no such file",
+    429: "it allows no more requests for now, and more with a token (HF_TOKEN, `hf auth login`)",
 }
+_SLOWEST = 1000
+"""A hub that sends fewer bytes per second than this, after the time to wait for its answer, is given up."""
+_ENCODINGS = ("identity", "gzip", "deflate")
+"""How an answer may be compressed. Others, and several at once, can inflate the next piece of an answer to any size."""
 _TRANSIENT = (429, 500, 502, 503, 504)
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
 """Patterns for the names of the files that a model needs in addition to its weights, such as its configuration."""
@@ -139,6 +144,8 @@ class HubAddress:
             from huggingface_hub import constants  # HfApi, which says the same, takes long to import
 
             endpoint = constants.ENDPOINT
+            if not is_printable(endpoint) or not urlsplit(endpoint).hostname:
+                raise UserError(f"HF_ENDPOINT is no address of a server: {printable(endpoint, 100)}")
             revision = quote(self.revision or "main", safe="")
             reader = _Reader(self)
             answer = reader.read(f"{endpoint}/api/models/{self.repo}/revision/{revision}?blobs=true", 0, LARGEST_JSON)
@@ -208,13 +215,9 @@ class HubModel:
         place = re.sub(r"\W+", "-", self.endpoint.partition("://")[2])
         folder = cache_folder() / HEADERS / place / self.address.repo.replace("/", "--") / self.commit
         missing = [name for name in (*wanted, *readable) if not _is_there(folder / name, self.sizes[name])]
-        reader = _Reader(self.address)
-
-        def fetch(name: str) -> None:
-            reader.save(self._url(name), folder / name, self._size(name))
-
         with _faults(self.address), ThreadPoolExecutor(_TOGETHER) as pool:
-            jobs = [pool.submit(fetch, name) for name in missing]
+            reader = _Reader(self.address)
+            jobs = [pool.submit(reader.save, self._url(name), folder / name, self._size(name)) for name in missing]
             try:
                 for done, job in enumerate(as_completed(jobs), 1):
                     job.result()
@@ -240,7 +243,7 @@ class HubModel:
                 self.address.repo,
                 revision=self.commit,
                 allow_patterns=[*map(glob.escape, names), *(at + pattern for pattern in beside)],
-                tqdm_class=_progress_bar(on_progress, cancelled, self.download_bytes),
+                tqdm_class=_progress_bar(self, on_progress, cancelled),
             )
         return Path(folder) / self.address.path
 
@@ -382,7 +385,9 @@ class _Reader:
                 self._save_gguf(url, partial, size)
             else:
                 if size > LARGEST_JSON:
-                    raise UserError(f"{path} has {size:,} bytes, which are too many for such a file")
+                    raise UserError(
+                        f"{self._address}: {path.name} has {size:,} bytes, which are too many for such a file"
+                    )
                 partial.write_bytes(self.read(url, 0, size, size))
             os.replace(partial, path)
         finally:
@@ -460,9 +465,11 @@ class _Reader:
             headers["range"] = f"bytes={start}-{start + count - 1}"
         content = bytearray()
         with get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
-            if response.is_error:
-                response.read()
-            hf_raise_for_status(response)
+            if not response.is_success:  # its body is of no use and has any size and content, so that it is left unread
+                said_why = {name: text for name, text in response.headers.items() if name.startswith("x-error-")}
+                hf_raise_for_status(type(response)(response.status_code, headers=said_why, request=response.request))
+            if (encoding := response.headers.get("content-encoding", "identity")) not in _ENCODINGS:
+                raise self._lie(f"its answer is compressed as {printable(encoding, 40)}", url)
             whole = response.status_code != 206
             if size is not None:
                 said = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("content-range", ""))
@@ -473,10 +480,12 @@ class _Reader:
                     raise self._lie(
                         f"its list of files says {size:,} bytes, its answer {printable(str(total), 40)}", url
                     )
-            wanted = count + (
-                start if whole else 0
-            )  # a server that knows no ranges sends the file from its first byte on
+            # A server that knows no ranges sends the file from its first byte on.
+            wanted = count + (start if whole else 0)
+            latest = time.monotonic() + constants.HF_HUB_DOWNLOAD_TIMEOUT + wanted / _SLOWEST
             for piece in response.iter_bytes():
+                if time.monotonic() > latest:
+                    raise UserError(f"{self._address}: the hub sends less than {_SLOWEST:,} bytes per second")
                 self._count(len(piece))
                 content += piece
                 if len(content) > wanted and size is None:
@@ -511,9 +520,16 @@ def _write_sparse(path: Path, start: bytes, size: int) -> None:
 
 @contextmanager
 def _faults(address: HubAddress) -> Iterator[None]:
-    """A context manager that turns the errors of huggingface_hub into a UserError, which says what to do."""
-    from huggingface_hub import errors
+    """A context manager that turns the errors of huggingface_hub into a UserError, which says what to do. Meanwhile,
+    huggingface_hub logs nothing, because that contains texts of the server, and asks for nothing on its own account: it would wait
+    for the list of programs that it reports to the hub, of whatever size.
+    """
+    from huggingface_hub import constants, errors
+    from huggingface_hub.utils import logging
 
+    level, silent = logging.get_verbosity(), constants.HF_HUB_DISABLE_TELEMETRY
+    logging.set_verbosity(logging.CRITICAL)
+    constants.HF_HUB_DISABLE_TELEMETRY = True
     try:
         yield
     except errors.GatedRepoError:
@@ -540,10 +556,16 @@ def _faults(address: HubAddress) -> Iterator[None]:
         raise UserError(f"{address}: the hub can't be reached: {why}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{address} could not be read: {one_line(error, 300)}") from None
+    finally:
+        logging.set_verbosity(level)
+        constants.HF_HUB_DISABLE_TELEMETRY = silent
 
 
-def _progress_bar(on_progress: Progress, cancelled: IsCancelled, total: int) -> type[Any]:
-    """Return a class for huggingface_hub's progress bars, which draws nothing and calls `on_progress` instead."""
+def _progress_bar(model: HubModel, on_progress: Progress, cancelled: IsCancelled) -> type[Any]:
+    """Return a class for huggingface_hub's progress bars, which draws nothing and calls `on_progress` instead. If far more bytes
+    arrive than the weights of `model` have, it raises UserError.
+    """
+    total = model.download_bytes
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
@@ -556,6 +578,10 @@ def _progress_bar(on_progress: Progress, cancelled: IsCancelled, total: int) -> 
                 raise Cancelled
             self._done += int(n or 0)
             if self._counts_bytes:
+                if self._done > 2 * total + LARGEST_JSON:  # bytes may be sent again, and small files come on top
+                    raise UserError(
+                        f"{model.address}: the hub sends more than the {human_bytes(total)} that its list of files says"
+                    )
                 on_progress("downloading", min(self._done, total), total)
 
     return Bar

@@ -7,8 +7,9 @@ import json
 import os
 import re
 import struct
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import pytest
@@ -253,6 +254,17 @@ def too_large(request: Request) -> bool:
     return listed(tensors(1 << 63))(request) or span(request)
 
 
+def endless(request: Request, code: int) -> bool:
+    request.send_response(code)
+    request.send_header("Transfer-Encoding", "chunked")
+    request.end_headers()
+    with suppress(OSError):
+        while True:
+            request.wfile.write(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+    request.close_connection = True
+    return True
+
+
 HEADER = struct.pack("<Q", 2) + b"{}"
 FAULTS = {
     "no such model": (status(404, "RepoNotFound"), "the hub has no such model, or it is private"),
@@ -262,6 +274,15 @@ FAULTS = {
     "no such revision": (status(404, "RevisionNotFound"), "the model has no revision main"),
     "a file is gone": (status(404, "EntryNotFound", of=".safetensors"), "the hub answered with status 404: there is no such file"),
     "broken": (status(500), "the hub answered with status 500"),
+    "broken, with a list": (body(b"[1]", "/api/", 500), "the hub answered with status 500$"),
+    "broken, without an end": (lambda request: endless(request, 500), "the hub answered with status 500$"),
+    "too many requests": (status(429), "the hub answered with status 429: it allows no more requests for now"),
+    "a list without an end": (lambda request: endless(request, 200), "its answer has over 1,000,000 bytes"),
+    "compressed twice": (body(b"x", "/api/", Content_Encoding="gzip, gzip"), "its answer is compressed as gzip, gzip"),
+    "compressed and cut": (
+        body(gzip.compress(b"x" * 2224)[:20], ".safetensors", 206, Content_Encoding="gzip"),
+        "its answer ends after|decompress",
+    ),
     "redirected in a circle": (
         body(b"", "", 302, Location="/api/models/org/name/revision/main"),
         "the hub can't be reached: .*redirect",
@@ -305,6 +326,7 @@ def test_every_fault_is_a_sentence(
     serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.setattr(reading, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(reading, "LARGEST_JSON", 1_000_000)
     hub = serve(small)
     assert os.path.getsize(small / "model.safetensors") == 2224
     hub.fault, words = FAULTS[name]
@@ -335,6 +357,11 @@ def test_no_network_and_no_leave_to_use_it(serve: Serve, small: Path, monkeypatc
     with pytest.raises(UserError, match="the hub can't be reached: "):
         locate(MODEL)
     monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    for address in ("hub", "http://", "http://\x01", "http://[::x"):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        with pytest.raises(UserError, match=r"HF_ENDPOINT is no address of a server|Invalid IPv6 URL"):
+            locate(MODEL)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="HF_HUB_OFFLINE forbids asking the hub"):
         locate(MODEL)
@@ -363,6 +390,64 @@ def test_a_slow_line_and_one_that_breaks(serve: Serve, small: Path, monkeypatch:
     hub.fault = once
     assert len(rows(locate(MODEL))) == 2
     assert len(hub.requests) - before == 2 * len(broken), "each request is made again once"
+
+
+def test_a_hub_that_sends_byte_after_byte(serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(reading, "_SLOWEST", 100_000)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    over = threading.Event()
+
+    def fault(request: Request) -> bool:
+        request.send_response(200)
+        request.end_headers()
+        with suppress(OSError):
+            while not over.wait(0.05):
+                request.wfile.write(b" ")
+        return True
+
+    serve(small).fault = fault
+    monkeypatch.setattr(reading, "LARGEST_JSON", 1_000)
+    with pytest.raises(UserError, match="the hub sends less than 100,000 bytes per second"):
+        locate(MODEL)
+    over.set()
+
+
+def test_a_download_without_an_end_and_one_from_elsewhere(
+    serve: Serve, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reading, "LARGEST_JSON", 1_000_000)
+    monkeypatch.setenv("HF_TOKEN", "hf_token_of_the_test")
+    hub = serve(small)
+    model = HubAddress.parse(MODEL).listing()
+    hub.fault = lambda request: (
+        request.command == "GET" and request.path.endswith(".safetensors") and endless(request, 200)
+    )
+    with pytest.raises(
+        UserError, match=r"hf://org/name: the hub sends more than the 2.17 KiB that its list of files says"
+    ):
+        model.download()
+    assert model.downloaded(tmp_path / "cache" / "hub") is None
+    assert sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file()) < 100_000
+    tokens: list[tuple[bool, str | None]] = []
+
+    def elsewhere(request: Request) -> bool:
+        tokens.append((away := request.path == "/elsewhere", request.headers.get("authorization")))
+        if away:
+            request.answer_file(small / "model.safetensors")
+        elif request.path.endswith(".safetensors"):
+            there = f"{hub.address.replace('127.0.0.1', 'localhost')}/elsewhere"
+            size = str(os.path.getsize(small / "model.safetensors"))
+            more = {"X-Repo-Commit": COMMIT, "X-Linked-Size": size, "X-Linked-Etag": '"x"'}
+            request.send(302, b"", {"Location": there, **more})
+        return away or request.path.endswith(".safetensors")
+
+    hub.fault = elsewhere
+    assert os.path.getsize(model.download() / "model.safetensors") == 2224
+    assert {token for away, token in tokens if away} == {None}
+    assert {token for away, token in tokens if not away} == {"Bearer hf_token_of_the_test"}
+    assert not caplog.records, "what a server says is not logged"
 
 
 def test_a_header_longer_than_the_first_range(tmp_path: Path, serve: Serve) -> None:
