@@ -31,6 +31,7 @@ from dtype_engine.runtime.device import cache_budget, enough_memory, has_float64
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement
+from dtype_engine.runtime.model.side_settings import SideSettings
 from dtype_engine.runtime.model.stored_tree import unused, with_files
 from dtype_engine.runtime.model.stored_values import (
     PlainValues,
@@ -254,6 +255,8 @@ class LiveModel:
     """The model against which drift is measured. "": this model's stored weights in float32 arithmetic. "stored": this model in its
     stored dtypes. Any other text is the path or name of another checkpoint.
     """
+    side_settings: tuple[SideSettings, ...] = ()
+    """The numbers and other settings of modules in which a reference that is another checkpoint differs from this model."""
     coverage: Coverage | None = None
     """Which of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
     visits: BlockVisits | None = None

@@ -1,8 +1,8 @@
 """Lets another checkpoint of the same architecture be the reference model, against which drift is measured.
 
 The open model is the candidate. A reference run uses the same module, but each weight gets the values that the other checkpoint has
-for it. Both runs therefore execute the same code with the same configuration. A checkpoint that needs another structure or
-configuration is refused. `rope_theta` may differ: the rotary frequencies that are computed from it are tensors of the module, too.
+for it, and so does each number that the configuration sets, such as the `eps` of a norm. Both runs therefore execute the same code.
+A checkpoint that needs another structure is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.load import OnStep, blocks, load
 from dtype_engine.runtime.model.module_tree import tree_of
+from dtype_engine.runtime.model.side_settings import side_settings
 from dtype_engine.runtime.model.stored_values import VisitedValues
 
 _WITHOUT_EFFECT = frozenset(
@@ -42,11 +43,11 @@ _SHOWN = 3
 
 def use_reference(live: LiveModel, source: Source, options: Options, on_step: OnStep = lambda step: None) -> None:
     """Make another checkpoint the reference model of an open one: each weight gets the values that this checkpoint has for it as
-    its `other_reference`.
+    its `other_reference`, and each module its settings.
 
     live: the open model, which is the candidate. source: the other checkpoint. options: how to open it. on_step: called with a
-    description of each step. Raises UserError if the tensors or shapes of the two checkpoints differ, or if their configurations
-    make them compute differently.
+    description of each step. Raises UserError if the tensors or shapes of the two checkpoints differ, or if one module
+    can't run with the configurations of both.
     """
     if options.weights is not None:
         raise UserError("--weights goes with one model: --against compares two that bring their own weights")
@@ -57,7 +58,7 @@ def use_reference(live: LiveModel, source: Source, options: Options, on_step: On
         raise UserError(f"the reference can't be used: {error.sentence}") from None
     sides = printable(source.title, 100), printable(live.title, 100)
     _refuse_other_structure(other, live, sides)
-    frequencies = _refuse_other_configuration(other, live, sides)
+    buffers = _use_other_configuration(other, live, sides)
     by_any_name = {name: weight for weight in other.weights.values() for name in weight.info.names}
     infos = dict(live.tree.tensors)
     for name, weight in live.weights.items():
@@ -65,7 +66,7 @@ def use_reference(live: LiveModel, source: Source, options: Options, on_step: On
             theirs = by_any_name[name]
             weight.other_reference = theirs.stored
             weight.info = infos[name] = dataclasses.replace(infos[name], reference_dtype=theirs.info.dtype)
-        elif name in frequencies:
+        elif name in buffers:
             weight.other_reference = other.weights[name].stored
     live.tree = tree_of(live.module, infos.values())
     live.visits = visits = live.visits or other.visits
@@ -116,38 +117,43 @@ def _shapes(model: LiveModel) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _refuse_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[str, str]) -> frozenset[str]:
-    """Raise UserError if the configurations of the two models make them compute differently with the same weights. Returns the
-    names of the rotary frequencies that differ, because the configurations have another `rope_theta`. other: the reference. live:
-    the candidate. sides: their titles, in this order.
+def _use_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[str, str]) -> frozenset[str]:
+    """Let each side run with its own settings, and add a notice that names them. Returns the names of the buffers that are computed
+    from the configuration and differ. other: the reference. live: the candidate. sides: their titles, in this order.
+
+    Raises UserError if a module can't run with the settings of both.
     """
     theirs, ours = (dict(_entries(_configuration(model))) for model in (other, live))
-    scaled = any(name.endswith("rope_type") and kind not in ("default", None) for name, kind in ours.items())
+    scaled = any(
+        name.endswith("rope_type") and kind not in ("default", None) for name, kind in (*ours.items(), *theirs.items())
+    )
     differing = [
         name
         for name in sorted(theirs.keys() | ours.keys())
         # The maximum length changes the output only if it scales rotary frequencies. Learned positions are weights.
         if not _alike(theirs.get(name), ours.get(name)) and (scaled or not name.endswith("max_position_embeddings"))
     ]
-    buffers = frozenset(_different_buffers(other, live))
-    frequencies = frozenset(name for name in buffers if name.endswith("inv_freq"))
-    if frequencies and _has_fixed_frequencies(live) and all(name.endswith("rope_theta") for name in differing):
-        differing, buffers = [], buffers - frequencies
-    if not differing:
-        if buffers:
-            raise UserError(
-                f"{sides[0]} and {sides[1]} compute differently: they have other values in the buffer {min(buffers)}"
-            )
-        return frequencies
     shown = "; ".join(
         f"{printable(name, 60)} is {printable(str(theirs.get(name)), 60)} in {sides[0]} and "
         f"{printable(str(ours.get(name)), 60)} in {sides[1]}"
         for name in differing[:_SHOWN]
     )
-    more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-    raise UserError(
-        f"the two checkpoints compute differently, so their weights can't be compared in one model: {shown}{more}"
-    )
+    shown += f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    buffers = _different_buffers(other, live)
+    swappable = all(name in other.weights and _fit(other.weights[name], live.weights.get(name)) for name in buffers)
+    if buffers or any("rope" in name for name in differing):
+        swappable &= _has_fixed_frequencies(live) and _has_fixed_frequencies(other)
+    settings = side_settings(other.module, live.module, _WITHOUT_EFFECT) if differing else []
+    if not swappable or isinstance(settings, str):
+        where = settings if isinstance(settings, str) else min(buffers, default="the rotary frequencies")
+        raise UserError(
+            f"{sides[0]} and {sides[1]} compute differently in {printable(where, 200)}, so they can't run in one model: "
+            f"{shown or 'it has other values'}"
+        )
+    live.side_settings = tuple(settings)
+    if differing:
+        live.notices += (f"each of the two runs with its own configuration: {shown}",)
+    return frozenset(buffers)
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -194,6 +200,11 @@ def _different_buffers(other: LiveModel, live: LiveModel) -> list[str]:
     )
     return [
         name
-        for name, values in ours.items()
-        if name in theirs and values.shape == theirs[name].shape and not torch.equal(values, theirs[name])
+        for name in ours.keys() | theirs.keys()
+        if name not in ours or name not in theirs or not torch.equal(ours[name], theirs[name])
     ]
+
+
+def _fit(theirs: Weight, ours: Weight | None) -> bool:
+    """Return whether a buffer can have the values of another one in a pass."""
+    return ours is not None and ours.stored.shape == theirs.stored.shape and _has_numbers(ours) and _has_numbers(theirs)

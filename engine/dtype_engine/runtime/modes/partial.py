@@ -52,6 +52,9 @@ class PartialCastMode(WeightMode):
         module's name.
         """
 
+    def like_reference(self, module: str) -> bool:
+        return not self.inside(module)
+
     def dtype_of(self, weight: Weight) -> torch.dtype:
         if not self.inside(self.module):
             return self.compute if is_coded(weight) else reference_dtype(weight)

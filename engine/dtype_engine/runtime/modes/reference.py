@@ -49,6 +49,9 @@ class ReferenceMode(WeightMode):
         super().__init__(weights, device, replaced, compute)
         self.widened = widened if device.type == "cpu" else None
 
+    def like_reference(self, module: str) -> bool:
+        return True
+
     def dtype_of(self, weight: Weight) -> torch.dtype:
         return self.compute if is_coded(weight) else reference_dtype(weight)
 

@@ -232,6 +232,12 @@ class WeightMode(TorchFunctionMode):
     def _dtype_of(self, key: int, weight: Weight) -> torch.dtype:
         return self.written[key].dtype if key in self.written else self.dtype_of(weight)
 
+    def like_reference(self, module: str) -> bool:
+        """Return whether a module runs with the settings of the reference model, such as its `eps`, in this pass. module: its name,
+        or "" for the whole model.
+        """
+        return False
+
     def dtype_of(self, weight: Weight) -> torch.dtype:
         """Return the dtype that the model's code gets when it reads the `dtype` of a replaced weight."""
         return self.compute

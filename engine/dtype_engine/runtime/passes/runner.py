@@ -96,11 +96,12 @@ class ForwardRunner:
         """Call all functions in `works`, each of which runs one forward pass by this runner, and return their results.
 
         If the model is larger than memory, the passes take turns, so that each block of weights is read once for all of them. If
-        one pass changes state on which another depends, all passes run one after the other instead. Raises what the functions
-        raise.
+        one pass changes state on which another depends, or if the reference has other settings, all passes run one after the other
+        instead. Raises what the functions raise.
         """
         visits = self.model.visits
-        if visits is None or len(works) < 2 or self.behavior.stateful or self._together is not None:
+        one = len(works) < 2 or self.behavior.stateful or self._together is not None or bool(self.model.side_settings)
+        if visits is None or one:
             return [work() for work in works]
         together = self._together = SideBySide(visits, self._suspended)
         try:
@@ -320,6 +321,8 @@ class ForwardRunner:
         together = self._together
         watching, scripted = (mode, mode.run) if together is None else (together, together.run_call)
         as_every = partial(as_every_pass, model, behavior, modules, watching, scripted, self._state)
+        for settings in model.side_settings:
+            settings.use(mode.like_reference(settings.module))
         one_thread = partial(weights_in_one_thread, model.by_id, () if together is None else together.threads)
         try:
             with self._for_all("state", as_every) as (self._state, restored):
@@ -357,6 +360,8 @@ class ForwardRunner:
             raise NoForward(f"the forward pass failed in {_where(run.inside)}: {_one_line(error)}") from error
         finally:
             self._calls.under_way = None
+            for settings in model.side_settings:
+                settings.use(False)
             if together is None and model.visits is not None:
                 model.visits.leave()
         return PassResult(

@@ -55,6 +55,8 @@ class Fingerprint:
         weights, calls = hashlib.sha256(), hashlib.sha256()
         if model.reference == STORED:
             weights.update(STORED.encode())
+        for each in model.side_settings:
+            weights.update(f"{each.module} {each.reference} {each.candidate}\n".encode())
         for name, weight in model.weights.items():
             weights.update(f"{name} {weight.info.shape} {weight.info.dtype}\n".encode())
             for values in (weight.stored, weight.other_reference):

@@ -249,14 +249,17 @@ def test_the_command_names_both_sides(make_llama: Make, tmp_path: Path, capsys: 
         ({"num_hidden_layers": 1}, r"llama has tensors that other lacks, .* model\.layers\.1\..* and 6 more"),
         ({"num_hidden_layers": 3}, r"other has tensors that llama lacks"),
         ({"vocab_size": 66}, r"model\.embed_tokens\.weight is \[64, 32\] in llama and \[66, 32\] in other"),
-        ({"rms_norm_eps": 1e-3}, r"compute differently, .* rms_norm_eps is 1e-06 in llama and 0\.001 in other"),
         (
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
-            r"rope_parameters\.rope_theta is 10000\.0 in llama and 500\.0 in other",
+            {"hidden_act": "gelu"},
+            r"differently in model\.layers\.0\.mlp\.act_fn, .* hidden_act is silu in llama and gelu in other",
         ),
         (
-            {"rope_theta": 500.0, "rms_norm_eps": 1e-3},
-            r"rope_theta is 10000\.0 in llama and 500\.0 in other",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            r"the rotary frequencies, .* rope_parameters\.factor is None in llama and 2\.0 in other",
+        ),
+        (
+            {"head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2},
+            r"inv_freq, .* head_dim is 16 in llama and 8 in other",
         ),
     ],
 )
@@ -268,17 +271,50 @@ def test_checkpoints_that_compute_differently_are_refused(
         opened(a, b)
 
 
-def test_each_side_has_its_own_rotary_frequencies(make_llama: Make) -> None:
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rms_norm_eps": 0.1}, "rms_norm_eps is 1e-06 in llama and 0.1 in b"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+            "rope_theta is 10000.0 in llama and 500.0 in b",
+        ),
+        (
+            {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0}},
+            "rope_type is default in llama and yarn in b",
+        ),
+    ],
+)
+def test_each_side_has_its_own_settings(make_llama: Make, settings: dict[str, Any], said: str) -> None:
     a = make_llama()
-    b = make_llama("b", rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    b = make_llama("b", **settings)
     for name in load_file(a / "model.safetensors"):
         assert torch.equal(load_file(a / "model.safetensors")[name], load_file(b / "model.safetensors")[name])
     session = opened(a, b)
     assert kl(plain(a), plain(b)) > 1e-9
     assert_figures(session, plain(a), plain(b))
+    assert any(said in notice for notice in session.drift().notices)
     assert_figures(opened(b, a), plain(b), plain(a))
     session.cast("*.mlp", "bfloat16")
     session.undo()
+    assert_figures(session, plain(a), plain(b))
+    assert session.causes().whole == pytest.approx(kl(plain(a), plain(b)), rel=1e-5)
+
+
+def test_settings_that_only_the_configuration_holds(tmp_path: Path) -> None:
+    """Granite divides the logits by `config.logits_scaling`, which no module copies. Its modules copy the other multipliers."""
+    settings = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "initializer_range": 0.3,
+    }  # fmt: skip
+    for name, more in (("a", {}), ("b", {"logits_scaling": 3.0, "attention_multiplier": 0.2})):
+        torch.manual_seed(0)
+        transformers.GraniteForCausalLM(transformers.GraniteConfig(**settings, **more)).save_pretrained(tmp_path / name)
+    a, b = tmp_path / "a", tmp_path / "b"
+    session = opened(a, b)
     assert_figures(session, plain(a), plain(b))
     assert session.causes().whole == pytest.approx(kl(plain(a), plain(b)), rel=1e-5)
 

@@ -1,0 +1,101 @@
+"""Finds the numbers and other settings in which the modules of two checkpoints differ, such as the `variance_epsilon` of a norm, so
+that a pass can run with those of either checkpoint.
+
+They come from the configurations. Most modules copy what they need into attributes; some read the configuration in a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+_OF_TORCH = frozenset(nn.Module().__dict__)
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, FunctionType)
+
+
+@dataclass(frozen=True, slots=True)
+class SideSettings:
+    """The attributes of one object in which the reference model and the candidate differ."""
+
+    module: str
+    """The name of the module that has the attributes, or "" for the configuration of the model."""
+    attributes: dict[str, Any]
+    """The `__dict__` of the module or the configuration. It has the candidate's values between passes."""
+    candidate: Mapping[str, Any]
+    reference: Mapping[str, Any]
+    """The differing attributes with the values of each of the two. A mapping lacks an attribute that its side lacks."""
+
+    def use(self, of_reference: bool) -> None:
+        """Give the attributes the values of the reference or those of the candidate."""
+        old, new = (self.candidate, self.reference) if of_reference else (self.reference, self.candidate)
+        for name in old.keys() - new.keys():
+            self.attributes.pop(name, None)
+        self.attributes.update(new)
+
+
+def side_settings(reference: nn.Module, candidate: nn.Module, ignored: frozenset[str]) -> list[SideSettings] | str:
+    """Return the settings in which two models of the same architecture differ. If they differ in more than settings, return the
+    name of the first such module or attribute instead.
+
+    ignored: names of entries of the configuration that change no output.
+    """
+    theirs, found, configurations = dict(reference.named_modules()), list[SideSettings](), set[int]()
+    for name, module in candidate.named_modules():
+        other = theirs.get(name)
+        if other is None or type(other).__qualname__ != type(module).__qualname__:
+            return name
+        ours, others = vars(module), vars(other)
+        configuration, other_configuration = ours.get("config"), others.get("config")
+        if hasattr(configuration, "to_dict") and id(configuration) not in configurations:
+            configurations.add(id(configuration))
+            entries = vars(configuration), vars(other_configuration)
+            differing = [
+                key for key in _differing(*entries)
+                if key not in ignored and not key.startswith("_") and not hasattr(entries[0].get(key), "to_dict")
+            ]  # fmt: skip
+            found += _settings("", *entries, differing)
+        differing = [key for key in _differing(ours, others) if key not in _OF_TORCH and key != "config"]
+        for key in differing:
+            if not (_is_plain(ours.get(key, ...)) and _is_plain(others.get(key, ...))):
+                return f"{name}.{key}"
+        found += _settings(name, ours, others, differing)
+    return found
+
+
+def _settings(name: str, ours: dict[str, Any], theirs: dict[str, Any], differing: list[str]) -> list[SideSettings]:
+    candidate, reference = ({key: side[key] for key in differing if key in side} for side in (ours, theirs))
+    return [SideSettings(name, ours, candidate, reference)] if differing else []
+
+
+def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    return [key for key in ours.keys() | theirs.keys() if not _same(ours.get(key, ...), theirs.get(key, ...))]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two values are equal. Tensors are compared by their values. Other objects without an own `==` are compared by
+    their type, and functions by their name.
+    """
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if callable(one) and hasattr(one, "__qualname__"):
+        return bool(one.__qualname__ == other.__qualname__)
+    return type(one).__eq__ is object.__eq__ or bool(one == other)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, _PLAIN)
