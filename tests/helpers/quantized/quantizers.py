@@ -52,7 +52,7 @@ def gptq(bits: int = 4, form: str = "gptq", size: int = 32, columns: int = 96, o
 
 
 def awq(layout: str = "gemm", size: int = 32) -> Case:
-    """A weight [64, 128] in one of AWQ's layouts."""
+    """A weight [64, 128] in one of AWQ's layouts. In "gemv_fast", an offset is stored: minus the zero point, times the scale."""
     random = np.random.default_rng(0)
     rows, columns, groups = 64, 128, 128 // size
     codes, zeros = (random.integers(0, 16, (rows, extent)) for extent in (columns, groups))
@@ -62,6 +62,16 @@ def awq(layout: str = "gemm", size: int = 32) -> Case:
         places = np.arange(rows).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(-1)
         tensors = {"m.qweight": words(codes.T[:, places], 4), "m.qzeros": words(zeros.T[:, places], 4)}
         tensors["m.scales"] = scale.t()
+    elif layout == "gemv_fast":
+        # 32 codes of a row in the order of the kernel; 64 codes of each of four rows in turn
+        place = np.array([8 * i + 2 * j + t for j in range(4) for t in range(2) for i in range(4)])
+        ordered = codes.reshape(rows, -1, 32)[:, :, place].reshape(rows // 4, 4, -1, 64).swapaxes(1, 2)
+        offset = -(scale.float() * torch.from_numpy(zeros)).half()
+        unused = 8 * max(128 // size, 1) - groups
+        tensors = {"m.qweight": words(ordered.reshape(rows // 4, -1), 4).view(torch.int16)}
+        for name, each in (("scales", scale), ("qzeros", offset)):
+            tensors[f"m.{name}"] = torch.nn.functional.pad(each, (0, unused)).t()
+        right = codes.astype(np.float32) * floats(scale).repeat(size, 1) + floats(offset).repeat(size, 1)
     else:
         unused = 8 * max(128 // size, 1) - groups
         tensors = {"m.qweight": words(codes, 4), "m.qzeros": words(np.pad(zeros, ((0, 0), (0, unused))), 4)}
@@ -248,12 +258,53 @@ def quanto(codes: str = "int8", shape: tuple[int, ...] = (24, 40)) -> Case:
     return Case(tensors, {"m.weight": right}, f"quanto:{codes}@channel")
 
 
+def quanto_bits(bits: int = 4, shape: tuple[int, int] = (24, 192), whole: bool = False) -> Case:
+    """A weight of optimum-quanto's 4 or 2 bits, whose layer has a bias. whole: whether the shifts are integers."""
+    random = np.random.default_rng(bits)
+    size = next((each for each in (128, 96, 64, 32) if shape[1] > 128 and shape[1] % each == 0), shape[1])
+    groups = shape[0] * shape[1] // size
+    codes = random.integers(0, 1 << bits, (groups, size))
+    scale = numbers(random, torch.bfloat16, groups, 1)
+    if whole:
+        shift = torch.from_numpy(random.integers(0, 1 << bits, (groups, 1)).astype(np.int8))
+        right = (codes - shift.numpy()).astype(np.float32) * floats(scale)
+    else:
+        shift = numbers(random, torch.bfloat16, groups, 1)
+        right = codes.astype(np.float32) * floats(scale) - floats(shift)
+    stored = -(-groups * bits // 8)
+    packed = np.zeros((stored, size), np.uint8)
+    for place, row in enumerate(codes):
+        packed[place % stored] |= (row << place // stored * bits).astype(np.uint8)
+    tensors = {"m.weight._data._data": torch.from_numpy(packed), "m.weight._scale": scale, "m.weight._shift": shift}
+    block = "channel" if size == shape[1] else f"g{size}"
+    return Case(
+        tensors | {"m.bias": torch.zeros(shape[0])}, {"m.weight": right.reshape(shape)}, f"quanto:int{bits}@{block}"
+    )
+
+
+def torchao_int4(size: int = 32) -> Case:
+    """A weight [40, 64] of torchao's `Int4Tensor`."""
+    random = np.random.default_rng(8)
+    codes = random.integers(-8, 8, (40, 64))
+    scale, offset = (numbers(random, torch.bfloat16, 64 // size, 40) for _ in range(2))
+    factors, more = (floats(each).T.repeat(size, 1) for each in (scale, offset))
+    held = {"qdata": nibbles(codes & 15).view(torch.int8), "scale": scale, "zero_point": offset}
+    described = {"_type": "Int4Tensor", "_data": {"block_size": [1, size]}}
+    return Case(
+        {f"m._weight_{end}": tensor for end, tensor in held.items()},
+        {"m.weight": codes.astype(np.float32) * factors + more},
+        f"torchao:int4@g{size}",
+        metadata={"m.weight": json.dumps(described)},
+    )
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "gptq": gptq,
     "gptq 3 bits, version 2": lambda: gptq(3, "gptq_v2"),
     "gptq 8 bits, ordered columns": lambda: gptq(8, order="shuffled"),
     "awq": awq,
     "awq gemv": lambda: awq("gemv"),
+    "awq gemv_fast": lambda: awq("gemv_fast"),
     "bnb nf4": bnb_4bit,
     "bnb nf4 nested": lambda: bnb_4bit(nested=True),
     "bnb fp4": lambda: bnb_4bit(kind="fp4"),
@@ -267,6 +318,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "mlx mxfp8": lambda: mlx_float("mxfp8"),
     "mlx nvfp4": lambda: mlx_float("nvfp4", whole=1.5),
     "torchao int4": torchao_blocks,
+    "torchao int4, offsets": torchao_int4,
     "torchao int8": lambda: torchao_blocks("int8", (1, 64)),
     "torchao fp8": lambda: torchao_blocks("e4m3", (32, 32), False),
     "torchao mxfp8": torchao_swizzled,
@@ -274,5 +326,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "torchao nvfp4": lambda: torchao_swizzled("nvfp4", tiles=False),
     "quanto int8": quanto,
     "quanto fp8": lambda: quanto("e4m3"),
+    "quanto int4": quanto_bits,
+    "quanto int2": lambda: quanto_bits(2),
 }
 """A small checkpoint of each way to store a weight, which is called `m.weight` unless it is an expert."""

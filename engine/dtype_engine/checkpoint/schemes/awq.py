@@ -1,4 +1,4 @@
-"""AWQ's two layouts with 4 bits, as AutoAWQ, GPTQModel and AutoRound write them. An int32 word holds eight codes. `x` is a layer.
+"""AWQ's three layouts with 4 bits, as AutoAWQ, GPTQModel and AutoRound write them. An int32 word holds eight codes. `x` is a layer.
 
 "gemm": `x.qweight` [in, out / 8] holds the codes. A word holds the codes of eight outputs, which from the lowest bits on are the
 outputs 0, 2, 4, 6, 1, 3, 5 and 7. `x.qzeros` [groups, out / 8] holds zero points, which are packed in the same way. `x.scales`
@@ -7,6 +7,10 @@ outputs 0, 2, 4, 6, 1, 3, 5 and 7. `x.qzeros` [groups, out / 8] holds zero point
 "gemv": `x.qweight` [out, in / 8] holds the codes. A word holds the codes of eight successive inputs. `x.qzeros` [out, words] holds
 a zero point for each group, and `x.scales` [out, 8 * words] holds a scale for each group. Both are padded, so they may have more
 entries in a row than the weight has groups.
+
+"gemv_fast", also of llm-awq: `x.qweight` [out / 4, in] holds words of 16 bits, in the order of a CUDA kernel (see
+`runtime/formats/schemes/awq.py`). `x.scales` and `x.qzeros` or `x.scaled_zeros`, padded to [8 * words, out], hold a scale and an
+offset for each group. The offset is added: it is minus the zero point, times the scale.
 
 The shapes tell which layout a weight has.
 """
@@ -25,9 +29,9 @@ from dtype_engine.checkpoint.schemes.configuration import (
     quant_method,
 )
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
-from dtype_engine.checkpoint.schemes.scaled_codes import packed_words
+from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, packed_words
 
-SCHEME, GEMV = "awq", "awq gemv"
+SCHEME, GEMV, FAST = "awq", "awq gemv", "awq gemv fast"
 _GEMM = {"code": "row words", "order": (0, 2, 4, 6, 1, 3, 5, 7), "signed": False}
 
 
@@ -59,7 +63,30 @@ def read(
             {CODES: codes, "scale": scale, "zero_point": zero},
             {"block": (1, size), **_GEMM},
         )
+    for name, codes in tensors.items():
+        stem = name.removesuffix("qweight")
+        scale, offset = tensors.get(f"{stem}scales"), tensors.get(f"{stem}qzeros", tensors.get(f"{stem}scaled_zeros"))
+        if stem == name or codes.dtype != "int16" or scale is None or offset is None:
+            continue
+        if not {scale.dtype, offset.dtype} <= set(FLOATS) or len(codes.shape) != 2 or scale.shape != offset.shape:
+            continue
+        rows, columns = 4 * codes.shape[0], codes.shape[1]
+        size = _padded_size(sizes, columns, scale.shape[0]) if scale.shape[1:] == (rows,) and not columns % 64 else None
+        if size is not None:
+            form = f"{method}:int4@{block_name(size, columns)}"
+            parts = {CODES: codes, "scale": scale, "offset": offset}
+            found[f"{stem}weight"] = EncodedWeight(
+                f"{stem}weight", (rows, columns), FAST, form, parts, {"block": (1, size)}
+            )
     return found
+
+
+def _padded_size(sizes: set[int], columns: int, places: int) -> int | None:
+    """Return the declared group size for which a row has `places` places for scales, some of which are padding, or None."""
+    for size in sorted(sizes):
+        if size > 0 and columns % size == 0 and 0 <= places - columns // size < 8 * max(128 // size, 1):
+            return size
+    return None
 
 
 def _layout(
@@ -76,7 +103,6 @@ def _layout(
     (rows, words), (_, places) = codes.shape, scale.shape
     columns = 8 * words
     if zero.shape == (rows, places / 8) and scale.shape[0] == rows:
-        for size in sorted(sizes):
-            if size > 0 and columns % size == 0 and 0 <= places - columns // size < 8 * max(128 // size, 1):
-                return GEMV, rows, columns, size
+        size = _padded_size(sizes, columns, places)
+        return (GEMV, rows, columns, size) if size is not None else None
     return None

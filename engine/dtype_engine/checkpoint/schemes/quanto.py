@@ -1,8 +1,10 @@
-"""Weights quantized to 8 bits by optimum-quanto. For a layer `x`, `x.weight._data` holds int8 or float8 codes, and
+"""Weights quantized by optimum-quanto. For a layer `x` with 8 bits, `x.weight._data` holds int8 or float8 codes, and
 `x.weight._scale` holds a scale for each output channel.
 
-Weights of 4 and 2 bits are not read, because their shape is not in the file. The file holds their codes in groups, and only the
-model's code knows the shape.
+With 4 or 2 bits, `x.weight._data._data` holds the codes of a matrix [groups, group size] of the weight's values, row by row. A byte
+has codes of two or four of its rows: the first half (quarter) of the rows is in the lowest bits. `x.weight._scale` and
+`x.weight._shift` [groups, 1] hold factors, and offsets that are subtracted. The file does not have the weight's shape. It follows
+from the layer's bias or, for the names that most language models have, from the configuration. Other weights are not read.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.configuration import block_name, size
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, FP8
 
 SCHEME = "quanto"
+BITS = "quanto bits"
 _CODES = {"int8": "int8", "float8_e4m3fnuz": "e4m3fnuz", **FP8}
 
 
@@ -36,4 +40,54 @@ def read(
             continue
         form = f"{SCHEME}:{_CODES[codes.dtype]}@channel"
         found[stem] = EncodedWeight(stem, codes.shape, SCHEME, form, {CODES: codes, "scale": scale})
+    for name, codes in tensors.items():
+        if name.endswith("._data._data"):
+            weight = _bits(name.removesuffix("._data._data"), codes, tensors, config)
+            if weight is not None:
+                found[weight.name] = weight
     return found
+
+
+def _bits(
+    name: str, codes: CheckpointTensor, tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any]
+) -> EncodedWeight | None:
+    scale, shift = tensors.get(f"{name}._scale"), tensors.get(f"{name}._shift")
+    if scale is None or shift is None or codes.dtype != "uint8" or len(codes.shape) != 2 or not codes.nbytes:
+        return None
+    groups, width = scale.shape[0] if scale.shape else 0, codes.shape[1]
+    bits = next((bits for bits in (4, 2) if -(-groups * bits // 8) == codes.shape[0]), None)
+    if bits is None or not groups or scale.shape != (groups, 1) or shift.shape != scale.shape:
+        return None
+    if scale.dtype not in FLOATS or shift.dtype not in (*FLOATS, "int8", "uint8"):
+        return None
+    bias = tensors.get(f"{name.rpartition('.')[0]}.bias")
+    columns = groups * width / bias.shape[0] if bias is not None and bias.nbytes else _columns(name, config)
+    if columns is None and width not in (32, 64, 96, 128):
+        columns = width
+    if columns is None or columns % 1 or (groups * width) % columns or _group_size(int(columns)) != width:
+        return None
+    shape = groups * width // int(columns), int(columns)
+    form = f"{SCHEME}:int{bits}@{block_name(width, shape[1])}"
+    return EncodedWeight(name, shape, BITS, form, {CODES: codes, "scale": scale, "shift": shift}, {"bits": bits})
+
+
+def _columns(name: str, config: Mapping[str, Any]) -> int | None:
+    """Return the number of inputs of a linear layer of a language model by its name, or None."""
+    text = config.get("text_config")
+    settings = {**config, **(text if isinstance(text, Mapping) else {})}
+    hidden, heads = size(settings.get("hidden_size")), size(settings.get("num_attention_heads"))
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    if module in ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "lm_head"):
+        return hidden
+    if module == "down_proj":
+        return size(settings.get("intermediate_size"))
+    if module == "o_proj" and hidden and heads:
+        return heads * (size(settings.get("head_dim")) or hidden // heads)
+    return None
+
+
+def _group_size(columns: int) -> int:
+    """Return how many values of a row have a common scale. optimum-quanto gives a whole row one scale if no group size divides it
+    or if it has at most 128 values.
+    """
+    return next((each for each in (128, 96, 64, 32) if columns > 128 and columns % each == 0), columns)

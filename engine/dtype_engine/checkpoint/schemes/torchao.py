@@ -6,6 +6,10 @@ its torch tensor. `x` is a layer.
 the tensor cores (see `runtime/formats/schemes/block_scaled.py`). `x._weight_act_pre_scale` holds a factor for each input of the
 layer. The layer multiplies its inputs by these factors. Here, the columns of the weight are multiplied by them instead, which has
 the same effect.
+
+`Int4Tensor` is stored in another way: `x._weight_qdata` [out, in / 2] holds two codes in a byte, and `x._weight_scale` and
+`x._weight_zero_point` [groups, out] hold factors, and offsets that are added. The packings for tensor cores, such as
+`Int4TilePackedTo4dTensor`, are not read.
 """
 
 from __future__ import annotations
@@ -15,11 +19,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.configuration import sizes
+from dtype_engine.checkpoint.schemes.configuration import block_name, sizes
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, FP8, describe
 
-SCHEME = "torchao"
+SCHEME, INT4 = "torchao", "torchao int4"
 _MX = {"float8_e4m3fn": "mxfp8", "float8_e5m2": "mxfp8_e5m2", "uint8": "mxfp4"}
 _NAMES = tuple(f"int{bits}" for bits in range(1, 9))
 _INTEGERS = ("IntxUnpackedToInt8Tensor", "Int8Tensor")
@@ -47,6 +51,8 @@ def _weight(name: str, text: str, tensors: Mapping[str, CheckpointTensor]) -> En
     if CODES not in own or "scale" not in own or len(own[CODES].shape) != 2 or not own[CODES].nbytes:
         return None
     codes, scale, zero = own[CODES], own["scale"], own.get("zero_point")
+    if kind == "Int4Tensor":
+        return _int4(name, data.get("block_size"), codes, scale, zero) if len(own) == 3 else None
     rows, columns = codes.shape[0], codes.shape[1] * (2 if codes.dtype == "uint8" else 1)
     block = data.get("block_size")
     if kind in ("MXTensor", "NVFP4Tensor"):
@@ -73,6 +79,20 @@ def _weight(name: str, text: str, tensors: Mapping[str, CheckpointTensor]) -> En
         scales=(scale.dtype,),
         settings=settings,
     )
+
+
+def _int4(
+    name: str, block: object, codes: CheckpointTensor, scale: CheckpointTensor, offset: CheckpointTensor | None
+) -> EncodedWeight | None:
+    pair, (rows, columns) = sizes(block), (codes.shape[0], 2 * codes.shape[1])
+    if pair is None or pair[0] != 1 or offset is None or codes.dtype not in ("int8", "uint8"):
+        return None
+    grid, dtypes = (columns / pair[1], rows), (scale.dtype, offset.dtype)
+    if scale.shape != grid or offset.shape != grid or not set(dtypes) <= set(FLOATS):
+        return None
+    parts = {CODES: codes, "scale": scale, "offset": offset}
+    form = f"{SCHEME}:int4@{block_name(pair[1], columns)}"
+    return EncodedWeight(name, (rows, columns), INT4, form, parts, {"block": pair})
 
 
 def _word(kind: str, data: Mapping[str, Any], codes: CheckpointTensor, scale: CheckpointTensor) -> str | None:

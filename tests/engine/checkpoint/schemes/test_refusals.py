@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from tests.helpers.quantized.quantizers import (
     mlx_affine,
     mlx_float,
     quanto,
+    quanto_bits,
     torchao_blocks,
+    torchao_int4,
     torchao_swizzled,
 )
 
@@ -136,6 +139,17 @@ LARGE = torch.zeros((1 << 20) + 1, dtype=torch.uint8)
         *((torchao_swizzled, change) for change in (
             without("m._weight_scale"), shorter("m._weight_scale"), attributes(is_swizzled_scales=False),
             attributes(block_size=16),
+        )),
+        *((torchao_int4, change) for change in (
+            without("m._weight_zero_point"), shorter("m._weight_scale"), shorter("m._weight_zero_point"),
+            attributes(block_size=[2, 32]), attributes(block_size=[1, 48]),
+        )),
+        *((quanto_bits, change) for change in (
+            without("m.weight._scale"), shorter("m.weight._shift"), shorter("m.weight._data._data"), without("m.bias"),
+            other("m.bias", torch.zeros(23)), other("m.bias", torch.zeros(36)),
+        )),
+        *((partial(awq, "gemv_fast"), change) for change in (
+            without("m.qzeros"), shorter("m.scales"), shorter("m.qweight"), declared("quantization_config", group_size=48),
         )),
         *((quanto, change) for change in (
             without("m.weight._scale"), shorter("m.weight._scale"),

@@ -20,6 +20,7 @@ from dtype_engine.runtime.formats.schemes import (
     hqq,
     mlx,
     quanto,
+    torchao,
 )
 from dtype_engine.runtime.formats.schemes.parts import Parts
 
@@ -33,10 +34,13 @@ _DECODERS: dict[str, Decoder] = {
     "gguf": gguf.decode,
     "gptq": gptq.decode,
     "awq gemv": awq.decode,
+    "awq gemv fast": awq.decode_fast,
     "bnb": bitsandbytes.decode,
     "hqq": hqq.decode,
     "mlx": mlx.decode,
     "quanto": quanto.decode,
+    "quanto bits": quanto.decode_bits,
+    "torchao int4": torchao.decode,
 }
 
 

@@ -1,5 +1,5 @@
-"""Decodes AWQ's "gemv" layout, in which a packed word holds 4-bit codes, or zero points, of one row. `block_scaled` decodes the
-"gemm" layout.
+"""Decodes AWQ's "gemv" layout, in which a packed word holds 4-bit codes, or zero points, of one row, and the "gemv_fast" layout.
+`block_scaled` decodes the "gemm" layout.
 """
 
 from __future__ import annotations
@@ -24,3 +24,25 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
         scale_groups(out, parts["scale"][start:stop, :groups].to(torch.float32), zero)
 
     return decode_rows(first, last, weight.shape[1], fill)
+
+
+def decode_fast(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+    """Return the rows from `first` up to `last` of a weight [out, in] in the "gemv_fast" layout: code times scale plus offset, in
+    float32. parts: its stored tensors, keyed by role.
+
+    The codes of four rows alternate: 64 codes of each row follow each other. Of 32 codes of a row, code 8 i + 2 j + t is stored at
+    8 j + 4 t + i, for i, j below 4 and t below 2.
+    """
+    columns = weight.shape[1]
+    groups = columns // weight.settings["block"][1]  # the file may have more, which are padding
+
+    def fill(out: torch.Tensor, start: int, stop: int) -> None:
+        codes = torch.empty((stop - start) // 4, 4 * columns)
+        unpack(parts[CODES][start // 4 : stop // 4], 4, codes)
+        rows = codes.view(-1, columns // 64, 4, 64).transpose(1, 2).reshape(-1, 4, 2, 4)
+        out.view(-1, 4, 4, 2).copy_(rows.permute(0, 3, 1, 2))
+        scale, offset = (parts[role][:groups, start:stop].t().to(torch.float32) for role in ("scale", "offset"))
+        scale_groups(out, scale, offset=offset)
+
+    low = first // 4 * 4
+    return decode_rows(low, -(-last // 4) * 4, columns, fill)[first - low : last - low]

@@ -46,8 +46,6 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
         if "global_scale" in parts:
             matrices = torch.arange(start, stop) // weight.shape[-2]
             factors *= parts["global_scale"].view(-1, 1)[matrices] / _LARGEST_NVFP4
-        scale_groups(out, factors)
-        if mode == "affine":
-            out.view(len(out), scale.shape[1], -1).add_(bias[start:stop, :, None].to(torch.float32))
+        scale_groups(out, factors, offset=bias[start:stop].to(torch.float32) if mode == "affine" else None)
 
     return decode_rows(first * each, last * each, columns, fill).view(-1, *weight.shape[1:])

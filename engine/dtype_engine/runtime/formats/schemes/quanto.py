@@ -1,4 +1,4 @@
-"""Decodes weights of 8 bits that optimum-quanto wrote."""
+"""Decodes weights that optimum-quanto wrote."""
 
 from __future__ import annotations
 
@@ -22,3 +22,26 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
         scale_groups(out, scale[start:stop])
 
     return decode_rows(first, last, math.prod(weight.shape[1:]), fill).view(-1, *weight.shape[1:])
+
+
+def decode_bits(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+    """Return the rows from `first` up to `last` of a weight [out, in] of 4 or 2 bits in float32. A value is its code times its
+    group's scale minus its group's shift or, if shifts are integers, the difference of code and shift times the scale. parts: the
+    weight's stored tensors, keyed by role.
+    """
+    bits, codes = weight.settings["bits"], parts[CODES]
+    scale, shift = (parts[role].reshape(weight.shape[0], -1) for role in ("scale", "shift"))
+    each = scale.shape[1]
+
+    def fill(out: torch.Tensor, start: int, stop: int) -> None:
+        groups = torch.arange(start * each, stop * each)
+        places = (groups // len(codes) * bits).to(torch.uint8)
+        held = codes.index_select(0, groups % len(codes)) >> places[:, None]
+        out.view(len(groups), -1).copy_(held.bitwise_and_((1 << bits) - 1))
+        factors, less = scale[start:stop].to(torch.float32), shift[start:stop].to(torch.float32)
+        if shift.is_floating_point():
+            scale_groups(out, factors, offset=-less)
+        else:
+            scale_groups(out, factors, less)
+
+    return decode_rows(first, last, weight.shape[1], fill)

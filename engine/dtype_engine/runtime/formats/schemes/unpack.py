@@ -152,13 +152,18 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def scale_groups(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None) -> None:
-    """Subtract each group's zero point from its values, and multiply them by the group's scale. This changes `values` in place.
+def scale_groups(
+    values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, offset: torch.Tensor | None = None
+) -> None:
+    """Subtract each group's zero point from its values, multiply them by the group's scale, and add the group's offset. This
+    changes `values` in place.
 
-    values: float32 [rows, columns], contiguous. scale, zero: float32 [rows or 1, groups]. All groups have the same number of
-    columns. If `zero` is None, nothing is subtracted.
+    values: float32 [rows, columns], contiguous. scale, zero, offset: float32 [rows or 1, groups]. All groups have the same number
+    of columns. If `zero` or `offset` is None, nothing is subtracted or added.
     """
     grouped = values.view(len(values), scale.shape[1], -1)
     if zero is not None:
         grouped.sub_(zero[..., None])
     grouped.mul_(scale[..., None])
+    if offset is not None:
+        grouped.add_(offset[..., None])

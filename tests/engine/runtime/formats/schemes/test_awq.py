@@ -1,4 +1,4 @@
-"""AWQ's layouts: "gemm" with its order of codes in a word, and "gemv" with its unused groups."""
+"""AWQ's layouts: "gemm" with its order of codes in a word, "gemv" with its unused groups, and "gemv_fast" with both."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from tests.helpers.quantized.quantizers import awq
 
 
-@pytest.mark.parametrize("layout", ["gemm", "gemv"])
+@pytest.mark.parametrize("layout", ["gemm", "gemv", "gemv_fast"])
 @pytest.mark.parametrize("size", [32, 64])
-def test_both_layouts_hold_the_same_values(tmp_path: Path, layout: str, size: int) -> None:
+def test_each_layout(tmp_path: Path, layout: str, size: int) -> None:
     awq(layout, size).check(tmp_path, f"awq:int4@g{size}")
 
 
@@ -18,3 +18,9 @@ def test_autoround_writes_the_gemm_layout_too(tmp_path: Path) -> None:
     made = awq()
     made.config["quantization_config"] |= {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}
     made.check(tmp_path, "auto-round:int4@g32")
+
+
+def test_llm_awq_calls_the_offsets_scaled_zeros(tmp_path: Path) -> None:
+    made = awq("gemv_fast")
+    made.tensors["m.scaled_zeros"] = made.tensors.pop("m.qzeros")
+    made.check(tmp_path, "awq:int4@g32")

@@ -1,14 +1,48 @@
-"""optimum-quanto with 8 bits, of linear layers and of convolutions."""
+"""optimum-quanto: 8 bits of linear layers and of convolutions, and 4 and 2 bits, whose shape is not in the file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from tests.helpers.quantized.quantizers import quanto
+from tests.helpers.quantized.quantizers import quanto, quanto_bits
 
 
 @pytest.mark.parametrize("codes", ["int8", "e4m3"])
 @pytest.mark.parametrize("shape", [(24, 40), (24, 3, 2, 2)])
 def test_a_scale_for_each_channel(tmp_path: Path, codes: str, shape: tuple[int, ...]) -> None:
     quanto(codes, shape).check(tmp_path, f"quanto:{codes}@channel")
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("shape", [(24, 256), (25, 192), (24, 160), (26, 96), (27, 416)])
+def test_bits_that_share_bytes(tmp_path: Path, bits: int, shape: tuple[int, int]) -> None:
+    """The groups have 128, 96, 32, 96 and 32 values. Some matrices have an odd number of groups."""
+    case = quanto_bits(bits, shape)
+    case.check(tmp_path, case.format)
+
+
+def test_integer_shifts_are_subtracted_from_the_codes(tmp_path: Path) -> None:
+    quanto_bits(whole=True).check(tmp_path, "quanto:int4@g96")
+
+
+@pytest.mark.parametrize(
+    ("module", "config"),
+    [
+        ("q_proj", {"hidden_size": 192}),
+        ("down_proj", {"text_config": {"intermediate_size": 192}}),
+        ("o_proj", {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 48}),
+    ],
+)
+def test_the_shape_follows_from_the_configuration(tmp_path: Path, module: str, config: dict[str, object]) -> None:
+    case = quanto_bits()
+    case.tensors = {f"x.{module}.{name[2:]}": each for name, each in case.tensors.items() if name != "m.bias"}
+    case.right = {f"x.{module}.weight": right for right in case.right.values()}
+    case.config = dict(config)
+    case.check(tmp_path, "quanto:int4@g96")
+
+
+def test_a_shape_that_nothing_tells_is_not_guessed(tmp_path: Path) -> None:
+    case = quanto_bits()
+    del case.tensors["m.bias"]
+    assert not case.open(tmp_path).encoded

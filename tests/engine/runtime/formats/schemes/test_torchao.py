@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.quantized.quantizers import torchao_blocks, torchao_swizzled
+from tests.helpers.quantized.quantizers import torchao_blocks, torchao_int4, torchao_swizzled
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,8 @@ def test_one_scale_without_dimensions(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tiles", [True, False])
 def test_scales_in_the_order_of_tensor_cores_or_of_rows(tmp_path: Path, kind: str, tiles: bool) -> None:
     torchao_swizzled(kind, tiles).check(tmp_path, f"torchao:{kind}")
+
+
+@pytest.mark.parametrize(("size", "block"), [(16, "g16"), (64, "channel")])
+def test_int4_with_offsets(tmp_path: Path, size: int, block: str) -> None:
+    torchao_int4(size).check(tmp_path, f"torchao:int4@{block}")

@@ -1,0 +1,24 @@
+"""Decodes torchao's `Int4Tensor`. `block_scaled` decodes torchao's other kinds of tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.runtime.formats.schemes.parts import Parts
+from dtype_engine.runtime.formats.schemes.unpack import decode_rows, look_up, pairs, scale_groups
+
+_SIGNED = pairs(torch.arange(16, dtype=torch.float32).add_(8).remainder_(16).sub_(8))
+
+
+def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+    """Return the rows from `first` up to `last` of a weight [out, in]: code times scale plus offset, in float32. A byte holds two
+    codes in two's complement, the first in the low bits. parts: its stored tensors, keyed by role.
+    """
+
+    def fill(out: torch.Tensor, start: int, stop: int) -> None:
+        look_up(parts[CODES][start:stop], _SIGNED, out)
+        scale, offset = (parts[role][:, start:stop].t().to(torch.float32) for role in ("scale", "offset"))
+        scale_groups(out, scale, offset=offset)
+
+    return decode_rows(first, last, weight.shape[1], fill)
