@@ -77,7 +77,7 @@ def end():
         os._exit(status)
 atexit.register(end)  # the first that is registered is the last that is called
 
-import contextlib, fcntl, gc, json, multiprocessing.forkserver, select, signal, socket, weakref
+import contextlib, fcntl, gc, importlib, json, multiprocessing.forkserver, select, signal, socket, weakref
 import dtype_engine.runtime.export, dtype_engine.runtime.session.session, dtype_engine.worker.stdio, dtype_engine.worker.worker
 import dtype_engine.worker.run_commands, dtype_engine.worker.writer, dtype_engine.worker.messages
 import dtype_tui.app, hypothesis, torch, transformers
@@ -134,6 +134,8 @@ for number, stream in zip(asked.get("numbers", (0, 1, 2)), kept):
 os.chdir(asked["folder"])
 os.environ.clear()
 os.environ.update(asked["environment"])
+if constants := sys.modules.get("huggingface_hub.constants"):
+    importlib.reload(constants)  # it read the environment of the server
 sys.argv = ["-c", *asked["arguments"]]
 try:
     exec(asked["code"], {"__name__": "__main__"})

@@ -95,7 +95,7 @@ BNB_4BIT = Layout(
 )  # fmt: skip
 BNB_8BIT = Layout("int8 by bitsandbytes", "weight", "SCB", frozenset({"int8"}), ("weight_format",), alone=(".SCB",))
 GPTQ = Layout(
-    "packed by GPTQ or AWQ", "qweight", "scales", _WORDS, ("qzeros", "g_idx", "bias_scales"),
+    "packed by GPTQ or AWQ", "qweight", "scales", _WORDS | {"int16"}, ("qzeros", "g_idx", "bias_scales", "scaled_zeros"),
     alone=(".qweight", ".qzeros"),
 )  # fmt: skip
 HQQ = Layout(
@@ -111,6 +111,10 @@ GPT_OSS = Layout("MXFP4 (gpt-oss)", "_blocks", "_scales", frozenset({"uint8"}))
 TORCHAO = Layout(
     "quantized by torchao", "_weight_qdata", "_weight_scale", _CODES, ("_weight_zero_point", "_weight_per_tensor_scale"),
     alone=("._weight_qdata",),
+)  # fmt: skip
+QUANTO_BITS = Layout(
+    "packed by optimum-quanto", "._data._data", "._scale", _BYTES, ("._shift",), ("input_scale", "output_scale"),
+    ("weight._data._data",),
 )  # fmt: skip
 QUANTO = Layout(
     "quantized by optimum-quanto", "._data", "._scale", _FP8 | _BYTES, ("._shift",), ("input_scale", "output_scale"),
@@ -137,6 +141,7 @@ LAYOUTS = (
     DEEPSEEK_V4,
     GPT_OSS,
     TORCHAO,
+    QUANTO_BITS,
     QUANTO,
     COMFY,
     SPARSE,

@@ -259,7 +259,7 @@ def quanto(codes: str = "int8", shape: tuple[int, ...] = (24, 40)) -> Case:
 
 
 def quanto_bits(bits: int = 4, shape: tuple[int, int] = (24, 192), whole: bool = False) -> Case:
-    """A weight of optimum-quanto's 4 or 2 bits, whose layer has a bias. whole: whether the shifts are integers."""
+    """A weight `up_proj` of optimum-quanto's 4 or 2 bits. whole: whether the shifts are integers."""
     random = np.random.default_rng(bits)
     size = next((each for each in (128, 96, 64, 32) if shape[1] > 128 and shape[1] % each == 0), shape[1])
     groups = shape[0] * shape[1] // size
@@ -275,11 +275,10 @@ def quanto_bits(bits: int = 4, shape: tuple[int, int] = (24, 192), whole: bool =
     packed = np.zeros((stored, size), np.uint8)
     for place, row in enumerate(codes):
         packed[place % stored] |= (row << place // stored * bits).astype(np.uint8)
-    tensors = {"m.weight._data._data": torch.from_numpy(packed), "m.weight._scale": scale, "m.weight._shift": shift}
-    block = "channel" if size == shape[1] else f"g{size}"
-    return Case(
-        tensors | {"m.bias": torch.zeros(shape[0])}, {"m.weight": right.reshape(shape)}, f"quanto:int{bits}@{block}"
-    )
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = {f"{name}._data._data": torch.from_numpy(packed), f"{name}._scale": scale, f"{name}._shift": shift}
+    kind = f"quanto:int{bits}@{'channel' if size == shape[1] else f'g{size}'}"
+    return Case(tensors, {name: right.reshape(shape)}, kind, {"hidden_size": shape[1]})
 
 
 def torchao_int4(size: int = 32) -> Case:

@@ -182,8 +182,9 @@ def _bad_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: P
         layout, scale = weight.layout, tensors[weight.scale]
         exponents = scale.dtype == "uint8" and layout in (COMPRESSED, SCALED, GPT_OSS, MLX)
         signed = layout in (MLX, HQQ, GPTQ)
-        # AWQ's "gemv" layout pads the scales to whole words.
-        in_words = layout is GPTQ and scale.shape[:1] == tensors[weight.codes].shape[:1]
+        # AWQ's "gemv" and "gemv_fast" layouts pad the scales to whole words.
+        codes = tensors[weight.codes]
+        in_words = layout is GPTQ and (scale.shape[:1] == codes.shape[:1] or codes.dtype == "int16")
         padded = (
             in_words
             or layout in (TORCHAO, COMFY, BNB_4BIT)

@@ -19,6 +19,7 @@ from dtype_engine.checkpoint.packed_weights import (
     HQQ,
     MLX,
     QUANTO,
+    QUANTO_BITS,
     SCALED,
     TORCHAO,
     Layout,
@@ -110,7 +111,7 @@ def _required_suffixes(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...
     if weight.layout is SCALED:
         return ("_scale_2",) if nvfp4 else ()
     if weight.layout is GPTQ:
-        return ("qzeros",)
+        return () if codes.dtype == "int16" else ("qzeros",)  # which may have another name in AWQ's "gemv_fast"
     if weight.layout is BNB_4BIT:
         return (".quant_map", *((".nested_absmax", ".nested_quant_map") if scale.dtype == "uint8" else ()))
     return ()
@@ -123,7 +124,7 @@ def _layout_of_codes(name: str, tensor: CheckpointTensor) -> Layout | None:
     return next(
         (
             layout
-            for layout in (COMPRESSED, GPTQ, HQQ, TORCHAO, QUANTO, GPT_OSS)
+            for layout in (COMPRESSED, GPTQ, HQQ, TORCHAO, QUANTO_BITS, QUANTO, GPT_OSS)
             if name.endswith(layout.codes) and tensor.dtype in layout.dtypes
         ),
         None,
@@ -242,7 +243,13 @@ def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: M
     declared = declared if isinstance(declared, Mapping) else {}
     bits, size = declared.get("bits"), declared.get("group_size")
     zeros = tensors.get(weight.part("qzeros"))
-    if zeros is None or type(bits) is not int or type(size) is not int or bits < 1:
+    if (
+        zeros is None
+        or tensors[weight.codes].dtype == "int16"
+        or type(bits) is not int
+        or type(size) is not int
+        or bits < 1
+    ):
         return ()
     awq = zeros.shape[-1:] == codes[-1:]
     inputs, outputs = (codes[0], codes[1] * 32 // bits) if awq else (codes[0] * 32 // bits, codes[1])

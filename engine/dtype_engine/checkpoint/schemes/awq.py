@@ -63,6 +63,11 @@ def read(
             {CODES: codes, "scale": scale, "zero_point": zero},
             {"block": (1, size), **_GEMM},
         )
+    return found | _read_fast(tensors, method, sizes)
+
+
+def _read_fast(tensors: Mapping[str, CheckpointTensor], method: str, sizes: set[int]) -> dict[str, EncodedWeight]:
+    found = {}
     for name, codes in tensors.items():
         stem = name.removesuffix("qweight")
         scale, offset = tensors.get(f"{stem}scales"), tensors.get(f"{stem}qzeros", tensors.get(f"{stem}scaled_zeros"))

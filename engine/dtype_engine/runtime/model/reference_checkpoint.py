@@ -26,9 +26,10 @@ from dtype_engine.runtime.model.stored_values import VisitedValues
 
 _WITHOUT_EFFECT = frozenset(
     {
-        "_name_or_path", "name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "auto_map",
+        "name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "auto_map",
         "quantization_config", "quantization", "compression_config", "use_cache", "tie_word_embeddings",
-        "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "finetuning_task", "task_specific_params",
+        "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
+        "id2label", "label2id", "finetuning_task", "task_specific_params",
         "output_attentions", "output_hidden_states", "return_dict", "initializer_range", "initializer_factor",
         "pretraining_tp", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "hidden_dropout_prob",
         "attention_probs_dropout_prob", "router_aux_loss_coef", "output_router_logits", "gradient_checkpointing",
@@ -175,7 +176,7 @@ def _entries(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     names, such as `text_config.hidden_size`.
     """
     for name, value in settings.items() if isinstance(settings, Mapping) else ():
-        if name in _WITHOUT_EFFECT:
+        if name in _WITHOUT_EFFECT or name.startswith("_"):
             continue
         if isinstance(value, Mapping):
             yield from _entries(value, f"{prefix}{name}.")

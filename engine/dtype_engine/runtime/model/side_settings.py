@@ -44,22 +44,25 @@ def side_settings(reference: nn.Module, candidate: nn.Module, ignored: frozenset
 
     ignored: names of entries of the configuration that change no output.
     """
-    theirs, found, configurations = dict(reference.named_modules()), list[SideSettings](), set[int]()
+    found: list[SideSettings] = []
+    theirs, configurations = dict(reference.named_modules()), set[int]()
     for name, module in candidate.named_modules():
         other = theirs.get(name)
         if other is None or type(other).__qualname__ != type(module).__qualname__:
-            return name
-        ours, others = vars(module), vars(other)
+            return str(name)
+        ours, others = module.__dict__, other.__dict__
         configuration, other_configuration = ours.get("config"), others.get("config")
-        if hasattr(configuration, "to_dict") and id(configuration) not in configurations:
+        if _is_configuration(configuration) and id(configuration) not in configurations:
             configurations.add(id(configuration))
-            entries = vars(configuration), vars(other_configuration)
+            entries = configuration.__dict__, other_configuration.__dict__
             differing = [
                 key for key in _differing(*entries)
-                if key not in ignored and not key.startswith("_") and not hasattr(entries[0].get(key), "to_dict")
+                if key not in ignored and not key.startswith("_") and not _is_configuration(entries[0].get(key))
             ]  # fmt: skip
             found += _settings("", *entries, differing)
-        differing = [key for key in _differing(ours, others) if key not in _OF_TORCH and key != "config"]
+        differing = [
+            key for key in _differing(ours, others) if key not in _OF_TORCH and not _is_configuration(ours.get(key))
+        ]
         for key in differing:
             if not (_is_plain(ours.get(key, ...)) and _is_plain(others.get(key, ...))):
                 return f"{name}.{key}"
@@ -90,7 +93,13 @@ def _same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
     if callable(one) and hasattr(one, "__qualname__"):
         return bool(one.__qualname__ == other.__qualname__)
-    return type(one).__eq__ is object.__eq__ or bool(one == other)
+    own = any("__eq__" in vars(base) for base in type(one).__mro__[:-1])
+    return not own or bool(one == other)
+
+
+def _is_configuration(value: Any) -> bool:
+    """Return whether a value is a configuration of transformers, such as a `PretrainedConfig` or a `GenerationConfig`."""
+    return hasattr(value, "to_dict")
 
 
 def _is_plain(value: Any) -> bool:

@@ -145,8 +145,10 @@ LARGE = torch.zeros((1 << 20) + 1, dtype=torch.uint8)
             attributes(block_size=[2, 32]), attributes(block_size=[1, 48]),
         )),
         *((quanto_bits, change) for change in (
-            without("m.weight._scale"), shorter("m.weight._shift"), shorter("m.weight._data._data"), without("m.bias"),
-            other("m.bias", torch.zeros(23)), other("m.bias", torch.zeros(36)),
+            *(change(f"model.layers.0.mlp.up_proj.weight.{end}") for change in (without, shorter)
+              for end in ("_data._data", "_scale", "_shift")),
+            *(other("model.layers.0.mlp.up_proj.bias", torch.zeros(rows)) for rows in (23, 36)),
+            lambda made: made.config.update(hidden_size=128),
         )),
         *((partial(awq, "gemv_fast"), change) for change in (
             without("m.qzeros"), shorter("m.scales"), shorter("m.qweight"), declared("quantization_config", group_size=48),

@@ -293,6 +293,7 @@ def test_each_side_has_its_own_settings(make_llama: Make, settings: dict[str, An
     b = make_llama("b", **settings)
     for name in load_file(a / "model.safetensors"):
         assert torch.equal(load_file(a / "model.safetensors")[name], load_file(b / "model.safetensors")[name])
+    (b / "generation_config.json").write_text('{"bos_token_id": 5, "pad_token_id": 7}')
     session = opened(a, b)
     assert kl(plain(a), plain(b)) > 1e-9
     assert_figures(session, plain(a), plain(b))

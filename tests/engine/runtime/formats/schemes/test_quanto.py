@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from tests.helpers.quantized.quantizers import quanto, quanto_bits
 
 
@@ -32,17 +33,21 @@ def test_integer_shifts_are_subtracted_from_the_codes(tmp_path: Path) -> None:
         ("q_proj", {"hidden_size": 192}),
         ("down_proj", {"text_config": {"intermediate_size": 192}}),
         ("o_proj", {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 48}),
+        ("proj", {}),  # the bias says it
     ],
 )
-def test_the_shape_follows_from_the_configuration(tmp_path: Path, module: str, config: dict[str, object]) -> None:
+def test_what_tells_the_shape(tmp_path: Path, module: str, config: dict[str, object]) -> None:
     case = quanto_bits()
-    case.tensors = {f"x.{module}.{name[2:]}": each for name, each in case.tensors.items() if name != "m.bias"}
-    case.right = {f"x.{module}.weight": right for right in case.right.values()}
-    case.config = dict(config)
+    case.tensors = {name.replace("up_proj", module): each for name, each in case.tensors.items()}
+    (right,) = case.right.values()
+    name = f"model.layers.0.mlp.{module}"
+    case.right, case.config = {f"{name}.weight": right}, dict(config)
+    if not config:
+        case.tensors[f"{name}.bias"] = torch.zeros(len(right))
     case.check(tmp_path, "quanto:int4@g96")
 
 
 def test_a_shape_that_nothing_tells_is_not_guessed(tmp_path: Path) -> None:
     case = quanto_bits()
-    del case.tensors["m.bias"]
+    case.config = {}
     assert not case.open(tmp_path).encoded
