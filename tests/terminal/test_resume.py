@@ -118,6 +118,7 @@ def test_a_session_is_taken_up_with_its_history_and_cursor(opened: Opener, tmp_p
     back.wait_for("2 lm_head +f16")
     back.press("q")
     assert back.exit_status() == 0
+    assert "2 rules not saved to a file: `dtype-tui --resume`" in back.text
     assert saved(tmp_path)[-1].options.settings == RunSettings(autocast="bfloat16")
 
 

@@ -471,7 +471,7 @@ async def test_small_screens_show_one_pane_at_a_time(app: DtypeApp) -> None:
 
 async def test_a_screen_too_small_says_what_it_needs_and_comes_back(app: DtypeApp) -> None:
     async with running(app, (40, 10)) as pilot:
-        assert "needs 60 x 15" in " ".join(screen(app).split())
+        await until(pilot, lambda: "needs 60 x 15" in " ".join(screen(app).split()))
         await pilot.resize_terminal(*SMALL)
         await pilot.pause()
         await until(pilot, lambda: "embed_tokens" in screen(app))
@@ -525,6 +525,16 @@ async def test_leaving_closes_the_engine(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("q")
     assert engine(app).commands[-1] == "close"
+
+
+async def test_rules_that_nothing_keeps_are_asked_for_once(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await say(app, pilot, ready(app), events.Idle())
+        await pilot.press("2", "q")
+        assert not app._exit
+        assert notices(app)[-1] == "1 rule would be lost: e saves the recipe, and q again quits without it"
+        await pilot.press("q")
+        assert app._exit
 
 
 async def test_names_can_not_speak_to_the_terminal() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rich.text import Text
 from textual import events as textual_events
 from textual.actions import ActionParseResult
 from textual.app import SuspendNotSupported, SystemCommand
@@ -21,6 +22,7 @@ from textual.widgets import Input
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import Tree
+from dtype_engine.core.units import plural
 from dtype_engine.worker import events
 from dtype_engine.worker.engine import CLOSE_WAIT_S, Engine
 from dtype_tui.base_app import BaseApp
@@ -231,8 +233,11 @@ class DtypeApp(BaseApp[None]):
         self.guide.begin_or_leave()
 
     async def action_quit(self) -> None:
-        if self.controller.life.may_quit():
-            await super().action_quit()
+        """Quit. Rules that are in no file are told to be in the session, or, if this can't be saved, the user is asked first."""
+        rules, is_kept = self.controller.unsaved_rules, self._saver is not None and self._saver.works
+        if self.controller.life.may_quit(0 if is_kept else rules):
+            words = f"{plural(rules, 'rule')} not saved to a file: `dtype-tui --resume` goes on from here."
+            self.exit(message=Text(words) if rules and is_kept else None)
 
     @property
     def quit_words(self) -> str:

@@ -73,12 +73,19 @@ class Controller:
         self.activity = self.life.activity
         self.open_error: str | None = None
         """Why the model could not be opened, or None if it is open or still opening."""
+        self._saved_recipe = Recipe()
+        """The recipe that the user has last asked to save to a file. Before that, the one from the command line."""
         self._preset: str | None = None
         """Name of the preset to apply once the module classes are known, or None if no preset is waiting."""
         self._after_preset = Recipe()
         """The rules from the command line, which are applied together with the preset in `_preset`, after the preset's rules."""
         self._notified: set[str] = set()
         """The notices that the user has already been shown."""
+
+    @property
+    def unsaved_rules(self) -> int:
+        """The number of rules of the recipe, or 0 if the user has asked to save it to a file, or gave it on the command line."""
+        return 0 if self.read_only or self.experiment.recipe == self._saved_recipe else len(self.experiment.recipe)
 
     # -- events of the engine ------------------------------------------------------------------------------------
 
@@ -165,6 +172,7 @@ class Controller:
         Most presets are applied later, when the module classes are known.
         """
         recipe, saved = launch.recipe, launch.saved
+        self._saved_recipe = recipe
         if saved is not None:
             self.experiment.restore(History.of(saved.rule_lists, saved.at))
             self.experiment.measured = saved.valid_measurements
@@ -425,6 +433,7 @@ class Controller:
         self._expect(command.name)
 
     def save(self, request: SaveRequest) -> None:
+        self._saved_recipe = self.experiment.recipe
         self.engine.save(request)
         self._expect("write")
 

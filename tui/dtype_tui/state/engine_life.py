@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Literal
 
+from dtype_engine.core.units import plural
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import Cancel
 from dtype_tui.state.activity import Activity, Progress
@@ -129,12 +130,18 @@ class EngineLife:
             self._notify(self.no_engine_words, "warning")
         return self.error is None
 
-    def may_quit(self) -> bool:
-        """Return whether the app may quit. While files are being written, the first call warns the user and returns False."""
-        if not self.activity.saving or self.quit_requested:
+    def may_quit(self, lost_rules: int = 0) -> bool:
+        """Return whether the app may quit. While files are being written, or if rules would be lost, the first call warns the user
+        and returns False. lost_rules: the number of rules that neither a file nor a session keeps.
+        """
+        if self.quit_requested or not (self.activity.saving or lost_rules):
             return True
         self.quit_requested = True
-        self._notify("writing is not finished: Esc stops it, and q again quits without it", "warning")
+        if self.activity.saving:
+            words = "writing is not finished: Esc stops it, and q again quits without it"
+        else:
+            words = f"{plural(lost_rules, 'rule')} would be lost: e saves the recipe, and q again quits without it"
+        self._notify(words, "warning")
         return False
 
     @property

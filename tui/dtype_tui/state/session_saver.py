@@ -48,6 +48,11 @@ class SessionSaver:
         self._thread = threading.Thread(target=self._work, name="dtype-session", daemon=True)
         self._thread.start()
 
+    @property
+    def works(self) -> bool:
+        """Whether the session could be written until now."""
+        return self._trouble is None
+
     def update(self, experiment: Experiment, cursor: str) -> None:
         """Save the current state if it has changed since the last save. cursor: the node under the cursor. Called several times a
         second; cheap without a change.
