@@ -161,7 +161,7 @@ async def test_keys_that_were_put_elsewhere_are_named() -> None:
         await ready(app, pilot)
         assert "Go to the layers with f7" in " ".join(screen(app).split())
         assert "f9 leaves it" in screen(app)
-        assert "f6 casts it" in " ".join(screen(app).split())
+        assert "f6 casts them" in " ".join(screen(app).split())
         await pilot.press(*["f7"] * 5, "f6")
         assert len(rules(app)) == 1
         await measured(app, pilot)

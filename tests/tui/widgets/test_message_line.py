@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.helpers.recording_engine import make_app, running
 from tests.helpers.scenes import ready
-from tests.helpers.screen_text import notices, screen
+from tests.helpers.screen_text import lines, notices, screen
 
 from dtype_tui import base_app
 from dtype_tui.config.config import Config
@@ -27,6 +27,16 @@ async def test_a_sentence_stays_until_a_key_is_pressed_after_it_could_be_read(mo
         await pilot.press("M")
         await pilot.pause()
         assert "nothing left to undo" in screen(app), "it can be read again"
+
+
+async def test_a_long_path_is_shown_whole() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await ready(app, pilot)
+        path = "/home/somebody/models-of-last-week/mixed-precision/SmolLM2-135M-Instruct.recipe-2.yaml"
+        app.main.say(f"wrote {path}: 3 rules", "information")
+        await pilot.pause()
+        assert path in "".join(line[81:].strip() for line in lines(app)[-8:])
 
 
 @pytest.mark.parametrize("key", ["e", "s"])

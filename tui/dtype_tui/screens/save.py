@@ -36,11 +36,21 @@ from dtype_tui.state.results import Results
 from dtype_tui.widgets.line_input import LineInput
 
 Losses = tuple[ValueLoss, ...]
+TOOLS = {
+    "torchao": "the recipe as torchao's configuration in config.json",
+    "llama.cpp": "the recipe as types of tensors for llama-quantize",
+    "diffusers": "pipelines of pictures: the recipe as layerwise casting",
+    "llm-compressor": "the recipe for llm-compressor, which writes for vLLM",
+    "transformers": "the recipe as Python that loads and casts the model",
+    "modelopt": "the recipe as quant_cfg of NVIDIA ModelOpt",
+    "comfyui": "pipelines of pictures: the recipe as ComfyUI's metadata",
+}
+"""What is written for each of `TARGET_SUFFIXES`."""
 KINDS: tuple[tuple[str, str], ...] = (
     ("checkpoint", "safetensors that load back in just these dtypes"),
     ("recipe", "rules, settings and the measurement, to use again"),
     ("report", "one page: rules, memory, drift, modules (.html, .md)"),
-    *((target, "the recipe for this tool, exact for this model") for target in TARGET_SUFFIXES),
+    *((target, TOOLS[target]) for target in TARGET_SUFFIXES),
 )
 WRITTEN_THERE = ("checkpoint", "report")
 """The kinds of file that the engine writes even if it runs on another machine. Their paths are paths on that machine."""
@@ -149,8 +159,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             chosen = index == self.index
             text.append(*self.marker(index))
             text.append(f"{name:<15}", style="bold" if chosen else "")
-            shown = meaning if chosen or name not in TARGET_SUFFIXES else ""
-            text.append(f"{shown}\n", style="" if chosen else "dim")
+            text.append(f"{meaning}\n", style="" if chosen else "dim")
         place = f" on {self._host}" if self._is_remote else " here" if self._host else ""
         text.append(f"\nto a {self._thing}{place}", style="dim")
         return text

@@ -79,8 +79,8 @@ def _is_scanned(experiment: Experiment) -> bool:
 _RUNS = "The model now runs in float32 and with the cast. The Drift pane compares the outputs."
 STEPS = (
     Step(
-        "A line is a module or a tensor. Go to the layers with {move-next}, open them with {open}, and go to one; "
-        "{cast-node-bfloat16} casts it to bfloat16: half the bytes.",
+        "A line is a module or a tensor, or several layers that are alike. Go to the layers with {move-next}; "
+        "{cast-node-bfloat16} casts them to bfloat16: half the bytes.",
         ("cast-node-bfloat16", "cast-node-float16"),
         done=_is_cast,
         until=_is_measured,

@@ -52,13 +52,13 @@ class MessageLine(Static):
             self.display = said is not None
 
     def _fitted(self, words: str, width: int) -> str:
-        """Set the widget's height so that the message `words` fits into it if wrapped to `width` cells. Returns the message,
-        truncated if it needs more than _MOST_LINES lines.
+        """Set the widget's height so that the message `words` fits into it if wrapped to `width` cells. Returns the
+        message, wrapped, and truncated if it needs more than _MOST_LINES lines.
         """
-        lines = textwrap.wrap(words, width)
+        lines = textwrap.wrap(words, width, break_on_hyphens=False)
         if len(lines) > _MOST_LINES:
-            words = " ".join(lines[:_MOST_LINES])[: -len(_MORE)] + _MORE
+            lines[_MOST_LINES - 1] = lines[_MOST_LINES - 1][: width - len(_MORE)] + _MORE
         needed = min(_MOST_LINES, max(_LEAST_LINES, len(lines)))
         if needed != self._lines:
             self._lines = self.styles.height = needed
-        return words
+        return "\n".join(lines[:_MOST_LINES])  # Textual breaks lines at other places

@@ -18,7 +18,7 @@ def short(contents: Contents) -> str:
     if contents.layout.kind == "pipeline":
         return (
             f"{class_name}.from_pretrained of diffusers loads it: models of diffusers in float32 or a given dtype, those of "
-            "transformers in the dtype of their config.json. load_pretrained of one of its folders keeps these dtypes."
+            "transformers in the dtype of their config.json. dtype_engine.load_pretrained of one of its folders keeps these dtypes."
         )
     if contents.layout.kind == "adapter":
         return (
@@ -27,7 +27,7 @@ def short(contents: Contents) -> str:
         )
     return (
         f"{class_name}.from_pretrained of diffusers loads it in float32 or a given dtype. "
-        "load_pretrained(folder, module=...) gives these dtypes."
+        "dtype_engine.load_pretrained(folder, module=...) gives these dtypes."
     )
 
 

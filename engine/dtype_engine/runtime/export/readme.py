@@ -92,10 +92,13 @@ def loading_text(contents: Contents) -> str:
     if contents.layout.kind != "model":
         return short(contents)
     if contents.config is None:
-        return "load_pretrained(folder, module=...) gives these dtypes; without a config.json from_pretrained can't load it."
+        return (
+            "dtype_engine.load_pretrained(folder, module=...) gives these dtypes; without a config.json from_pretrained can't load "
+            "it."
+        )
     wide = export_dtype(contents)
     scaled = [item for item in contents.items if item.has_scales]
-    ours = f"load_pretrained gives these dtypes{f', those with scales as values in {wide}' if scaled else ''}."
+    ours = f"dtype_engine.load_pretrained gives these dtypes{f', those with scales as values in {wide}' if scaled else ''}."
     if any(not item.portable for item in scaled):
         return f"{ours} Plain from_pretrained can't load it: some scales are in a layout that only dtype-engine reads."
     if misread(contents.items) is not None:

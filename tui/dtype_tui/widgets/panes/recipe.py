@@ -188,7 +188,8 @@ class RecipePane(Pane):
         if at in plan.too_slow:
             return "⚠ takes too long to match"
         if at in plan.unmatched:
-            return "⚠ matches nothing in this model"
+            known = self.experiment.model.has_tree
+            return "⚠ matches nothing in this model" if known else "waits for the model's tensors"
         return "waits for the model's classes" if at in plan.pending_classes else ""
 
     def _about_node(self, node: str) -> list[Text]:
