@@ -215,9 +215,9 @@ OTHER_PLACES = (
         "In the tree",
         after(ready, "E"),
         (
-            Key("pagedown", line, 10),
-            Key("ctrl+f", line, 20),
-            Key("pageup", line, 10),
+            Key("pagedown", line, 11),
+            Key("ctrl+f", line, 22),
+            Key("pageup", line, 11),
             Key("ctrl+b", cursor, ""),
             Key("end", cursor, "model.norm.weight"),
             Key("home", cursor, ""),

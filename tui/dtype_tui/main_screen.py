@@ -120,7 +120,9 @@ class MainScreen(Screen[None]):
         yield Line("header")
         with Container(id="main"):
             with Vertical(id="left"):
-                yield self.tree_view
+                with Container(id="lines"):
+                    yield self.tree_view
+                    yield self.tree_view.figures
                 yield Horizontal(id="below")
             yield self.side
         yield Line("status")

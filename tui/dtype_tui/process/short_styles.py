@@ -14,8 +14,8 @@ from textual.driver import Driver
 
 _STYLE_OR_MOVE = re.compile(r"\x1b\[([\d;]*)m|\x1b\[(\d+);(\d+)H|\n")
 """A control sequence that sets the style of the text after it, and what only moves the cursor (ECMA-48: SGR, CUP, LF)."""
-_NARROW = re.compile(r"[ -~\u2500-\u259f\u2800-\u28ff]*")
-"""Characters that are one cell wide on every terminal: ASCII, lines, blocks and braille."""
+_NARROW = re.compile(r"[ -~\u2500-\u259f\u25b8\u25be\u2800-\u28ff]*")
+"""Characters that are one cell wide on every terminal: ASCII, lines, blocks, the marks of closed and open nodes, and braille."""
 
 
 @dataclass(frozen=True, slots=True)

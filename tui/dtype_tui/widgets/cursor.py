@@ -1,5 +1,5 @@
 """The look of the line under the cursor: a tint, and an edge in the accent color at the left. It is the same in the tree and in
-every list. In the tree, the tint ends before the bars.
+every list.
 
 Textual's own lists get the tint from the theme's variables `block-cursor-*`; see `palette.cursor_variables`.
 """
@@ -28,17 +28,13 @@ def cursor_style(widget: Widget) -> Style:
     return Style(bgcolor=widget.app.theme_variables["block-cursor-background"])
 
 
-def over_cursor(widget: Widget, segments: list[Segment], until: int) -> Strip:
-    """Return a line of a list as it is drawn under the cursor: tinted up to the column `until`, except badges, which keep their
-    colors. segments: the line, of which the first segment is the mark at the cursor's left edge. widget: the list, whose theme
-    gives the tint.
+def over_cursor(widget: Widget, segments: list[Segment]) -> Strip:
+    """Return a line of a list as it is drawn under the cursor: tinted, except badges, which keep their colors. segments: the line,
+    of which the first segment is the mark at the cursor's left edge. widget: the list, whose theme gives the tint.
     """
-    over, column, drawn = cursor_style(widget), 0, []
-    for segment in segments:
-        is_edge = over.reverse and not column
-        drawn.append(segment if is_edge or column >= until else _laid_over(segment, over))
-        column += segment.cell_length
-    return Strip(drawn)
+    over = cursor_style(widget)
+    kept = segments[:1] if over.reverse else []
+    return Strip([*kept, *(_laid_over(segment, over) for segment in segments[len(kept) :])])
 
 
 def _laid_over(segment: Segment, over: Style) -> Segment:

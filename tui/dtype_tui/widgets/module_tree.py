@@ -26,8 +26,9 @@ from dtype_tui.rendering.changed_cells import changed_cells
 from dtype_tui.state.folds import Folds, Members, fold_members, fold_name
 from dtype_tui.state.node_rules import cast_nodes
 from dtype_tui.widgets.cursor import over_cursor
-from dtype_tui.widgets.tree_columns import columns_for, needed_width
+from dtype_tui.widgets.tree_columns import Columns, columns_for, needed_width
 from dtype_tui.widgets.tree_drawing import DIM, PLAIN, RowState, heading, row_segments
+from dtype_tui.widgets.tree_figures import TreeFigures
 from dtype_tui.widgets.tree_rows import (
     MOST_MATCHES,
     ORDERS,
@@ -62,7 +63,7 @@ class ModuleTree(ScrollView, can_focus=True):
     )
 
     DEFAULT_CSS = """
-    ModuleTree { height: 1fr; overflow-x: hidden; scrollbar-size-vertical: 1; }
+    ModuleTree { height: 1fr; layer: names; overflow-x: hidden; scrollbar-size-vertical: 1; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = with_ids(
@@ -106,6 +107,8 @@ class ModuleTree(ScrollView, can_focus=True):
         self.order = ORDERS[0]
         self.hidden: frozenset[str] = frozenset()
         self._match_set: frozenset[str] = frozenset()
+        self.figures = TreeFigures(self)
+        """The widget that shows the columns of drift."""
         self._painted: dict[int, Strip] = {}
         self._needed = (0, 0)
         """The widths in cells that the names of all rows need, as `needed_width` returns them."""
@@ -215,7 +218,7 @@ class ModuleTree(ScrollView, can_focus=True):
     def hide(self, columns: frozenset[str]) -> None:
         """Hide these columns, which are among `COLUMNS`, and show all others."""
         self.hidden = columns
-        self.refresh()
+        self._repaint_changed()
 
     def set_filter(self, text: str) -> None:
         """Show only nodes whose name contains `text` or matches it as a glob. An empty text shows all nodes."""
@@ -434,6 +437,15 @@ class ModuleTree(ScrollView, can_focus=True):
 
     def on_resize(self) -> None:
         self._show_cursor()
+        self._place_figures()
+
+    def watch_show_vertical_scrollbar(self) -> None:
+        self._place_figures()
+        self.figures.refresh()
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        self.figures.refresh()
 
     # -- drawing -------------------------------------------------------------------------------------------------
 
@@ -455,27 +467,41 @@ class ModuleTree(ScrollView, can_focus=True):
         self._repaint_changed()
 
     def _repaint_changed(self) -> None:
+        self._place_figures()
         for y in range(self.size.height):
             self._refresh_line(y)
 
+    def _place_figures(self) -> None:
+        """Let `figures` cover the lines from the columns of drift on, up to the last cell, where a scroll bar may be."""
+        columns = self._columns
+        self.figures.styles.width = self.size.width - 1 - columns.before_figures if columns.figures else 0
+
     def _refresh_line(self, y: int) -> None:
-        painted, line = self._painted.get(y), self._line(y)
-        if painted is not None and (changed := changed_cells(painted, line, y)):
+        painted, line = self._painted.get(y), self.line(y)
+        self.figures.show(y, line)
+        if painted is not None and (changed := changed_cells(painted, self._part(line), y)):
             self.refresh(*changed)
 
     def render_line(self, y: int) -> Strip:
-        self._painted[y] = self._line(y)
-        return self._painted[y]
+        line = self.line(y)
+        self._painted[y] = self._part(line)
+        return line
 
-    def _line(self, y: int) -> Strip:
-        width = self.size.width
-        scan, baseline = self.experiment.scan, self.experiment.baseline
-        room = width - self.scrollbar_size_vertical
-        columns = columns_for(room, self._needed, self.hidden, scan.report is not None, baseline is not None)
-        base = self._base
+    def _part(self, line: Strip) -> Strip:
+        return line.crop(0, self.size.width - 1 - self.figures.size.width)
+
+    @property
+    def _columns(self) -> Columns:
+        room = self.size.width - self.scrollbar_size_vertical
+        scanned, compares = self.experiment.scan.report is not None, self.experiment.baseline is not None
+        return columns_for(room, self._needed, self.hidden, scanned, compares)
+
+    def line(self, y: int) -> Strip:
+        """Return the whole line that the row `y` of the widget shows, with the columns that `figures` draws over its end."""
+        width, columns, base = self.size.width, self._columns, self._base
         if y == 0:
             return (
-                heading(columns, scan.heading, self.experiment.baseline_mark)
+                heading(columns, self.experiment.scan.heading, self.experiment.baseline_mark)
                 .adjust_cell_length(width, DIM)
                 .apply_style(base)
             )
@@ -495,11 +521,8 @@ class ModuleTree(ScrollView, can_focus=True):
         )
         segments = row_segments(self.experiment, row, columns, state)
         if index == self.cursor:
-            return (
-                over_cursor(self, Segment.adjust_line_length(segments, width, PLAIN), columns.before_bars)
-                .simplify()
-                .apply_style(base)
-            )
+            adjusted = Segment.adjust_line_length(segments, width, PLAIN)
+            return over_cursor(self, adjusted).simplify().apply_style(base)
         return _strip_of(tuple(segments), width, base)
 
     @cached_property

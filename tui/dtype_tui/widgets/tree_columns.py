@@ -41,19 +41,18 @@ class Columns:
     heat: int = 0
 
     @property
-    def before_bars(self) -> int:
-        """The total width of the columns that are tinted under the cursor. Bars and the numbers to their right are not tinted, so
-        that they need not be redrawn when the cursor moves.
-        """
-        return self.name + self.dtype + self.parameters + self.size
+    def figures(self) -> int:
+        """The total width of the columns that a measurement or a scan changes, which are the last ones."""
+        return self.drift + self.track + self.other + self.change + self.scan + self.heat
+
+    @property
+    def before_figures(self) -> int:
+        return self.name + self.dtype + self.parameters + self.size + self.share
 
     @property
     def numbers(self) -> int:
         """The total width of all columns but the name."""
-        return (
-            self.dtype + self.parameters + self.size + self.share + self.drift + self.track + self.other + self.change
-            + self.scan + self.heat
-        )  # fmt: skip
+        return self.before_figures - self.name + self.figures
 
 
 _LESS: tuple[Callable[[Columns], Columns], ...] = (

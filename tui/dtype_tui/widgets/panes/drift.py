@@ -21,6 +21,7 @@ from dtype_engine.reports.text_losses import HELP as HELP_LOSSES
 from dtype_engine.results.meaning import HELP as HELP_MEANING
 from dtype_engine.results.meaning import Word, meaning, sqnr_limits
 from dtype_engine.results.thresholds import verdicts
+from dtype_tui.rendering.cells import truncate
 from dtype_tui.rendering.figures import change, scientific
 from dtype_tui.rendering.loss_text import loss_rows
 from dtype_tui.rendering.palette import verdict_pill
@@ -40,7 +41,7 @@ _SECOND = 18
 _GAP = 2
 _SECOND_LABEL = len("max |Δ| ")
 _MOST_WORST = 3
-_TALL = 18
+_TALL = 16
 """From this number of lines on, the pane shows twice as many of the worst modules."""
 _MOST_METRICS = 3
 """Number of the user's metrics that are shown; the details of the model list all."""
@@ -124,8 +125,11 @@ class DriftPane(Pane):
         in `blocks`, otherwise below them.
         """
         alerts = list(self._alerts())
-        if others and not self.is_framed and not self.is_zoomed:
-            others = [*others, [self.corner_text]] if self.corner_text else others  # which the frame would show
+        report = self.experiment.results.report
+        if others and self.corner_text and not self.is_framed and not self.is_zoomed:  # the frame would show it
+            inputs = f": {printable(report.inputs, 200)}" if report is not None else ""
+            words = Text(truncate(f"{self.corner_text}{inputs}", self._width), "dim")
+            others = [*others[:-1], [*others[-1], words]]
         if self._width == self.columns or not others:
             return _joined([alerts, *blocks, *others], self.columns, self.lines)
         grid = Table.grid(padding=(0, _BETWEEN, 0, 0))
@@ -182,10 +186,12 @@ class DriftPane(Pane):
         if results.nonfinite is not None:
             yield from _nonfinite_lines(results.nonfinite)
         if results.report is not None:
-            for verdict in verdicts(self.experiment.thresholds, results.report.output, results.report.metrics):
-                yield Text.assemble(
-                    ("pass", "bold green") if verdict.passed else ("FAIL", "bold red"), f" {verdict.short}"
-                )
+            limits = [
+                Text.assemble(("pass", "bold green") if verdict.passed else ("FAIL", "bold red"), f" {verdict.short}")
+                for verdict in verdicts(self.experiment.thresholds, results.report.output, results.report.metrics)
+            ]
+            line = Text("  ").join(limits)
+            yield from [line] if limits and line.cell_len <= self.columns else limits
 
     def _figures(
         self, output: OutputDrift, extent: Extent, modules: Iterable[ModuleDrift], compares: bool = True
@@ -231,6 +237,8 @@ class DriftPane(Pane):
             rows.append(("settings", report.settings))
         if report.sequences.left_out:
             rows.append(("padding", f"{plural(report.sequences.left_out, 'position')} left out"))
+        if self.is_framed:
+            rows.append(("inputs", truncate(printable(report.inputs, 200), self._width - len("inputs "))))
         return [Text.assemble((f"{label} ", "dim"), words) for label, words in rows]
 
 

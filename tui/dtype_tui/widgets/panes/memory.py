@@ -6,15 +6,18 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.layer_kinds import totals_by_kind
 from dtype_engine.core.units import change_text, human_bytes, percent
 from dtype_engine.reports.text_memory import budget_words
-from dtype_tui.rendering.cells import short_bytes, stacked
+from dtype_tui.rendering.cells import meter, short_bytes, stacked
 from dtype_tui.rendering.palette import colour
 from dtype_tui.state.full_rows import memory_rows
 from dtype_tui.widgets.panes.base import Pane
 from dtype_tui.widgets.panes.drift import rows_table
 
 _LABEL = len("resident ")
+_MOST_BY_KIND = 5_000
+"""Maximum number of tensors in a model whose bytes are shown by kind of layer. Sorting more takes too long after a key."""
 
 
 class MemoryPane(Pane):
@@ -74,9 +77,20 @@ class MemoryPane(Pane):
         if memory is not None and memory.rss_bytes is not None:
             peak = f", peak {short_bytes(memory.peak_rss_bytes)}" if memory.peak_rss_bytes is not None else ""
             lines.append(_row("process", short_bytes(memory.rss_bytes), peak))
+        if self.lines - len(lines) > 2 and len(experiment.tree.order) <= _MOST_BY_KIND:
+            lines += self._by_kind()[: self.lines - len(lines)]
         for line in lines:
             line.truncate(self.columns, overflow="ellipsis")
         return Text("\n").join(lines)
+
+    def _by_kind(self) -> list[Text]:
+        """Return an empty line, then a line for each kind of layer, such as attention, with the share of the planned bytes."""
+        whole, lines = max(1, self.experiment.plan.planned_bytes), [Text()]
+        for kind, totals in totals_by_kind(self.experiment.tree, self.experiment.plan.dtypes).items():
+            share = totals.total_bytes / whole
+            lines.append(_row(f"{kind:<12}", f"{short_bytes(totals.total_bytes):>9} ", f"{percent(share):>3} % "))
+            lines[-1].append_text(Text.assemble(*meter(share, 14, "dim")[:1]))
+        return lines
 
     def _by_dtype(self) -> list[Text]:
         """Return a bar of the planned bytes with a section for each dtype, and its legend in one line.

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from dtype_tui.widgets.panes.base import Pane
     from dtype_tui.widgets.panes.recipe import RecipePane
 
-_MEMORY_LINES = 8
-_MOST_DRIFT_LINES = 15
-_TALL, _TALL_DRIFT_LINES = 44, 20
-"""From this height on, the Drift pane has room for twice as many of the worst modules, and for all its figures."""
+_MOST_LINES, _MOST_TALL_LINES = (15, 8), (20, 14)
+"""Maximum heights of the panes Drift and Memory, in a terminal of fewer than `_TALL` lines and in a taller one."""
+_TALL = 44
+"""From this height on, there is room for twice as many of the worst modules, and for the bytes by kind of layer."""
 
 
 class SidePanes(Vertical):
@@ -36,7 +36,7 @@ class SidePanes(Vertical):
     SidePanes { width: 1fr; min-width: 38; layers: base over; }
     SidePanes > MessageLine { split: none; layer: over; dock: bottom; height: 2; max-height: 100%; }
     SidePanes > #tabs { display: none; height: 1; }
-    SidePanes.narrow { width: 100%; height: 1fr; max-height: 9; min-width: 0; }
+    SidePanes.narrow { width: 100%; height: 1fr; max-height: 8; min-width: 0; }
     SidePanes.narrow > #tabs { display: block; }
     SidePanes.narrow > Pane, SidePanes.zoomed > Pane { display: none; }
     SidePanes.narrow > Pane.active, SidePanes.zoomed > Pane.active { display: block; }
@@ -82,8 +82,9 @@ class SidePanes(Vertical):
         alone = self.is_narrow or self.has_class("zoomed")
         height = self.size.height
         recipe = height // 3
-        memory = min(_MEMORY_LINES, (height - recipe) // 2)
-        drift = min(_MOST_DRIFT_LINES if height < _TALL else _TALL_DRIFT_LINES, height - recipe - memory)
+        most_drift, most_memory = _MOST_LINES if height < _TALL else _MOST_TALL_LINES
+        memory = min(most_memory, (height - recipe) // 2)
+        drift = min(most_drift, height - recipe - memory)
         for pane, lines in zip(self.panes, (drift, memory, height - drift - memory), strict=True):
             if pane.is_framed == self.is_narrow:  # the frame comes or goes, perhaps without a change of size
                 pane.set_class(self.is_narrow, "tab")

@@ -1,0 +1,52 @@
+"""The right part of the module tree: the columns of drift, which change with every measurement."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from textual import events
+from textual.strip import Strip
+from textual.widget import Widget
+
+from dtype_tui.rendering.changed_cells import changed_cells
+
+if TYPE_CHECKING:
+    from dtype_tui.widgets.module_tree import ModuleTree
+
+
+class TreeFigures(Widget):
+    """Shows the columns of drift of the lines that the tree shows, over the end of these lines.
+
+    They are a widget of their own because Textual writes a changed line from the left edge of its widget on. A new measurement
+    would write every name again.
+    """
+
+    DEFAULT_CSS = "TreeFigures { dock: right; width: 0; height: 100%; margin-right: 1; }"
+
+    def __init__(self, tree: ModuleTree) -> None:
+        super().__init__()
+        self._tree = tree
+        self._painted: dict[int, Strip] = {}
+
+    def show(self, y: int, line: Strip) -> None:
+        """Redraw those cells of the row `y` that have changed. line: the whole line of the tree."""
+        painted, new = self._painted.get(y), self._part(line)
+        if painted is not None and (changed := changed_cells(painted, new, y)):
+            self.refresh(*changed)
+
+    def render_line(self, y: int) -> Strip:
+        self._painted[y] = self._part(self._tree.line(y))
+        return self._painted[y]
+
+    def _part(self, line: Strip) -> Strip:
+        start = self.region.x - self._tree.region.x
+        return line.crop(start, start + self.size.width)
+
+    async def on_event(self, event: events.Event) -> None:
+        """Pass clicks and the wheel of the mouse to the tree, whose lines these are."""
+        if isinstance(event, events.Click | events.MouseScrollDown | events.MouseScrollUp):
+            self._tree.post_message(event)
+        elif isinstance(event, events.MouseDown):
+            self._tree.focus()
+        else:
+            await super().on_event(event)
