@@ -237,7 +237,7 @@ class DtypeApp(BaseApp[None]):
         rules, is_kept = self.controller.unsaved_rules, self._saver is not None and self._saver.works
         if self.controller.life.may_quit(0 if is_kept else rules):
             words = f"{plural(rules, 'rule')} not saved to a file: `dtype-tui --resume` goes on from here."
-            self.exit(message=Text(words) if rules and is_kept else None)
+            self.exit(message=Text(words) if rules and is_kept and not self.is_web else None)
 
     @property
     def quit_words(self) -> str:
