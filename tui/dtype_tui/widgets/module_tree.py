@@ -107,7 +107,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.order = ORDERS[0]
         self.hidden: frozenset[str] = frozenset()
         self._match_set: frozenset[str] = frozenset()
-        self.figures = TreeFigures(self)
+        self.figures = TreeFigures(self, self.line)
         """The widget that shows the columns of drift."""
         self._painted: dict[int, Strip] = {}
         self._needed = (0, 0)

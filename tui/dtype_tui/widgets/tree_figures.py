@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from textual import events
 from textual.strip import Strip
@@ -10,22 +10,22 @@ from textual.widget import Widget
 
 from dtype_tui.rendering.changed_cells import changed_cells
 
-if TYPE_CHECKING:
-    from dtype_tui.widgets.module_tree import ModuleTree
-
 
 class TreeFigures(Widget):
     """Shows the columns of drift of the lines that the tree shows, over the end of these lines.
 
     They are a widget of their own because Textual writes a changed line from the left edge of its widget on. A new measurement
     would write every name again.
+
+    tree: the tree. line: returns the whole line that a row of the tree shows, given the row.
     """
 
     DEFAULT_CSS = "TreeFigures { dock: right; width: 0; height: 100%; margin-right: 1; }"
 
-    def __init__(self, tree: ModuleTree) -> None:
+    def __init__(self, tree: Widget, line: Callable[[int], Strip]) -> None:
         super().__init__()
         self._tree = tree
+        self._line = line
         self._painted: dict[int, Strip] = {}
 
     def show(self, y: int, line: Strip) -> None:
@@ -35,7 +35,7 @@ class TreeFigures(Widget):
             self.refresh(*changed)
 
     def render_line(self, y: int) -> Strip:
-        self._painted[y] = self._part(self._tree.line(y))
+        self._painted[y] = self._part(self._line(y))
         return self._painted[y]
 
     def _part(self, line: Strip) -> Strip:
