@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import tempfile
+from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,17 @@ def pytest_collection(session: pytest.Session) -> None:
             # A file that skips itself, because an optional package is missing, says so when pytest collects it.
             with suppress(pytest.skip.Exception):
                 importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """A test ends with a skip where an accelerator refuses what it can't do in the words that are expected of it."""
+    try:
+        return (yield)
+    except Exception as error:
+        if (reason := measured_on.refused(error)) is None:
+            raise
+        pytest.skip(f"only on another device: {reason}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -304,11 +304,12 @@ def decided(name: str, sequences: int, length: int, apart: float = 0.1) -> tuple
     module, _ = make(name)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCABULARY, (sequences, length), generator=generator)
-    follows = torch.randperm(VOCABULARY, generator=generator)[ids]
+    follows = placed(torch.randperm(VOCABULARY, generator=generator)[ids])
+    ids = placed(ids)
     optimizer = torch.optim.Adam(module.parameters(), lr=3e-3)
     for _ in range(150):
-        noise = torch.randint(0, VOCABULARY, ids.shape, generator=generator)
-        labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.5, follows, noise)
+        noise = placed(torch.randint(0, VOCABULARY, ids.shape, generator=generator))
+        labels = torch.where(placed(torch.rand(ids.shape, generator=generator)) < 0.5, follows, noise)
         optimizer.zero_grad()
         with _Margins() as margins:
             logits = module(input_ids=ids).logits

@@ -1,13 +1,15 @@
 """The device on which the tests measure: what `DTYPE_TUI_TEST_DEVICE` names, which is the CPU if it is not set.
 
-`fake` is the accelerator of `fake_accelerator.py`, and `fake+float64` the same with float64, as CUDA has it. Every other name is a
-device of torch. A test takes the device by `Options`, whose default it becomes here, and a live module that a test opens is moved
-to it. What a test compares with plain torch goes through `placed`. A test marked `cpu_only` is left out on every other device.
+`fake` is the accelerator of `fake_accelerator.py`, and `fake+float64` the same with float64, as CUDA has it. With `+digits`, the
+last digits of its products and quotients are not those of the CPU, as on every real device. Every other name is a device of torch.
+A test takes the device by `Options`, whose default it becomes here, and a live module that a test opens is moved to it. What a test
+compares with plain torch goes through `placed`. A test marked `cpu_only` is left out on every other device.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Any, TypeVar
 
@@ -53,8 +55,13 @@ CPU_ONLY = {
     ),
 }  # fmt: skip
 """Why tests are left out on another device, with the beginnings of their names. A test that is marked says it itself."""
-IN_FLOAT64 = ("test_kv_cache.py::test_one_pass_equals",)
-"""The beginnings of the names of the tests whose models compute in float64."""
+REFUSED = {
+    r"in float64, which \S+ does not have|can't be cast to float64, which": "it lacks float64, and says so",
+    r"Tried to use AMP with the `fake` backend": "the fake accelerator has no autocast",
+}
+"""Why a test that ends with such an error on an accelerator can't run there."""
+FEWER_FUSED = ("test_drift.py::test_the_golden", "test_nonfinite.py::test_the_remedy_leaves")
+"""The beginnings of the names of tests whose figures depend on where a fused kernel rounds."""
 _kept: list[Any] = []
 """What has to live as long as the process."""
 T = TypeVar("T")
@@ -69,6 +76,7 @@ def use() -> None:
     import torch
     from torch import nn
 
+    from dtype_engine.runtime.device import has_float64
     from dtype_engine.runtime.session import opening
 
     if DEVICE == "fake":
@@ -77,11 +85,14 @@ def use() -> None:
         _kept.append(fake_accelerator.register())
         if "+float64" in WANTED:
             fake_accelerator.device.lacks -= {torch.float64, torch.complex128}
+        fake_accelerator.device.own_digits = "+digits" in WANTED
     torch.backends.cudnn.allow_tf32 = False  # for what the tests compute by plain torch
-    open_session = opening.open_session
+    open_session, lacks_float64 = opening.open_session, not has_float64(torch.device(DEVICE))
 
     def moved(model: Any = None, *given: Any, **named: Any) -> Any:
         if isinstance(model, nn.Module) and not any(tensor.is_meta for tensor in model.parameters()):
+            if lacks_float64 and any(tensor.dtype == torch.float64 for tensor in model.parameters()):
+                pytest.skip("only on another device: its model is in float64")
             model.to(DEVICE)
         return open_session(model, *given, **named)
 
@@ -101,7 +112,16 @@ def use() -> None:
         by_test = "/tests/" in sys._getframe(1).f_code.co_filename
         return equal(one.cpu(), other.cpu()) if by_test and one.device != other.device else equal(one, other)
 
+    double = torch.Tensor.double
+
+    def double_anywhere(tensor: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        """What a test widens comes to the CPU if the device lacks float64."""
+        by_test = "/tests/" in sys._getframe(1).f_code.co_filename
+        return double(tensor.cpu() if by_test else tensor, *given, **named)
+
     nn.Module.__call__, torch.equal = called, equal_anywhere  # type: ignore[method-assign]
+    if lacks_float64:
+        torch.Tensor.double = double_anywhere  # type: ignore[method-assign, assignment]
 
 
 def placed(values: T) -> T:
@@ -109,9 +129,15 @@ def placed(values: T) -> T:
     if DEVICE == "cpu":
         return values
     import torch
+    from torch.nn.utils.rnn import PackedSequence
     from torch.utils._pytree import tree_map_only
 
-    found: T = tree_map_only((torch.Tensor, torch.nn.Module), lambda each: each.to(DEVICE), values)
+    found: T = tree_map_only(
+        (torch.Tensor, torch.nn.Module, PackedSequence),  # a packed sequence leaves its lengths on the CPU
+        lambda each: each.to(DEVICE),
+        values,
+        is_leaf=lambda each: isinstance(each, PackedSequence),
+    )
     return found
 
 
@@ -127,7 +153,13 @@ def leave_out(items: list[pytest.Item]) -> None:
         )
         if DEVICE == "fake" and "autocast" in name:
             reason = "the fake accelerator has no autocast"
-        if WANTED == "fake" and name.startswith(IN_FLOAT64):
-            reason = "its model is in float64"
+        if DEVICE == "fake" and name.startswith(FEWER_FUSED):
+            reason = "the fake accelerator runs fewer fused kernels, and so rounds at other places"
         if reason:
             item.add_marker(pytest.mark.skip(reason=f"only on the CPU: {reason}"))
+
+
+def refused(error: BaseException) -> str | None:
+    """Why a test that ended with this error can't run on the device. None if that is no reason, as on the CPU."""
+    found = (reason for pattern, reason in REFUSED.items() if re.search(pattern, str(error)))
+    return next(found, None) if DEVICE != "cpu" else None

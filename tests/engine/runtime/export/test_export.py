@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tests.helpers import preloaded
 from tests.helpers.exporting import export_checkpoint
+from tests.helpers.measured_on import placed
 from tests.helpers.paths import TINYNET
 from torch import nn
 
@@ -559,18 +560,18 @@ def test_a_mixed_export_runs_as_it_was_measured(make_llama: Any, tmp_path: Path,
     import transformers
 
     source = make_llama(dtype="float32")
-    ids = torch.randint(0, 32, (2, 7), generator=torch.Generator().manual_seed(0))
+    ids = placed(torch.randint(0, 32, (2, 7), generator=torch.Generator().manual_seed(0)))
     session = de.open(str(source), inputs={"input_ids": ids})
     session.apply(Recipe(tuple(map(Rule.parse, rules))))
     measured = session.drift().output
     session.export(tmp_path / "out")
-    model = de.load_pretrained(tmp_path / "out")
+    model = placed(de.load_pretrained(tmp_path / "out"))
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="dtype"):
             model(ids)
         with de.mixed_dtypes():
             logits = model(ids).logits
-        wanted = transformers.AutoModelForCausalLM.from_pretrained(source)(ids).logits
-    drift = (logits.double() - wanted.double()).abs()
+        wanted = placed(transformers.AutoModelForCausalLM.from_pretrained(source))(ids).logits
+    drift = (logits.cpu().double() - wanted.cpu().double()).abs()
     assert measured.max_abs == pytest.approx(float(drift.max()), rel=1e-6)
     assert measured.mean_abs == pytest.approx(float(drift.mean()), rel=1e-6)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.measured_on import placed
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
@@ -52,11 +53,12 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM])
 def test_a_recurrent_layer_runs_on_a_packed_sequence(kind: type[nn.RNNBase], packs: bool) -> None:
     given = X if packs else pack_padded_sequence(X, LENGTHS, batch_first=True)
-    plain = Recurrent(kind, packs)
+    given = placed(given)
+    plain = placed(Recurrent(kind, packs))
     plain.requires_grad_(False)
     reference = plain(given)
     plain.to(torch.bfloat16)
-    drift = (plain(given.to(torch.bfloat16)).double() - reference.double()).abs()
+    drift = (plain(given.to(torch.bfloat16)).cpu().double() - reference.cpu().double()).abs()
     session = de.open(Recurrent(kind, packs), inputs=(given,))
     session.cast("r", "bfloat16")
     found = session.drift().output
@@ -162,7 +164,10 @@ class Returns(nn.Module):
 def test_a_model_that_returns_a_container_is_measured(wrap: Callable[[torch.Tensor], Any]) -> None:
     session = de.open(Returns(wrap), inputs=(X,))
     session.cast("inner", "bfloat16")
-    values = [Returns(wrap).to(dtype).inner(X.to(dtype)).detach().double() for dtype in (torch.bfloat16, torch.float32)]
+    values = [
+        placed(Returns(wrap)).to(dtype).inner(X.to(dtype)).detach().cpu().double()
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
     packed = [wrap(each) for each in values]
     delta = values[0] - values[1] if not isinstance(packed[0], PackedSequence) else packed[0].data - packed[1].data
     assert session.drift().output.max_abs == pytest.approx(float(delta.abs().max()))

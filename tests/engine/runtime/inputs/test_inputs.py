@@ -285,7 +285,7 @@ def test_a_bad_line_of_jsonl_is_named(line: str, said: str, tmp_path: Path) -> N
 
 
 def test_tensor_files_of_every_kind_give_the_same_calls(saved: Callable[..., Path], tmp_path: Path) -> None:
-    first, second = architectures.tokens(5), architectures.tokens(9)
+    first, second = architectures.tokens(5).cpu(), architectures.tokens(9).cpu()
     save_file({"0.input_ids": first.int(), "1.input_ids": second.int()}, tmp_path / "calls.safetensors")
     np.savez(tmp_path / "calls.npz", **{"0.input_ids": first.numpy(), "1.input_ids": second.numpy()})
     torch.save([{"input_ids": first}, {"input_ids": second}], tmp_path / "calls.pt")

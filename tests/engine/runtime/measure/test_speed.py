@@ -9,6 +9,7 @@ import torch
 
 import dtype_engine as de
 from dtype_engine.core.errors import Cancelled
+from dtype_engine.runtime.measure import speed
 
 
 def test_rows_are_the_reference_what_is_stored_and_the_candidate(make_llama: Callable[..., Path]) -> None:
@@ -47,11 +48,8 @@ def test_stopping_leaves_the_model_as_it_was_cast(make_llama: Callable[..., Path
 def test_what_does_not_fit_is_left_out_and_said(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import psutil
-
     session = de.open(str(make_llama(dtype="bfloat16")))
-    memory = psutil.virtual_memory()
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=100))
+    monkeypatch.setattr(speed, "free_bytes", lambda device: 100)
     report = session.speed(repeats=3)
     assert [row.what for row in report.rows] == ["candidate"]
     assert "reference: not timed" in report.notices[0]

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.helpers.measured_on import placed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtype_engine as de
@@ -106,7 +107,7 @@ def test_a_cast_starts_from_the_decoded_values_and_as_stored_computes_like_it(
     wide, narrow = plain(folder, values, tmp_path / "plain")
     session, ids = _session(folder, tmp_path)
     with torch.no_grad():
-        r, c = (model(input_ids=ids).logits.double() for model in (wide, narrow))
+        r, c = (placed(model)(input_ids=ids).logits.cpu().double() for model in (wide, narrow))
     for rules in ([], ["*=bf16"], ["*=bf16", "model.norm=stored"]):
         session.apply(_recipe(*rules))
         output = session.drift().output

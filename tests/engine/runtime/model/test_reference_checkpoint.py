@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.helpers.checkpoint_folders import tokenizer
+from tests.helpers.measured_on import placed
 
 import dtype_engine as de
 from dtype_engine.cli import cli
@@ -31,9 +32,9 @@ def opened(reference: Path, candidate: Path) -> de.Session:
 
 def plain(folder: Path, dtype: str = "auto") -> torch.Tensor:
     """The logits that transformers computes, in float64."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = placed(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
     with torch.no_grad():
-        return model(IDS).logits.double()
+        return model(IDS).logits.cpu().double()
 
 
 def kl(reference: torch.Tensor, candidate: torch.Tensor) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tests.helpers.measured_on import placed
 
 import dtype_engine as de
 from dtype_engine.cli import cli
@@ -39,7 +40,7 @@ def test_a_cast_drifts_from_the_model_as_plain_torch_runs_it(make_llama: Make) -
     session.cast("*", "float32")
     with torch.no_grad():
         before, after = (
-            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(IDS).logits.double()
+            placed(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))(IDS).logits.cpu().double()
             for dtype in ("bfloat16", "float32")
         )
     delta, output = (after - before).abs(), session.drift().output

@@ -51,7 +51,10 @@ def plain_kl(module: nn.Module, batches: list[dict[str, Any]], cast: list[str]) 
     total, rows = 0.0, 0
     for batch in batches:
         with torch.no_grad():
-            p, q = (torch.log_softmax(each(**batch).logits.double().flatten(0, -2), -1) for each in (module, candidate))
+            p, q = (
+                torch.log_softmax(each(**batch).logits.cpu().double().flatten(0, -2), -1)
+                for each in (module, candidate)
+            )
         total, rows = total + float((p.exp() * (p - q)).sum()), rows + len(p)
     return total / rows
 

@@ -127,10 +127,12 @@ def test_as_many_other_tokens_are_found_by_the_scores() -> None:
 
 
 def test_what_was_kept_of_a_router_marks_its_experts_again() -> None:
-    """The second measurement reuses what comes before the cast, the router among it."""
+    """The second measurement reuses what comes before the cast, the router among it. Of so many tokens, every device
+    sends some to other experts.
+    """
     torch.manual_seed(1)
     module, _ = architectures.make("mixtral")
-    given = {"input_ids": torch.randint(3, architectures.VOCABULARY, (2, 100))}
+    given = {"input_ids": torch.randint(3, architectures.VOCABULARY, (2, 800))}
     session = de.open(module, inputs=given)
     session.cast("*", "bfloat16")
     first = drift_of(session)
