@@ -132,6 +132,13 @@ def for_sums(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.device.type == "cpu" or has_float64(tensor.device) else tensor.cpu()
 
 
+def divide(values: torch.Tensor, number: float) -> torch.Tensor:
+    """Return values / number, rounded correctly on every device. By a Python number, CUDA would multiply its reciprocal, which
+    rounds twice.
+    """
+    return values / torch.full((), number, dtype=values.dtype, device=values.device)
+
+
 def random_states(device: torch.device) -> list[torch.Tensor]:
     """Return the states of torch's random number generators: the state of the CPU's and, if `device` is an accelerator, its state
     too.

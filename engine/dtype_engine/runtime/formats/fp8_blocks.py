@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from dtype_engine.core.dtypes import DType
+from dtype_engine.runtime.device import divide
 from dtype_engine.runtime.formats import mx
 from dtype_engine.runtime.formats.scales import Scales, largest_scale
 
@@ -30,6 +31,6 @@ def scales(amax: torch.Tensor, element: DType) -> Scales:
             torch.where(zero, 1.0, powers.effective),
             torch.where(zero, torch.full_like(powers.stored, _ONE), powers.stored),
         )
-    plain = (amax / element.max).clamp_(max=largest_scale(element.max))
+    plain = divide(amax, element.max).clamp_(max=largest_scale(element.max))
     plain = torch.where(plain == 0, _EPSILON, plain)
     return Scales(plain, plain)

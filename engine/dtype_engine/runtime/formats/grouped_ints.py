@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from dtype_engine.core.dtypes import DType
+from dtype_engine.runtime.device import divide
 from dtype_engine.runtime.formats.scales import FLOAT32_MAX, Scales
 
 _EPSILON = torch.finfo(torch.bfloat16).eps
@@ -34,7 +35,7 @@ def code_limit(scales: Scales, element: DType) -> torch.Tensor | None:
 
 def symmetric(amax: torch.Tensor, element: DType) -> Scales:
     """Return the scales of groups whose largest |value| is `amax` (float32, finite). element: the integer format."""
-    return _rounded(amax / (((1 << element.bits) - 1) / 2))
+    return _rounded(divide(amax, ((1 << element.bits) - 1) / 2))
 
 
 def asymmetric(low: torch.Tensor, high: torch.Tensor, element: DType) -> Scales:
@@ -43,7 +44,8 @@ def asymmetric(low: torch.Tensor, high: torch.Tensor, element: DType) -> Scales:
     """
     least, most = code_range(element)
     span = high - low
-    wide = torch.where(torch.isfinite(span), span / (most - least), high / (most - least) - low / (most - least))
+    steps = most - least
+    wide = torch.where(torch.isfinite(span), divide(span, steps), divide(high, steps) - divide(low, steps))
     zero = (least - low / wide).nan_to_num_(0.0).clamp_(least, most).round_()
     return _rounded(wide, zero.to(torch.int8))
 

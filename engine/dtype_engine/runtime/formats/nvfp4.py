@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from dtype_engine.core import dtypes
+from dtype_engine.runtime.device import divide
 from dtype_engine.runtime.formats.scales import FLOAT32_MAX, Scales
 
 _ELEMENT = dtypes.BY_NAME["nvfp4"].max
@@ -33,6 +34,6 @@ def scales(amax: torch.Tensor, of_tensor: torch.Tensor) -> Scales:
     """Return the scales of blocks whose largest |value| is `amax` (float32). The stored scales are float8_e4m3fn. of_tensor: the
     scale of the whole tensor.
     """
-    wide = (amax / _ELEMENT * of_tensor).clamp_(max=_SCALE).to(torch.float8_e4m3fn).to(torch.float32)
+    wide = (divide(amax, _ELEMENT) * of_tensor).clamp_(max=_SCALE).to(torch.float8_e4m3fn).to(torch.float32)
     wide = torch.where(wide == 0, _FOR_ZERO, wide)
     return Scales(wide / of_tensor, wide.to(torch.float8_e4m3fn))

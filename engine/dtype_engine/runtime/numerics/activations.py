@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from dtype_engine.core import dtypes
+from dtype_engine.runtime.device import divide
 from dtype_engine.runtime.formats.nvfp4 import LARGEST
 from dtype_engine.runtime.formats.quantize_blocks import rounded
 from dtype_engine.runtime.numerics.quantize import torch_dtype, values_in
@@ -59,7 +60,7 @@ def quantize_activations(values: torch.Tensor, dtype: str, scale: float | None =
 
 
 def _with_scale(values: torch.Tensor, row: dtypes.DType, scale: float) -> torch.Tensor:
-    codes = values.float() / scale
+    codes = divide(values.float(), scale)
     if row.kind == "int":
         codes = codes.round_().clamp_(-row.max - 1, row.max)
     else:

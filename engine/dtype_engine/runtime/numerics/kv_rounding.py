@@ -18,6 +18,7 @@ import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_formats import GROUP, KV_FORMATS, WINDOW
+from dtype_engine.runtime.device import divide
 from dtype_engine.runtime.formats.quantize_blocks import rounded
 from dtype_engine.runtime.numerics.quantize import amax_to_scale, torch_dtype, values_in
 
@@ -67,7 +68,7 @@ def _rounded(values: torch.Tensor, name: str, keys: bool, amax: torch.Tensor | N
 
 def _with_zero_points(values: torch.Tensor) -> torch.Tensor:
     low, high = values.amin(-1, keepdim=True).clamp(max=0), values.amax(-1, keepdim=True).clamp(min=0)
-    scale = (high - low) / 15
+    scale = divide(high - low, 15)
     zero = (-low / scale).nan_to_num_(0.0).round_()
     codes = (values / scale).nan_to_num_(0.0).round_().add_(zero).clamp_(0, 15)
     return codes.sub_(zero).mul_(scale)
@@ -85,7 +86,7 @@ def _kivi(values: torch.Tensor, bits: int, keys: bool) -> torch.Tensor:
 
 def _in_group(group: torch.Tensor, bits: int) -> torch.Tensor:
     low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
-    scale = ((high - low) / ((1 << bits) - 1)).half().float()
+    scale = divide(high - low, (1 << bits) - 1).half().float()
     low = low.half().float()
     codes = ((group - low) / scale).nan_to_num_(0.0).round_().clamp_(0, (1 << bits) - 1)
     return codes * scale + low

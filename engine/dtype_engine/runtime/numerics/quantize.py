@@ -21,6 +21,7 @@ import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import Blocks, matrices
+from dtype_engine.runtime.device import divide
 from dtype_engine.runtime.formats import mx
 from dtype_engine.runtime.formats.blocks import chunks, spread
 from dtype_engine.runtime.formats.quantize_blocks import quantize_blocks
@@ -132,7 +133,7 @@ def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
     """Return the scales amax / top, or 1 where amax is 0. top: the largest code. A scale is at least float32's smallest normal
     value, and limited so that top times the scale is finite.
     """
-    return torch.where(amax > 0, (amax / top).clamp_(_SMALLEST_SCALE, largest_scale(top)), torch.ones_like(amax))
+    return torch.where(amax > 0, divide(amax, top).clamp_(_SMALLEST_SCALE, largest_scale(top)), torch.ones_like(amax))
 
 
 def saturates_beyond(dtype: str) -> float:
