@@ -153,22 +153,15 @@ def is_in_place(name: str) -> bool:
 def tensors_in(args: Arguments, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return all tensors among the arguments of a torch call, including those in lists, tuples and dicts."""
     tensors: list[torch.Tensor] = []
-    for value in args:
-        _collect(value, tensors)
-    for value in kwargs.values():
-        _collect(value, tensors)
+    values = [*args, *kwargs.values()]
+    for value in values:  # what is appended to a list while a loop runs over it is visited, too
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            values += value
+        elif isinstance(value, dict):
+            values += value.values()
     return tensors
-
-
-def _collect(value: Any, tensors: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect(item, tensors)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, tensors)
 
 
 def replace_tensors(

@@ -41,8 +41,6 @@ from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.quantize import dtype_name
 
 _FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-_CONTAINERS = (list, tuple, dict)
-_MAY_HOLD_TENSORS = (torch.Tensor, list, tuple, dict)
 
 
 class _Kind(Enum):
@@ -180,7 +178,8 @@ class WeightMode(TorchFunctionMode):
         unchanged. name: the function's `__name__`, such as "linear".
         """
         as_given, dtype = self.rounding is None and self.record is None, None
-        for value in (*args, *kwargs.values()) if kwargs else args:
+        values = [*args, *kwargs.values()]
+        for value in values:
             if isinstance(value, torch.Tensor):
                 key = id(value)
                 if key in self.weights:
@@ -194,7 +193,9 @@ class WeightMode(TorchFunctionMode):
                     if dtype is not None:
                         as_given = False
                     dtype = own
-            elif isinstance(value, _CONTAINERS) and any(isinstance(item, _MAY_HOLD_TENSORS) for item in value):
+            elif isinstance(value, (list, tuple)):
+                values += value  # the loop visits them, too
+            elif isinstance(value, dict):
                 as_given = False
         if not as_given:
             return self._run(func, name, args, kwargs)

@@ -13,6 +13,7 @@ from dtype_engine.runtime.model.torch_private import WithoutModes, version_of
 
 _DEPTH = 6
 """Maximum nesting depth at which arguments are inspected. A key-value cache may hold lists of layers with tuples of tensors."""
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 Found = list[tuple[Any, Any]]
 """Pairs (object, version). The version changes if the object does: it is a tensor's version counter or a container's length."""
 
@@ -67,6 +68,9 @@ def _collect(value: Any, found: Found, seen: set[int], depth: int) -> None:
     """
     if isinstance(value, torch.Tensor):
         found.append((value, version_of(value)))
+        return
+    if type(value) in _PLAIN:  # most values are; the questions below take several times as long
+        found.append((value, 0))
         return
     if isinstance(value, dict):
         inside: Collection[Any] = value.values()
