@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import json
 import math
 import sys
@@ -84,6 +86,38 @@ def over_memory(folder: Path) -> list[Any]:
     return found
 
 
+def on_two(folder: Path) -> dict[str, Any]:
+    """Figures of a model on one accelerator and distributed over two, and what is said if the second is too small."""
+    device, name = fake_accelerator.device, fake_accelerator.NAME
+    device.count = 2
+    by_file = folder / "map.json"
+    by_file.write_text(json.dumps({"": 1, "model.embed_tokens": f"{name}:0", "model.norm": 0}))
+    found: dict[str, Any] = {}
+    limits = {f"{name}:0": 10_000, f"{name}:1": 1 << 20}
+    for way, wanted in (("one", ""), ("auto", "auto"), ("file", str(by_file))):
+        options = de.Options(device=name, device_map=wanted, sequence_length=16, sequences=2)
+        options = dataclasses.replace(options, max_memory=limits if way == "auto" else {})
+        session = de.open(str(folder), options=options)
+        session.apply(de.Recipe.of(map(de.Rule.parse, ("*=bfloat16", "*.mlp=float8_e4m3fn"))))
+        report = session.drift()
+        session.undo()
+        session.cast("*.mlp", "int8")
+        figures = [str(report.output), str(report.modules), str(session.drift().output), str(session.causes().causes)]
+        figures.append(session.generate(4)[0].candidate.ids)
+        found[way] = [sorted(each for each, size in report.memory.resident_by_device if size), figures]
+    del session, report
+    gc.collect()
+    device.limits = {1: device.allocated_on[1] + 20_000}
+    options = de.Options(device=name, device_map="auto", max_memory=limits)
+    found["full"] = _told(lambda: str(de.open(str(folder), options=options)))
+    device.limits, device.count = {}, 1
+    options = de.Options(
+        device=name, device_map="auto", max_memory={f"{name}:0": 10_000}, sequence_length=16, sequences=2
+    )
+    found["scan"] = list(de.open(str(folder), options=options).scan(["int8"], draws=4).scores().values())
+    return found
+
+
 def main() -> None:
     import transformers
 
@@ -102,6 +136,7 @@ def main() -> None:
     found["picked"] = {name: _told(lambda name=name: str(pick_device(name))) for name in sys.argv[2:]}  # type: ignore[misc]
     session = de.open(str(folder), options=de.Options(device=fake_accelerator.NAME, sequence_length=32, sequences=1))
     found["over"] = over_memory(folder / "twin")
+    found["two"] = on_two(folder)
     fake_accelerator.device.limit = fake_accelerator.device.allocated + 2000
     found["full"] = _told(session.drift)
     fake_accelerator.device.limit = None

@@ -184,6 +184,13 @@ _RUNNING = (
         "machine.",
     ),
     click.Option(
+        ["--device-map"],
+        default="",
+        metavar="auto|FILE",
+        help="Distribute the model over several devices. auto: fill one accelerator after the other, each up to --max-memory, then "
+        'the CPU. FILE: a JSON file that maps modules to devices, such as {"model.layers.0": "cuda:1"}.',
+    ),
+    click.Option(
         ["--random-weights"],
         is_flag=True,
         help="Run the model even if its files lack some weights, which then get random values. Without this option, such a model "

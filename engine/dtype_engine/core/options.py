@@ -164,6 +164,10 @@ class Options:
     """The most bytes of memory that weights may take, keyed by device: "cpu" or the name of an accelerator, such as "cuda:0".
     Without an entry, all memory of the machine may be used.
     """
+    device_map: str = ""
+    """How to distribute the model over several devices. "auto": fill all accelerators of the chosen type, each up to its entry in
+    `max_memory`, then the CPU. Any other text is a JSON file that maps names of modules to devices. "": the model is on one device.
+    """
     workers: int | str | None = None
     """Where the app runs scans, the search for causes, and measurements of several recipes. A number: in this many processes. An
     address such as `tcp://HOST:8786`: on the cluster at this address. None: in the app's single engine. A `Session` always works in

@@ -28,6 +28,8 @@ class MemoryStats:
     resident_bytes: int | None = None
     """Bytes of the live module's tensors, including non-persistent buffers."""
     resident_by_device: tuple[tuple[str, int], ...] = ()
+    limits: tuple[tuple[str, int], ...] = ()
+    """The most bytes that the user lets weights take on a device, as pairs (device, bytes)."""
     rss_bytes: int | None = None
     """The resident set size of the process: its memory that is in RAM."""
     anonymous_bytes: int | None = None

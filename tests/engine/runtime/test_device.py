@@ -65,6 +65,20 @@ def test_a_model_larger_than_the_memory_to_use_has_the_same_figures(found: dict[
     assert over[1:] == inside[1:]
 
 
+def test_two_devices_have_the_figures_of_one(found: dict[str, Any]) -> None:
+    two = found["two"]
+    assert [two[way][0] for way in ("one", "auto", "file")] == [["fake:0"], ["fake:0", "fake:1"], ["fake:0", "fake:1"]]
+    assert two["auto"][1] == two["one"][1] == two["file"][1]
+
+
+def test_a_module_for_which_the_second_device_is_too_small_is_named(found: dict[str, Any]) -> None:
+    assert found["two"]["full"].startswith("model.layers.0: not enough memory on fake:1 (fake out of memory)")
+
+
+def test_a_scan_runs_partly_on_the_cpu(found: dict[str, Any]) -> None:
+    assert found["two"]["scan"] == pytest.approx(found["fake"]["estimated"], rel=1e-2, abs=1e-12)
+
+
 def test_float64_is_refused_by_name(found: dict[str, Any]) -> None:
     said = "can't be cast to float64, which fake does not have; use --device cpu"
     assert found["fake"]["float64"] == f"model.layers.0.mlp.gate_proj.weight {said}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from tests.helpers.recording_engine import make_app, running, say
 from tests.helpers.scenes import memory, ready
@@ -31,3 +33,16 @@ async def test_figures_of_an_engine_go_with_it(ended: bool) -> None:
         assert not [label for label in OF_THE_PROCESS if label in screen(app)]
         await say(app, pilot, events.Memory(app.controller.experiment.recipe, memory()))
         assert all(label in screen(app) for label in OF_THE_PROCESS)
+
+
+async def test_a_device_with_a_limit_has_a_bar() -> None:
+    app = make_app()
+    held = dataclasses.replace(
+        memory(), resident_by_device=(("cuda:0", 3 << 30), ("cuda:1", 1 << 30)), limits=(("cuda:0", 4 << 30),)
+    )
+    async with running(app) as pilot:
+        await ready(app, pilot)
+        await say(app, pilot, events.Memory(app.controller.experiment.recipe, held))
+        (line,) = [line for line in screen(app).splitlines() if "cuda:0 " in line and "of 4" in line]
+        assert "cuda:0   ▄▄▄▄▄▄▁▁ 3.0 GiB of 4.0 GiB" in line
+        assert "cuda:1 " not in screen(app).replace("cuda:0, cuda:1", "")

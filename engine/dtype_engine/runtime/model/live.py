@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.device import cache_budget, enough_memory, has_float64
 from dtype_engine.runtime.formats.row_blocks import finite_amax
+from dtype_engine.runtime.model.device_map import Places, distribute
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.side_settings import SideSettings
@@ -207,9 +209,9 @@ def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight
     return castable if len(castable) > 1 else []
 
 
-def _move(module: nn.Module, device: torch.device, originals: dict[int, torch.Tensor]) -> None:
-    """Move a module to a device. For some devices, torch replaces the module's tensor objects by new ones. Modules that shared a
-    tensor object before also share the new one.
+def _move(module: nn.Module, move: Callable[[], object], originals: dict[int, torch.Tensor]) -> None:
+    """Move a module to other devices by calling `move`. For some devices, torch replaces the module's tensor objects by new ones.
+    Modules that shared a tensor object before also share the new one.
 
     originals: data keyed by the `id` of a tensor object. Each new object's `id` is added, with the data of the old one.
     """
@@ -218,7 +220,7 @@ def _move(module: nn.Module, device: torch.device, originals: dict[int, torch.Te
         for held in (vars(child)["_parameters"], vars(child)["_buffers"]):
             for name, tensor in held.items():
                 places.setdefault(id(tensor), []).append((held, name))
-    module.to(device)
+    move()
     for key, ((held, name), *others) in places.items():
         for other, other_name in others:
             other[other_name] = held[name]
@@ -288,6 +290,7 @@ class LiveModel:
         quantized: Mapping[str, tuple[str, torch.Tensor]] | None = None,
         encoded: Mapping[str, StoredValues] | None = None,
         placements: Mapping[str, Placement] | None = None,
+        places: Places | None = None,
         **rest: Any,
     ) -> LiveModel:
         """Prepare a module for casting: set it to evaluation mode without gradients, move it to `device`, and keep its tensors as
@@ -295,9 +298,9 @@ class LiveModel:
 
         title: the name of the model. quantized: the dtype and scales of each weight that is stored with scales, keyed by any of the
         weight's names. encoded: the values of each weight for which the module has a placeholder, also keyed by any of its names.
-        placements: maps the name of each tensor of the checkpoint to where it is loaded in the module. rest: values for other
-        fields of `LiveModel`. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the module does not
-        fit on the device.
+        placements: maps the name of each tensor of the checkpoint to where it is loaded in the module. places: the devices of
+        single modules; None if all are on `device`. rest: values for other fields of `LiveModel`. Raises UserError if tensors have
+        no data, a module is compiled by TorchScript, or the module does not fit on the device.
         """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
@@ -320,14 +323,15 @@ class LiveModel:
                 raise UserError(f"{title}: {wide} is in float64, which {device} does not have; use --device cpu")
         encoded = encoded or {}
         originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
-        if device.type != "cpu":
+        if device.type != "cpu" or places is not None:
             for tensor in map(module.state_dict(keep_vars=True).__getitem__, encoded):
                 tensor.data = tensor.new_empty(0)  # moving a placeholder would take memory for the whole weight
             with enough_memory("the model", device):
-                _move(module, device, originals)
+                move = partial(module.to, device) if places is None else partial(distribute, module, places, device)
+                _move(module, move, originals)
         for name, tensor in module.state_dict(keep_vars=True).items() if encoded else ():
             if name in encoded:
-                tensor.data = encoded[name].held(device)
+                tensor.data = encoded[name].held(tensor.device)
         infos, tensors = collect_tensors(module)
         quantized = _by_canonical_name(infos, quantized or {})
         encoded = _by_canonical_name(infos, encoded)
@@ -352,7 +356,7 @@ class LiveModel:
             stored = encoded.get(info.name) or PlainValues(original)
             if info.name in quantized:
                 dtype, scale = quantized[info.name]
-                stored = QuantizedValues(original, scale.to(device), dtype)
+                stored = QuantizedValues(original, scale.to(tensor.device), dtype)
             weights[info.name] = Weight(info, tensor, stored, info.dtype, stored.scale)
         tree = tree_of(module, [*infos, *unused_infos])
         if checkpoint is not None:  # the module's own configuration may lack what quantized checkpoints declare
@@ -411,7 +415,7 @@ class LiveModel:
                 if cancelled():
                     raise Cancelled
                 name = weight.info.name
-                with enough_memory(f"{name} in {planned[name]}", self.device):
+                with enough_memory(f"{name} in {planned[name]}", weight.tensor.device):
                     weight.cast_to(planned[name], [self.weights[other] for other in shared.get(name, ())])
                 if on_progress is not None:
                     on_progress(done + 1, len(pending))

@@ -38,6 +38,7 @@ from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.device import pick_device
 from dtype_engine.runtime.model.architecture import Misfit, architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.constructed_buffers import construct_buffers
+from dtype_engine.runtime.model.device_map import places_of
 from dtype_engine.runtime.model.diffusers_models import (
     import_diffusers,
     is_diffusers,
@@ -83,7 +84,9 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
             raise NoForward(reason)
         visits = BlockVisits(usable_memory(options.max_memory) // BLOCKS)
         return_large_memory()  # passes run side by side in threads, and glibc has memory for each
-    elif checkpoint.stored_bytes > (most := _limit(device, options.max_memory, checkpoint.stored_bytes)):
+    elif not options.device_map and checkpoint.stored_bytes > (
+        most := _limit(device, options.max_memory, checkpoint.stored_bytes)
+    ):
         visits = BlockVisits(most // BLOCKS, keeps_pages=True)
     if checkpoint.form == "pickle" and source.trust_pickle and checkpoint.path.is_file():
         whole = load_pickle(checkpoint.path, trust=True)
@@ -111,6 +114,7 @@ def _from_checkpoint(
     if is_diffusers(checkpoint.config):
         run_decoder(loaded.module)
     on_step("listing the weights")
+    wanted = options.device_map
     live = LiveModel.wrap(
         loaded.module,
         source.title,
@@ -126,6 +130,7 @@ def _from_checkpoint(
         trust_remote_code=options.trust_remote_code,
         identities=checkpoint.identities,
         visits=visits,
+        places=places_of(loaded.module, wanted, device, options.max_memory) if wanted else None,
     )
     if visits is not None:
         visits.use_blocks(blocks(live, visits.most))

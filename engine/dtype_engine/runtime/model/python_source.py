@@ -21,6 +21,7 @@ from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.foreign_code import failures_as, with_type
 from dtype_engine.core.options import Options
 from dtype_engine.core.units import plural
+from dtype_engine.runtime.model.device_map import places_of
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.model.module_tree import collect_tensors
@@ -121,6 +122,7 @@ def load_python(source: Source, options: Options, device: torch.device, on_step:
         files=(options.weights,) if options.weights is not None and options.weights.is_file() else (),
         folder=source.path.parent if source.path else None,
         example_inputs=getattr(namespace, "example_inputs", None),
+        places=places_of(module, options.device_map, device, options.max_memory) if options.device_map else None,
     )
 
 

@@ -94,9 +94,10 @@ def version_of(tensor: torch.Tensor) -> int:
         return -1
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether a module has forward hooks or forward pre-hooks."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def has_forward_hooks(module: nn.Module, except_for: type) -> bool:
+    """Return whether a module has forward hooks or forward pre-hooks. except_for: the class of hooks that do not count."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not isinstance(hook, except_for) for hook in hooks)
 
 
 as_called: Callable[..., Any] = nn.Module._call_impl

@@ -46,7 +46,7 @@ class CandidateMode(WeightMode):
         return candidate_rows(weight, ids, self.compute)
 
     def part_of(self, weight: Weight, index: int) -> torch.Tensor | None:
-        part = weight.stored.part(index, self.device) if weight.scale is None else None
+        part = weight.stored.part(index, weight.tensor.device) if weight.scale is None else None
         return None if part is None else part.to(weight.tensor.dtype)
 
     def is_quantized(self, weight: Weight) -> bool:

@@ -62,12 +62,12 @@ class PartialCastMode(WeightMode):
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
         if not self.inside(self.module):
-            return reference_value(weight, self.device, dtype or self.compute)
+            return reference_value(weight, weight.tensor.device, dtype or self.compute)
         return candidate_value(weight, dtype or self.compute)
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
         if not self.inside(self.module):
-            return reference_rows(weight, ids, self.device, self.compute)
+            return reference_rows(weight, ids, weight.tensor.device, self.compute)
         return candidate_rows(weight, ids, self.compute)
 
     def is_quantized(self, weight: Weight) -> bool:

@@ -56,7 +56,7 @@ class ReferenceMode(WeightMode):
         return self.compute if is_coded(weight) else reference_dtype(weight)
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
-        return reference_value(weight, self.device, dtype or self.compute)
+        return reference_value(weight, weight.tensor.device, dtype or self.compute)
 
     def values_of(self, weights: Sequence[Weight], dtype: torch.dtype | None, name: str) -> list[torch.Tensor]:
         if self.widened is not None and name in _KEEPS_NO_ARGUMENT and not torch.is_grad_enabled():
@@ -64,10 +64,10 @@ class ReferenceMode(WeightMode):
         return super().values_of(weights, dtype, name)
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
-        return reference_rows(weight, ids, self.device, self.compute)
+        return reference_rows(weight, ids, weight.tensor.device, self.compute)
 
     def part_of(self, weight: Weight, index: int) -> torch.Tensor | None:
-        part = None if is_coded(weight) else weight.reference.part(index, self.device)
+        part = None if is_coded(weight) else weight.reference.part(index, weight.tensor.device)
         return None if part is None else part.to(reference_dtype(weight))
 
     def is_quantized(self, weight: Weight) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled
+from dtype_engine.runtime.model.device_map import MovesInputs
 from dtype_engine.runtime.model.torch_private import WithoutModes, as_called, call_instead, has_forward_hooks
 from dtype_engine.runtime.passes.forward_pass import ForwardPass
 from dtype_engine.runtime.passes.output_cache import clone_output
@@ -71,7 +72,7 @@ class ModuleCalls:
 
     def with_hooks(self) -> frozenset[str]:
         """Return the names of submodules with forward hooks, such as those with which transformers collects hidden states."""
-        return frozenset(name for name, module in self._modules.items() if has_forward_hooks(module))
+        return frozenset(name for name, module in self._modules.items() if has_forward_hooks(module, MovesInputs))
 
     def _put_everywhere(self, made: Callable[[str], Call]) -> None:
         self._undo = [call_instead(module, made(name)) for name, module in self._modules.items()]
@@ -126,12 +127,15 @@ class ModuleCalls:
                 run.attended.add(module, *args, **kwargs)
         return args
 
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """A context manager for the arithmetic of observers, which is not part of the forward pass. In its `with` block, no
+    def _apart(self) -> AbstractContextManager[object]:
+        """Return a context manager for the arithmetic of observers, which is not part of the forward pass. In its `with` block, no
         torch-function mode intercepts calls, autocast is off, and so is the model's own `torch.inference_mode`. (Tensors created in
         inference mode could not be written to after the pass.)
         """
+        return self._with_defaults() if self._autocast_on or torch.is_inference_mode_enabled() else WithoutModes()
+
+    @contextmanager
+    def _with_defaults(self) -> Iterator[None]:
         with ExitStack() as contexts:
             if torch.is_inference_mode_enabled():
                 contexts.enter_context(torch.inference_mode(False))

@@ -59,13 +59,11 @@ class LocalErrors:
         self,
         weights: Mapping[str, Weight],
         compute: torch.dtype,
-        device: torch.device,
         budget: int,
         rounds: bool = False,
     ) -> None:
         self.weights = weights
         self.compute = compute
-        self.device = device
         self.budget = budget
         self.rounding = ActivationRounding() if rounds else None
         self._cast: OrderedDict[tuple[str, str, int | None], torch.Tensor] = OrderedDict()
@@ -98,14 +96,15 @@ class LocalErrors:
         all.
         """
         weight = self.weights[name]
-        return self._read(weight.reference, rows).to(reference_dtype(weight))
+        return self._read(weight.reference, rows, weight.tensor.device).to(reference_dtype(weight))
 
-    def _read(self, values: StoredValues, rows: slice | None) -> torch.Tensor:
+    @staticmethod
+    def _read(values: StoredValues, rows: slice | None, device: torch.device) -> torch.Tensor:
         """Return the values at some indexes of a weight's first dimension, on the device; None: at all indexes."""
         if rows is None:
-            return values.read(self.device)
-        part = values.part(rows.start, self.device) if rows.stop == rows.start + 1 else None
-        return values.read(self.device)[rows] if part is None else part[None]
+            return values.read(device)
+        part = values.part(rows.start, device) if rows.stop == rows.start + 1 else None
+        return values.read(device)[rows] if part is None else part[None]
 
     def _computed_in(self, name: str, dtype: str) -> str:
         """Return the dtype in which an operation uses a weight whose planned dtype is `dtype`. This is usually `dtype` itself. If
@@ -157,7 +156,7 @@ class LocalErrors:
             self._cast.move_to_end(key)
             return self._cast[key]
         weight = self.weights[name]
-        stored = self._read(weight.stored, rows)
+        stored = self._read(weight.stored, rows, weight.tensor.device)
         values = values_in(stored, dtype, reference_dtype(weight), self._amax(name, dtype, rows is not None))
         self._cast[key] = values
         self._held += values.nbytes
@@ -199,12 +198,13 @@ class _Rerun:
         ]
         self.floating = any(tensor.is_floating_point() for tensor in self.activations)
         self.func = operation.func
-        if errors.device.type == "cpu" and operation.name in PRODUCTS:
+        device = operation.outputs[0].device
+        if device.type == "cpu" and operation.name in PRODUCTS:
             self.func = summed_in_float32(operation.func)
         self.cast = {key: source for key, source in operation.sources.items() if source.weight in weights}
         self.new: dict[int, torch.Tensor] = {}
         self.known: dict[int, Weight] = {}
-        self.site = WeightMode(self.known, errors.device)
+        self.site = WeightMode(self.known, device)
         self.site.module = operation.module
         for key, source in operation.sources.items():
             if source.weight not in weights:

@@ -163,7 +163,6 @@ class Scan:
         self._local = LocalErrors(
             self.model.weights,
             compute,
-            self.model.device,
             self.budget // 2,
             self.settings.quantize_activations == "weights",
         )

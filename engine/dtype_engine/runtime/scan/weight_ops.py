@@ -461,7 +461,7 @@ class WeightOpRecorder(ReferenceMode):
             return output
         # Nothing before the first operations requires a gradient, so adding `_start` (0) makes their outputs require one.
         new = {
-            id(tensor): tensor.add_(self._start.to(tensor.dtype)) if in_place else tensor + self._start.to(tensor.dtype)
+            id(tensor): tensor.add_(self._start.to(tensor)) if in_place else tensor + self._start.to(tensor)
             for tensor in floats
             if not tensor.requires_grad
         }

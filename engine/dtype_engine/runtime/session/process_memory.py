@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,11 +66,13 @@ def reset_peaks(device: torch.device) -> None:
     reset_peak(device)
 
 
-def memory_stats(model: LiveModel, plan: Plan, kept_outputs: tuple[int, int] | None) -> MemoryStats:
+def memory_stats(
+    model: LiveModel, plan: Plan, kept_outputs: tuple[int, int] | None, limits: Mapping[str, int]
+) -> MemoryStats:
     """Return the current number of bytes of a model's weights under a plan, of this process, and of the model's device.
 
     kept_outputs: the number of bytes of the module outputs that are kept for later measurements, and the limit for this number;
-    None if nothing was measured yet.
+    None if nothing was measured yet. limits: the most bytes that weights may take, keyed by device.
     """
     process = process_memory(model.files)
     kept, budget = kept_outputs or (None, None)
@@ -79,6 +81,7 @@ def memory_stats(model: LiveModel, plan: Plan, kept_outputs: tuple[int, int] | N
         planned_bytes=plan.planned_bytes,
         resident_bytes=model.resident_bytes,
         resident_by_device=tuple(model.resident_by_device().items()),
+        limits=tuple(limits.items()),
         rss_bytes=process.rss,
         anonymous_bytes=process.anonymous,
         mapped_bytes=process.mapped,

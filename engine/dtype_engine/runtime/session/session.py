@@ -361,7 +361,7 @@ class Session:
             >>> session.memory().stored_bytes
             2831232
         """
-        return memory_stats(self.model, self.plan, self.kept_outputs)
+        return memory_stats(self.model, self.plan, self.kept_outputs, self.options.max_memory)
 
     def export(
         self,

@@ -140,7 +140,7 @@ def test_with_sequences_enough_they_take_turns() -> None:
 def narrowed(session: Any, weight: str) -> CastWeightsMode:
     """The reference with this weight in bfloat16."""
     model, cpu = session.model, torch.device("cpu")
-    errors = LocalErrors(model.weights, torch.float32, cpu, budget=1 << 20)
+    errors = LocalErrors(model.weights, torch.float32, budget=1 << 20)
     return CastWeightsMode(model.by_id, cpu, {weight: "bfloat16"}, errors)
 
 

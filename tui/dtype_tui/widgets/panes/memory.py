@@ -10,7 +10,7 @@ from dtype_engine.core.layer_kinds import totals_by_kind
 from dtype_engine.core.units import change_text, human_bytes, percent
 from dtype_engine.reports.text_memory import budget_words
 from dtype_tui.rendering.cells import meter, short_bytes, stacked
-from dtype_tui.rendering.palette import colour
+from dtype_tui.rendering.palette import colour, heat
 from dtype_tui.state.full_rows import memory_rows
 from dtype_tui.widgets.panes.base import Pane
 from dtype_tui.widgets.panes.drift import rows_table
@@ -18,6 +18,8 @@ from dtype_tui.widgets.panes.drift import rows_table
 _LABEL = len("resident ")
 _MOST_BY_KIND = 5_000
 """Maximum number of tensors in a model whose bytes are shown by kind of layer. Sorting more takes too long after a key."""
+_BAR = 8
+"""The width of the bar of a device in cells."""
 
 
 class MemoryPane(Pane):
@@ -28,10 +30,10 @@ class MemoryPane(Pane):
         "percentages are shares of these bytes, or the change from stored. "
         "KV cache: what the model keeps of earlier tokens, at the context that :context sets. "
         "together: the weights, this cache, and the activations of a pass over this context, which :activations estimates. "
-        "resident: all tensors of the live model now. process: the resident set; anonymous is the process's private memory, mapped "
-        "are pages of the checkpoint's files, which the system can reclaim. peak: of the process since the last "
-        "measurement began. cache: outputs of modules that the next measurement reuses, and their limit (--keep); they "
-        "are part of the process or, if the model is on a device, of the device."
+        "resident: all tensors of the live model now, with a bar for each device that --max-memory limits. "
+        "process: the resident set; anonymous is the process's private memory, mapped are pages of the checkpoint's files, which "
+        "the system can reclaim. peak: of the process since the last measurement began. cache: outputs of modules that the next "
+        "measurement reuses, and their limit (--keep); they are part of the process or, if the model is on a device, of the device."
     )
 
     def corner(self, activity: str) -> Text:
@@ -71,6 +73,18 @@ class MemoryPane(Pane):
         if memory is not None and memory.resident_bytes is not None:
             devices = ", ".join(name for name, size in memory.resident_by_device if size)
             lines.append(_row("resident", human_bytes(memory.resident_bytes), f" {devices}"))
+            limits = dict(memory.limits)
+            for name, size in memory.resident_by_device:
+                limit = limits.get(name, limits.get(name.partition(":")[0]))
+                if limit:
+                    filled = meter(size / limit, _BAR, heat(min(1.0, size / limit)))
+                    lines.append(
+                        Text.assemble(
+                            (f"{name:<{_LABEL}}", "dim"),
+                            *filled,
+                            (f" {short_bytes(size)} of {short_bytes(limit)}", "dim"),
+                        )
+                    )
         if memory is not None and memory.device_allocated_bytes is not None:
             peak = f", peak {short_bytes(memory.device_peak_bytes or 0)}"
             lines.append(_row("device", short_bytes(memory.device_allocated_bytes), peak))

@@ -1,0 +1,89 @@
+"""Which module is on which device, by a file and by the budgets of devices. `test_device.py` runs models on two devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine.cli import cli
+from dtype_engine.cli.program import run
+from dtype_engine.runtime.model.device_map import automatic, places_of
+
+CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
+
+
+class Layered(nn.Module):
+    """An embedding of 4,000 bytes, which the head shares, and three layers of 800 bytes each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 10)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"a": nn.Linear(10, 10, bias=False), "b": nn.Linear(10, 10, bias=False)}) for _ in range(3)
+        )
+        self.head = nn.Linear(10, 100, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def placed(*devices: torch.device) -> dict[str, torch.device]:
+    return dict(zip(("embed", "layers.0", "layers.1", "layers.2", "head"), devices, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("budgets", "expected"),
+    [
+        ({FIRST: 10_000, CPU: 0}, {"": FIRST}),
+        ({FIRST: 5_600, SECOND: 800, CPU: 99}, placed(FIRST, FIRST, FIRST, SECOND, SECOND)),
+        ({FIRST: 3_999, SECOND: 4_000, CPU: 9_999}, placed(SECOND, CPU, CPU, CPU, CPU)),
+        ({FIRST: 4_799, CPU: 9_999}, placed(FIRST, CPU, CPU, CPU, CPU)),
+    ],
+)
+def test_devices_are_filled_in_their_order(budgets: dict[torch.device, int], expected: dict[str, torch.device]) -> None:
+    """A layer stays whole, and a shared weight counts once."""
+    assert automatic(Layered(), budgets) == expected
+
+
+def test_what_fits_nowhere_is_named_with_the_budgets() -> None:
+    with pytest.raises(
+        de.UserError, match=r"^layers\.1: its 800 B do not fit into what is left of cuda:0 4\.\d+ KiB, cpu 800 B$"
+    ):
+        automatic(Layered(), {FIRST: 4_500, CPU: 800})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "this is no device map: Expecting"),
+        ("[]", "this is no device map: it must map modules to devices"),
+        ('{"nowhere": "cpu"}', "the model has no module nowhere"),
+        ('{"embed": "cpu"}', r'it names no device for layers\.0\.a; "" stands for all other modules'),
+        ('{"": "disk"}', "no device 'disk' here"),
+        ('{"": 7}', "no device"),
+    ],
+)
+def test_a_file_that_is_no_map_of_the_model_is_refused_in_a_sentence(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    file.write_text(text)
+    with pytest.raises(de.UserError, match=words):
+        places_of(Layered(), str(file), FIRST, {})
+
+
+def test_a_map_to_one_device_changes_no_figure(make_llama: Callable[..., Path]) -> None:
+    found = []
+    for wanted in ("", "auto"):
+        options = de.Options(device="cpu", device_map=wanted, sequences=1, sequence_length=16)
+        session = de.open(str(make_llama()), options=options)
+        session.cast("*.mlp", "bfloat16")
+        report = session.drift()
+        found.append((report.output, report.modules))
+    assert found[0] == found[1]
+
+
+def test_a_map_that_is_missing_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, "dtype-engine", ["drift", "--device", "cpu", "--device-map", "none.json"]) == 2
+    assert "none.json: this is no device map: " in capsys.readouterr().err
