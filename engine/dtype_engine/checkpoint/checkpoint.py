@@ -16,7 +16,7 @@ from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.parameter_counts import parameters_meant
 from dtype_engine.checkpoint.prequantized import QuantizedWeight, read_quantized
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes import CODES, EncodedWeight, read_encoded
+from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Form = Literal["safetensors", "pickle", "gguf", "diffusers", "adapter"]
 
 
+_NOT_CODES = frozenset({"float64", "float32", "bfloat16", "float16", "int64", "bool"})
+"""The dtypes of a file without quantized weights. Each scheme has a tensor in another dtype: codes, or what describes them."""
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -89,8 +91,12 @@ class Checkpoint:
         """
         if self.form == "gguf":
             return self._of_gguf[0]
-        if self.form != "safetensors":
+        if self.form != "safetensors" or all(tensor.dtype in _NOT_CODES for tensor in self.foreign.values()):
             return {}
+        from dtype_engine.checkpoint.schemes.readers import (
+            read_encoded,  # the first screen of most checkpoints does not need it
+        )
+
         found = read_encoded(self.foreign, self.config, self.metadata)
         return found | {alias: found[first] for alias, first in self.aliases.items() if first in found}
 
