@@ -8,16 +8,17 @@ from typing import Generic, TypeVar
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.kv_formats import format_of_caches, may_name_caches, names_caches, parse_format
+from dtype_engine.core.kv_formats import KV_FORMATS, format_of_caches, may_name_caches, names_caches, parse_format
 from dtype_engine.core.text import Name
 from dtype_engine.recipe.pattern import compile_pattern
 
 _State = TypeVar("_State")
+_TARGETS = frozenset((*dtypes.CASTABLE_DTYPES, *KV_FORMATS, dtypes.STORED))
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Casts every tensor that `pattern` selects to `dtype`.
+    """Casts every tensor that `pattern` selects to `dtype`. Raises UserError for an unknown dtype.
 
     Example:
         >>> de.Rule.parse("*.mlp=bf16")
@@ -28,8 +29,12 @@ class Rule:
     """Names of modules or tensors, with wildcards; or `type:` and a class; or `re:` and a regular expression."""
     dtype: str
     """A name in `dtypes.CASTABLE_DTYPES` or, for KV caches, in `KV_FORMATS`; or `dtypes.STORED`, with which tensors keep their
-    stored dtypes.
+    stored dtypes. A rule made with another spelling of such a name, such as `bf16`, gets the name itself.
     """
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _TARGETS:  # written in another way, such as `bf16`
+            object.__setattr__(self, "dtype", Rule.make(self.pattern, self.dtype).dtype)
 
     @classmethod
     def make(cls, pattern: str, dtype: object) -> Rule:

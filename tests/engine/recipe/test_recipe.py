@@ -269,3 +269,10 @@ def test_the_same_plan_is_made_once() -> None:
     assert other.dtypes != made.dtypes
     assert make_plan(tree, recipe) == made  # of another recipe in between: made anew, and the same
     assert make_plan(TREE, recipe) is not made
+
+
+def test_a_rule_made_without_parsing_takes_every_spelling_of_a_dtype() -> None:
+    assert Rule("a.0", "bf16") == Rule("a.0", "torch.bfloat16") == Rule.parse("a.0=bf16")
+    assert make_plan(TREE, Recipe.of([Rule("a.0", "bf16")])).dtypes["a.0.weight"] == "bfloat16"
+    with pytest.raises(UserError, match=r"unknown dtype 'blfoat16': did you mean bfloat16\?"):
+        Rule("a.0", "blfoat16")
