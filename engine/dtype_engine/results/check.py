@@ -84,7 +84,7 @@ KINDS: dict[str, Kind] = {
     ),
     "index-entry": Kind(
         "entries of the index that disagree with the files",
-        "Loaders that open only the file that the index names don't find the tensor.",
+        "Loaders that open only the file that the index names don't find the tensor, and plan memory by the index's total_size.",
         ("huggingface/huggingface_hub#4728",),
     ),
     "tie-differs": Kind(

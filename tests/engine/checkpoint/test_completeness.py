@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.checkpoint.check import check
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 
@@ -105,6 +107,17 @@ def test_scans_and_searches_say_the_share_on_the_first_line(sharded: Path, capsy
         assert capsys.readouterr().out.splitlines()[0].endswith("; 20 of 21 tensors found")
         assert run(cli, "dtype-engine", [*command, *quick, "--random-weights", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["coverage"]["missing"] == [DOWN]
+
+
+def test_a_wrong_total_size_is_a_finding(sharded: Path) -> None:
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    assert check(open_checkpoint(sharded), "x").findings == ()
+    index["metadata"]["total_size"] += 1
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    (finding,) = check(open_checkpoint(sharded), "x").findings
+    held = sum(tensor.nbytes for file in sharded.glob("*.safetensors") for tensor in load_file(file).values())
+    assert (finding.kind, finding.tensor) == ("index-entry", "total_size")
+    assert finding.what == f"is {held + 1:,}, and the tensors have {held:,} bytes"
 
 
 def test_an_index_that_names_another_file_is_a_notice(
