@@ -49,6 +49,11 @@ def share_text(count: int, whole: int) -> str:
     return f"{human_count(count)} {share:.1f} %" if share >= 0.1 else human_count(count)
 
 
+def perplexity_text(perplexity: float) -> str:
+    """Return a perplexity as text, such as `12.3456`, or `1.5353e+14` from a million on."""
+    return f"{perplexity:.4f}" if perplexity < 1e6 else f"{perplexity:.4e}"
+
+
 def seconds_text(seconds: float) -> str:
     """Return a duration as text, such as `12.3 ms` or `1.24 s`."""
     return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -15,6 +15,7 @@ from dtype_engine.core.units import (
     human_bytes,
     human_count,
     percent_with_error,
+    perplexity_text,
     seconds_text,
     with_error,
 )
@@ -226,7 +227,7 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
         top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
         rows.append((top1_words(drift), top1, "of positions"))
     if output.perplexity_reference is not None and output.perplexity_candidate is not None:
-        perplexities = f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}"
+        perplexities = " → ".join(map(perplexity_text, (output.perplexity_reference, output.perplexity_candidate)))
         ratio = with_error(output.log_ratio or 0.0, output.log_ratio_se)
         rows.append(("perplexity", perplexities, "reference → candidate"))
         rows.append(("ln ratio", ratio, "of the perplexities, ± standard error"))

@@ -13,6 +13,7 @@ from dtype_engine.core.units import (
     human_bytes,
     percent,
     percent_with_error,
+    perplexity_text,
     plural,
     seconds_text,
     share_text,
@@ -182,7 +183,7 @@ def drift_text(report: DriftReport) -> str:
         lines.append(f"same top-1 {top1} of positions")
     if output.perplexity_reference is not None and output.perplexity_candidate is not None:
         lines.append(
-            f"perplexity {output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}, ln ratio "
+            f"perplexity {perplexity_text(output.perplexity_reference)} → {perplexity_text(output.perplexity_candidate)}, ln ratio "
             f"{with_error(output.log_ratio or 0.0, output.log_ratio_se)}"
         )
         if output.dp_mean is not None and output.dp_rms is not None:

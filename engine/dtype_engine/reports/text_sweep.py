@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import human_bytes
+from dtype_engine.core.units import human_bytes, perplexity_text
 from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.sweep import SweepReport, SweepRow
 
@@ -27,7 +27,7 @@ def sweep_text(report: SweepReport) -> str:
     rows = [
         (
             "*" if row.best else " ", printable(row.recipe), human_bytes(row.planned_bytes), f"{row.drift:.4e}",
-            *((f"{row.output.perplexity_candidate or math.nan:.3f}",) if perplexity else ()),
+            *((perplexity_text(row.output.perplexity_candidate or math.nan),) if perplexity else ()),
             *(change.short for change in row.metrics),
         )
         for row in report.rows

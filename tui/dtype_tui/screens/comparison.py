@@ -10,7 +10,7 @@ from rich.text import Text
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels, human_bytes, plural, seconds_text, signed
+from dtype_engine.core.units import decibels, human_bytes, perplexity_text, plural, seconds_text, signed
 from dtype_engine.recipe import Plan, Recipe, make_plan, tensor_bytes
 from dtype_engine.results.drift import ModuleDrift, sqnr_gain
 from dtype_engine.results.meaning import meaning
@@ -130,7 +130,7 @@ def _same_top(entry: MeasuredRecipe) -> str | None:
 
 def _perplexity(entry: MeasuredRecipe) -> str | None:
     value = entry.output.perplexity_candidate
-    return None if value is None else f"{value:.4f}"
+    return None if value is None else perplexity_text(value)
 
 
 def _metric(entry: MeasuredRecipe, name: str) -> str | None:

@@ -15,7 +15,7 @@ from textual.widgets import DataTable, Static
 from dtype_engine.core.dtypes import BY_NAME
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels, seconds_text
+from dtype_engine.core.units import decibels, perplexity_text, seconds_text
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.meaning import Meaning, meaning
 from dtype_tui.rendering.canvas import Series, axes_around, linear_axes, plot
@@ -140,7 +140,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
             "SQNR dB": Text(sqnr, justify="right"),
             "KL nats": Text(_number(output.kl_mean, ".3e"), justify="right"),
             "same top-1": Text(top1, justify="right"),
-            "perplexity": Text(_number(output.perplexity_candidate, ".4f"), justify="right"),
+            "perplexity": Text(_perplexity(output.perplexity_candidate), justify="right"),
             **{printable(name, 24): _metric_cell(entry, name) for name in metric_names(self._entries)},
             "time": Text(_time_or_extent(entry), justify="right", style="dim" if entry.in_part else ""),
             _RULES: Text(("now: " if now else "") + truncate(_rules(entry), 200), style="bold" if now else ""),
@@ -285,6 +285,10 @@ def _number(value: float | None, form: str) -> str:
     if value is None:
         return ""
     return "not finite" if math.isnan(value) else format(value, form)
+
+
+def _perplexity(value: float | None) -> str:
+    return "" if value is None else perplexity_text(value)
 
 
 def _rules(entry: MeasuredRecipe) -> str:

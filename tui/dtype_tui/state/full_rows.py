@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.dtypes import BY_NAME
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import change_text, decibels, human_bytes, percent_with_error, plural
+from dtype_engine.core.units import change_text, decibels, human_bytes, percent_with_error, perplexity_text, plural
 from dtype_engine.reports.text_drift import extent_text, floor_text, kl_text, modules_extent_text, sqnr_text
 from dtype_engine.reports.text_memory import budget_words, cache_words, size_words
 from dtype_engine.results.meaning import meaning
@@ -74,7 +74,8 @@ def _figures(experiment: Experiment, output: OutputDrift, extent: Extent) -> Ite
         top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
         yield "same top-1", top1 + _baseline(base, _top1)
     if output.perplexity_reference is not None and output.perplexity_candidate is not None:
-        yield "perplexity", f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}"
+        both = output.perplexity_reference, output.perplexity_candidate
+        yield "perplexity", " → ".join(map(perplexity_text, both))
     report = experiment.results.report
     for change in report.metrics if report is not None else ():
         pinned = None if base is None else base.metric(change.name)
