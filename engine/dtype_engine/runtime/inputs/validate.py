@@ -96,7 +96,7 @@ def _check_ids(model: LiveModel, name: str, value: torch.Tensor, where: str) -> 
         raise UserError(f"{where}: {name} is {_shape(value)}; it must be [batch, positions]")
     if not value.numel():
         raise UserError(f"{where}: {name} is {_shape(value)}: it has no tokens")
-    rows = _id_count(model, name)
+    rows = id_count(model, name)
     if rows is None:
         return
     low, high = int(value.min()), int(value.max())
@@ -111,7 +111,7 @@ def _check_ids(model: LiveModel, name: str, value: torch.Tensor, where: str) -> 
         )
 
 
-def _id_count(model: LiveModel, name: str) -> int | None:
+def id_count(model: LiveModel, name: str) -> int | None:
     """Return how many different ids the argument `name` may hold, such as the size of the vocabulary for `input_ids`, or None if
     that is unknown.
     """

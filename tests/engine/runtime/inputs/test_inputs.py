@@ -247,6 +247,16 @@ def test_arguments_of_a_module_of_ones_own_mean_what_they_mean_there() -> None:
         check_fits(model, Batch(kwargs={"ids": torch.ones(3)}), "here")
 
 
+def test_a_tokenizer_of_another_model_is_named(tmp_path: Path) -> None:
+    folder = checkpoint_folders.save("llama", tmp_path / "llama", processed=False)
+    words = dict.fromkeys(["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", "horse"]) | {"zebra": None}
+    vocabulary = {word: 99 if word == "zebra" else place for place, word in enumerate(words)}
+    transformers.BertTokenizer(vocab=vocabulary).save_pretrained(folder)
+    assert opened(folder, prompts=("horse",)).drift().output.elements
+    with pytest.raises(de.UserError, match=r"prompt 2: the tokenizer of llama gives the token id 99, .* \(0 to 63\)"):
+        opened(folder, prompts=("horse", "horse zebra")).drift()
+
+
 def test_jsonl_has_text_prompts_and_conversations(saved: Callable[..., Path], tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
