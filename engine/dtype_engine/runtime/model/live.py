@@ -193,6 +193,8 @@ class Weight:
         if self.decoded or self.visited:
             return self.stored.nbytes
         held = self.tensor if self.stashed is None else self.stashed
+        if held.layout is not torch.strided:
+            return self.info.nbytes
         return held.nbytes + (self.scale.nbytes if self.scale is not None else 0)
 
 

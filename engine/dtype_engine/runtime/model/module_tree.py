@@ -41,10 +41,20 @@ def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torc
             dtype_name(tensors[key].dtype),
             kinds[key],
             tuple(dict.fromkeys(known[1:])),
+            **_if_sparse(tensors[key]),
         )
         for key, known in names.items()
     ]
     return infos, {known[0]: tensors[key] for key, known in names.items()}
+
+
+def _if_sparse(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the fields of `TensorInfo` that say that a tensor is sparse and how many bytes its values and indices take, or {}."""
+    if tensor.layout is torch.strided:
+        return {}
+    entries = tensor.to_sparse_coo().coalesce()
+    nbytes = entries.values().nbytes + entries.indices().nbytes
+    return {"packed_bytes": nbytes, "uncastable_reason": "is sparse, and is never cast"}
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -177,3 +177,38 @@ def test_a_module_that_the_model_converts_itself_has_the_values_of_its_cast(dtyp
         after = opened.model.weights["router.weight"].tensor.data
         assert after.dtype == before.dtype
         assert torch.equal(after.view(torch.uint8), before.view(torch.uint8))
+
+
+class Graph(nn.Module):
+    """A layer of a graph network: its sparse buffer averages neighbors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("neighbors", (torch.eye(6) + torch.eye(6).roll(1, 0)).to_sparse())
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.neighbors, self.up(x).float())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_sparse_tensor_stays_as_it_is(dtype: str) -> None:
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    session = de.open(Graph(), inputs=(x,))
+    session.cast("*", dtype)
+    info = session.tree.tensors["neighbors"]
+    assert (info.nbytes, info.why_not_cast) == (12 * 4 + 2 * 12 * 8, "is sparse, and is never cast")
+    with torch.no_grad():
+        r, up = Graph()(x), Graph().up
+        scale = up.weight.abs().amax(1, keepdim=True) / 127, up.bias.abs().max() / 127
+        cast = [
+            each.bfloat16().float() if dtype == "bfloat16" else (each / by).round() * by
+            for each, by in zip((up.weight, up.bias), scale, strict=True)
+        ]
+        x = x.bfloat16().float() if dtype == "bfloat16" else x
+        up_x = nn.functional.linear(x, *cast)
+        c = Graph().neighbors @ (up_x.bfloat16().float() if dtype == "bfloat16" else up_x)
+    assert session.drift().output.mean_abs == pytest.approx(float((c - r).abs().mean()), rel=1e-3)
+    with pytest.raises(de.UserError, match="is sparse, and is never cast"):
+        session.cast("neighbors", "bfloat16")
