@@ -288,7 +288,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _perplexity(value: float | None) -> str:
-    return "" if value is None else perplexity_text(value)
+    return _number(value, ".4f") if value is None or math.isnan(value) else perplexity_text(value)
 
 
 def _rules(entry: MeasuredRecipe) -> str:

@@ -82,10 +82,10 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
     # Every text is at least one sequence, so no more texts are needed than sequences.
     samples = list(islice(text_samples(options) if given else _DEFAULT_SAMPLES, options.sequences))
     for sample, (ids, text) in zip(samples, encoded(tokenizer, samples, model.title, options), strict=True):
-        if ids.numel() and (highest := int(ids.max())) >= (rows := id_count(model, "input_ids") or highest + 1):
+        if ids.numel() and (highest := int(ids.max())) >= (count := id_count(model, "input_ids") or highest + 1):
             raise UserError(
                 f"{sample.where}: the tokenizer of {model.title} gives the token id {highest}, beyond the model's vocabulary "
-                f"(0 to {rows - 1}): it is the tokenizer of another model"
+                f"(0 to {count - 1}): it is the tokenizer of another model"
             )
         for start in range(0, len(ids), longest):
             part = ids[start : start + longest]

@@ -52,7 +52,7 @@ def _if_sparse(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the fields of `TensorInfo` that say that a tensor is sparse and how many bytes its values and indices take, or {}."""
     if tensor.layout is torch.strided:
         return {}
-    entries = tensor.to_sparse_coo().coalesce()
+    entries = tensor.to_sparse().coalesce()
     nbytes = entries.values().nbytes + entries.indices().nbytes
     return {"packed_bytes": nbytes, "uncastable_reason": "is sparse, and is never cast"}
 
