@@ -45,24 +45,23 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
         if name.startswith("quantization_config."):  # `dim` is an axis there, and no size of the model
             continue
         key = name.rpartition(".")[2]
+        shown = f"{value:.17g}" if -1e300 < value < 1e300 else "beyond 1e300"  # a larger int is no float
         if _COUNTS.fullmatch(key):
             limit, of_files = max(_ALWAYS_COUNTS, tensors), f"{tensors} tensors"
         elif _WIDTHS.fullmatch(key):
             limit, of_files = max(_ALWAYS_WIDTH, most), f"at most {most} elements in a tensor"
         elif _POSITIONS.fullmatch(key):
             if value > _MOST_POSITIONS:
-                raise NoForward(
-                    f"{where}: {printable(name, 100)} is {value:.17g}, and no model has over {_MOST_POSITIONS}"
-                )
+                raise NoForward(f"{where}: {printable(name, 100)} is {shown}, and no model has over {_MOST_POSITIONS}")
             continue
         else:
             continue
         if value > limit:
             raise NoForward(
-                f"{where}: {printable(name, 100)} is {value:.17g}, and there are {of_files} beside it: these are not one model"
+                f"{where}: {printable(name, 100)} is {shown}, and there are {of_files} beside it: these are not one model"
             )
         if value < 0 and (key.startswith(("num_", "n_")) or _WIDTHS.fullmatch(key)):
-            raise NoForward(f"{where}: {printable(name, 100)} is {value:.17g}, which no model has")
+            raise NoForward(f"{where}: {printable(name, 100)} is {shown}, which no model has")
 
 
 def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:

@@ -276,6 +276,7 @@ def _written_gguf(case: dict[str, Any], path: Path) -> Path:
             elif isinstance(value, float):
                 writer.add_float32(name, value)
             elif isinstance(value, str):
+                value.encode()
                 writer.add_string(name, value)
             elif isinstance(value, list) and value and all(type(item) is int and abs(item) < 2**31 for item in value):
                 writer.add_array(name, value)

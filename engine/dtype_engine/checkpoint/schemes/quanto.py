@@ -60,13 +60,15 @@ def _bits(
         return None
     if scale.dtype not in FLOATS or shift.dtype not in (*FLOATS, "int8", "uint8"):
         return None
-    bias = tensors.get(f"{name.rpartition('.')[0]}.bias")
-    columns = groups * width / bias.shape[0] if bias is not None and bias.nbytes else _columns(name, config)
+    elements, bias = groups * width, tensors.get(f"{name.rpartition('.')[0]}.bias")
+    columns = elements // bias.shape[0] if bias is not None and bias.nbytes else _columns(name, config)
     if columns is None and width not in (32, 64, 96, 128):
         columns = width
-    if columns is None or columns % 1 or (groups * width) % columns or _group_size(int(columns)) != width:
+    if not columns or elements % columns or _group_size(columns) != width:
         return None
-    shape = groups * width // int(columns), int(columns)
+    shape = elements // columns, columns
+    if bias is not None and bias.shape != shape[:1]:
+        return None
     form = f"{SCHEME}:int{bits}@{block_name(width, shape[1])}"
     return EncodedWeight(name, shape, BITS, form, {CODES: codes, "scale": scale, "shift": shift}, {"bits": bits})
 

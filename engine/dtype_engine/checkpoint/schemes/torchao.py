@@ -87,8 +87,13 @@ def _int4(
     pair, (rows, columns) = sizes(block), (codes.shape[0], 2 * codes.shape[1])
     if pair is None or pair[0] != 1 or offset is None or codes.dtype not in ("int8", "uint8"):
         return None
-    grid, dtypes = (columns / pair[1], rows), (scale.dtype, offset.dtype)
-    if scale.shape != grid or offset.shape != grid or not set(dtypes) <= set(FLOATS):
+    grid = columns // pair[1], rows
+    if (
+        columns % pair[1]
+        or scale.shape != grid
+        or offset.shape != grid
+        or not {scale.dtype, offset.dtype} <= set(FLOATS)
+    ):
         return None
     parts = {CODES: codes, "scale": scale, "offset": offset}
     form = f"{SCHEME}:int4@{block_name(pair[1], columns)}"

@@ -118,6 +118,7 @@ WRONG = {
     "a million layers": ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, and there are"),
     "nine hundred layers": ({"num_hidden_layers": 900}, "a model of over"),
     "a width of 10^9": ({"hidden_size": 10**9}, "hidden_size is 1000000000, and there are at most"),
+    "a width that is no float": ({"hidden_size": 10**400}, "hidden_size is beyond 1e300"),
     "10^12 words": ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
     "10^13 positions": ({"max_position_embeddings": 10**13}, "no model has over"),
     "10^9 heads": ({"num_attention_heads": 10**9}, "num_attention_heads is 1000000000"),
