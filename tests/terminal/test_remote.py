@@ -71,6 +71,8 @@ def test_a_line_cut_while_measuring_is_told_and_the_reading_comes(opened: Opener
     terminal.wait_for(" ready")
     terminal.wait_for(r"SQNR +\d+\.\d")
     terminal.press("q")
+    terminal.wait_for("1 rule would be lost")
+    terminal.press("q")
     assert terminal.exit_status() == 0
     assert terminal.is_restored()
 
