@@ -155,8 +155,9 @@ def drift_text(report: DriftReport) -> str:
     from dtype_engine.results.drift import worst_modules  # the first paint does not need it
 
     output, memory = report.output, report.memory
+    itself = ", itself not finite" if output.nonfinite_reference else ""
     lines = [
-        f"model      {report.model} on {report.device}; reference {report.reference}{found_text(report.coverage)}",
+        f"model      {report.model} on {report.device}; reference {report.reference}{itself}{found_text(report.coverage)}",
         f"rules      {', '.join(report.rules) or 'none: as stored'}",
         *([f"quantized  {WEIGHTS_ONLY}"] if report.weights_only else []),
         *([f"settings   {report.settings}"] if report.settings != "defaults" else []),

@@ -19,6 +19,7 @@ from dtype_engine import Recipe, Rule
 from dtype_engine.core import throttle
 from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import Cancelled
+from dtype_engine.reports.text import drift_text
 from dtype_engine.results.drift import Extent
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.listener import MeasurementListener
@@ -267,6 +268,7 @@ def test_a_reference_that_is_not_finite_in_part_is_told() -> None:
         f"the reference itself is not finite in {positions} of the {report.output.elements:,} values of logits: "
         "the metrics cover the other values, and KL is undefined",
     )
+    assert "; reference float32, itself not finite" in drift_text(report).splitlines()[0]
 
 
 @pytest.mark.parametrize("name", architectures.ZOO)
