@@ -152,6 +152,7 @@ IN_MAIN = (
             Key("g", top, "GenerationScreen"),
             back,
             Key("t", last_command, "speed"),
+            Key("O", last_command, "over-memory"),
             Key("m", last_command, "measure"),
         ),
     ),

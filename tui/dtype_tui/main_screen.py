@@ -22,7 +22,7 @@ from textual.widgets import Static
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import CheckFiles, Download, MeasureSpeed, TraceCasts
+from dtype_engine.worker.commands import CheckFiles, Download, MeasureSpeed, OpenOverMemory, TraceCasts
 from dtype_tui.config.bindings import MAIN_KEYS
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.hint_keys import with_keys
@@ -366,6 +366,9 @@ class MainScreen(Screen[None]):
 
     def action_download_model(self) -> None:
         self._awaited.ask(Download())
+
+    def action_over_memory(self) -> None:
+        self._awaited.ask(OpenOverMemory())
 
     def action_causes(self) -> None:
         self._windows.causes()

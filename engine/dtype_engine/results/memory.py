@@ -47,3 +47,7 @@ class MemoryStats:
     """
     kept_budget_bytes: int | None = None
     """The largest value that `kept_bytes` may have."""
+    read_bytes: int | None = None
+    """Bytes of weights that were read from the files since the last measurement began. None if the model is not larger than
+    memory.
+    """

@@ -26,6 +26,7 @@ JobName = Literal[
     "activations",
     "check",
     "download",
+    "over-memory",
     "scan",
     "recipes",
     "values",
@@ -231,6 +232,14 @@ class Download(Command, frozen=True):
     finishes = True
 
 
+class OpenOverMemory(Command, frozen=True):
+    """Open the model again to run it from the disk, because it is larger than the memory."""
+
+    name = "over-memory"
+    needs_model = False
+    finishes = True
+
+
 class Generate(Command, frozen=True):
     """Generate `tokens` tokens twice: with the float32 reference, and with the model cast to the current recipe (the candidate)."""
 
@@ -301,6 +310,7 @@ FromTheApp = (
     | EstimateActivations
     | CheckFiles
     | Download
+    | OpenOverMemory
     | Generate
     | Scan
     | MeasureRecipes

@@ -36,8 +36,10 @@ class OpenModel:
     """The tree with module classes, if the architecture is known but the model could not be loaded; otherwise None."""
     why_closed: str = ""
     """Why the model could not be loaded, or "" if it was loaded."""
-    downloaded: Source | None = None
-    """The whole model, once it has been downloaded from a hub. It must be opened next, because `source` has only the headers."""
+    opens_next: tuple[Source, Options] | None = None
+    """What must be opened next in place of this model: the whole model, once a command has downloaded it, or the same model with
+    other options. None as long as this one stays open.
+    """
 
     @property
     def available(self) -> Available:

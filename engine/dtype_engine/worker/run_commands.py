@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dtype_engine.checkpoint import refuse_changed, unchanged
+from dtype_engine.checkpoint.memory_fit import shortfall
 from dtype_engine.core.cancellation import CancelToken
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.foreign_code import foreign_code, with_type
@@ -32,6 +33,7 @@ from dtype_engine.worker.commands import (
     MeasureFloor,
     MeasureRecipes,
     MeasureSpeed,
+    OpenOverMemory,
     Save,
     Scan,
     SetInputs,
@@ -101,6 +103,8 @@ class CommandRunner:
                 self._check(recipe, token)
             case Download():
                 self._download(recipe, token)
+            case OpenOverMemory():
+                self._open_over_memory()
             case Save():
                 return self._save(command, settings, token)
             case _:
@@ -292,7 +296,15 @@ class CommandRunner:
                 self._emit(events.WorkingProgress(recipe, what, done, total))
 
         path = source.hub.download(on_progress, token)
-        self._model.downloaded = replace(source, path=path, hub=None)
+        self._model.opens_next = replace(source, path=path, hub=None), self._model.options
+
+    def _open_over_memory(self) -> None:
+        model = self._model
+        if model.checkpoint is None or shortfall(model.checkpoint, model.options.max_memory) is None:
+            raise UserError(f"{model.source.title} fits into memory")
+        if model.options.over_memory or model.checkpoint.headers_alone:
+            raise UserError(model.why_closed or f"{model.source.title} runs from the disk already")
+        model.opens_next = model.source, replace(model.options, over_memory=True)
 
     def _save(self, command: Save, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
         """Write the file or folder that the command requests, and emit the result. A failure is emitted as a `Saved` event, because

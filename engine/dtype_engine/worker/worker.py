@@ -152,17 +152,17 @@ class Worker(Engine):
 
     def _work(self) -> None:
         _lower_priority()
-        while (downloaded := self._serve()) is not None:
-            self._source = downloaded
+        while (following := self._serve()) is not None:
+            self._source, self._options = following
             with self._changed:
                 waiting = (*self._queue.waiting, Measure())
                 self._replace_queue(replace(self._queue, available="opening", waiting=waiting))
         self._memory.busy.clear()
         self._emit(events.Idle())
 
-    def _serve(self) -> Source | None:
-        """Open the model and run commands on it until the worker is closed. Returns the whole model if a command has downloaded it;
-        it must be opened next.
+    def _serve(self) -> tuple[Source, Options] | None:
+        """Open the model and run commands on it until the worker is closed, or until a command says what must be opened next. Returns
+        that (`OpenModel.opens_next`).
         """
         from dtype_engine.worker.run_commands import CommandRunner  # the first paint does not need it
 
@@ -176,11 +176,11 @@ class Worker(Engine):
         runner = CommandRunner(
             model, self._planned_losses, self._emit, self._memory.emit_now, lambda: self._queue.in_full
         )
-        while model.available != "nothing" and model.downloaded is None and (begun := self._next()) is not None:
+        while model.available != "nothing" and model.opens_next is None and (begun := self._next()) is not None:
             self._memory.busy.set()
             self._run(runner, *begun)
         runner.close()
-        return model.downloaded
+        return model.opens_next
 
     def _next(self) -> tuple[Queue, CancelToken] | None:
         """Wait for a command. Returns the queue with this command running, and its cancel token. Returns None if the worker is

@@ -208,6 +208,20 @@ def test_it_is_refused_with_an_estimate(llama: Path) -> None:
     assert "--over-memory runs it from the disk" in str(refused.value)
 
 
+def test_bytes_of_experts_count_as_they_are_read(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**SIZES, num_hidden_layers=1, num_local_experts=4)
+    transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "moe")
+    over = opened(tmp_path / "moe", 1 << 21)
+    assert over.memory().read_bytes == 0
+    over.drift()
+    read = over.memory().read_bytes
+    assert read is not None
+    # All experts of the only layer are sent tokens, and the embedding's rows are looked up.
+    assert 0.8 < read / over.tree.stored_bytes <= 2
+    assert opened(tmp_path / "moe", None).memory().read_bytes is None
+
+
 def test_a_model_of_diffusers_is_refused(tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     diffusers.AutoencoderKL(norm_num_groups=8).save_pretrained(tmp_path / "vae")

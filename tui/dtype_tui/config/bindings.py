@@ -50,6 +50,7 @@ MAIN_KEYS: list[BindingType] = with_ids(
         Binding("plus", "zoom", "Zoom: show a pane alone, or everything again"),
         Binding("escape", "stop", "Stop the engine's jobs"),
         Binding("J", "jobs", "Jobs: list the running and waiting jobs, or stop one"),
+        Binding("O", "over_memory", "Over memory: run a model that is larger than the memory from the disk"),
         Binding("R", "restart_engine", "Restart the engine with the same recipe"),
         Binding("question_mark", "help", "Help"),
     ]

@@ -75,6 +75,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         (
             ("stop the running job", ("stop",)),
             ("jobs: stop one of them", ("jobs",)),
+            ("run from the disk", ("over-memory",)),
             ("restart the engine", ("restart-engine",)),
             ("all messages", ("messages",)),
             ("write a checkpoint, recipe", ("leave-with",)),

@@ -16,7 +16,7 @@ IN_THE_APP: Mapping[HintName, str] = {
     "replace": "",
     "no-autocast": "turn torch.autocast off first (key ,)",
     "download": ":download fetches the model",
-    "over-memory": "a start with --over-memory",
+    "over-memory": "O",
 }
 
 

@@ -15,6 +15,7 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "activations": ("following passes", "activations", ":activations estimates again"),
     "check": ("checking the files", "check", ":check checks again"),
     "download": ("downloading", "download", ":download goes on with it"),
+    "over-memory": ("opening", "opening", "O opens it again"),
     "scan": ("scan", "scan", "s resumes it"),
     "recipes": ("measuring recipes", "recipes", "the measured ones are in the history"),
     "values": ("reading the values", "values", "v reads them again"),

@@ -370,7 +370,12 @@ class VisitedValues(StoredValues):
         return self.values.rows(ids)
 
     def part(self, index: int, device: torch.device) -> torch.Tensor | None:
-        return self.visits.once((self, device, index), lambda: self.values.part(index, device), self.values)
+        def read() -> torch.Tensor | None:
+            if 4 * math.prod(self.shape) > self.visits.most:  # the block's own ranges leave this weight out
+                self.visits.bytes_read += self.nbytes // self.shape[0]
+            return self.values.part(index, device)
+
+        return self.visits.once((self, device, index), read, self.values)
 
     def release(self) -> None:
         self.values.release()

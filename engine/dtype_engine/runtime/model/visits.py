@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import ByteRange, CheckpointTensor
+from dtype_engine.core.cancellation import IsCancelled, never
+from dtype_engine.core.errors import Cancelled
 
 T = TypeVar("T")
 
@@ -51,13 +53,15 @@ class BlockVisits:
         blocks: the ranges of the files that each block reads, keyed by the name of its module. `use_blocks` sets it.
         most: how many bytes a block takes at most, in float32.
         keeps_pages: True if the files stay in memory, because only an accelerator's memory is too small for the weights.
-        bytes_read: how many bytes all blocks have read until now; a block counts each time that it runs.
+        cancelled: asked before values are read in a block. If it returns True, Cancelled is raised.
+        bytes_read: how many bytes all blocks have read since the last measurement began; a block counts each time that it runs.
     """
 
     def __init__(self, most: int, keeps_pages: bool = False) -> None:
         self.blocks: dict[str, tuple[ByteRange, ...]] = {}
         self.most = most
         self.keeps_pages = keeps_pages
+        self.cancelled: IsCancelled = never
         self.bytes_read = 0
         self._inside = ""
         self._values: dict[Any, Any] = {}
@@ -121,6 +125,8 @@ class BlockVisits:
         self.note_use(values)
         if key in self._values:
             return self._values[key]  # type: ignore[no-any-return]
+        if self.cancelled():
+            raise Cancelled
         made = make()
         parts = made if isinstance(made, tuple) else (made,)
         self._kept += sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))

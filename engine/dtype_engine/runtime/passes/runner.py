@@ -81,6 +81,8 @@ class ForwardRunner:
         """The duration in seconds of the last pass by `under`, without the time in which it waited for passes that ran side by side
         with it.
         """
+        if model.visits is not None:
+            model.visits.cancelled = cancelled
         blocks = model.visits.blocks if model.visits is not None else ()
         autocast_on = model.device.type if settings.autocast else None
         self._calls = ModuleCalls(model.module, cancelled, autocast_on, blocks, self.enter_block)

@@ -88,6 +88,7 @@ def memory_stats(
         peak_rss_bytes=process.peak_rss,
         kept_bytes=kept,
         kept_budget_bytes=budget,
+        read_bytes=model.visits.bytes_read if model.visits is not None else None,
     )
     if plan.caches:
         context = default_context(model.tree)

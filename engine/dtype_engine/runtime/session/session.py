@@ -480,6 +480,8 @@ class Session:
             all_modules=listener.all_modules or (lambda: self.options.modules == "exact"),
         )
         reset_peaks(self.model.device)
+        if self.model.visits is not None:
+            self.model.visits.bytes_read = 0
         totals = self._meter.measure(listener)
         report = self._meter.report(totals, self.recipe, self.memory(), self.lost_values(listener.cancelled))
         changes = (

@@ -32,7 +32,8 @@ class MemoryPane(Pane):
         "together: the weights, this cache, and the activations of a pass over this context, which :activations estimates. "
         "resident: all tensors of the live model now, with a bar for each device that --max-memory limits. "
         "process: the resident set; anonymous is the process's private memory, mapped are pages of the checkpoint's files, which "
-        "the system can reclaim. peak: of the process since the last measurement began. cache: outputs of modules that the next "
+        "the system can reclaim. peak: of the process since the last measurement began. "
+        "read: what this measurement has read of a model that is larger than the memory. cache: outputs of modules that the next "
         "measurement reuses, and their limit (--keep); they are part of the process or, if the model is on a device, of the device."
     )
 
@@ -70,7 +71,9 @@ class MemoryPane(Pane):
         if not experiment.model.live and experiment.room and not experiment.budget:
             fits = "fits" if plan.planned_bytes <= experiment.room else "does not fit"
             lines.append(Text(f"{fits} {human_bytes(experiment.room)} of memory", "dim"))
-        if memory is not None and memory.resident_bytes is not None:
+        if memory is not None and memory.read_bytes is not None:  # then the weights are not resident
+            lines.append(_row("read", human_bytes(memory.read_bytes), f" of {human_bytes(plan.stored_bytes)} a pass"))
+        elif memory is not None and memory.resident_bytes is not None:
             devices = ", ".join(name for name, size in memory.resident_by_device if size)
             lines.append(_row("resident", human_bytes(memory.resident_bytes), f" {devices}"))
             limits = dict(memory.limits)

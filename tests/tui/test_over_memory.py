@@ -1,0 +1,33 @@
+"""The app on a model that is larger than the memory: it says how long a pass takes, and runs it from the disk on request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.helpers.recorded_worker import make_engine
+from tests.helpers.screen_text import notices, screen, until
+from tests.matrix.forms import made
+
+from dtype_engine import Options
+from dtype_engine.checkpoint.source import locate
+from dtype_tui.app import DtypeApp
+from dtype_tui.state.launch import Launch
+
+
+async def test_the_estimate_and_the_run(tmp_path: Path) -> None:
+    folder = str(made("folder, bf16", tmp_path / "made").model)
+    source, options = locate(folder), Options(max_memory={"cpu": 1 << 12}, sequences=2, floor="never")
+    launch = Launch(source.title, source.peek()[0])
+    app = DtypeApp(launch, lambda emit, _: make_engine("thread", folder, options, emit))
+    async with app.run_test(size=(120, 36)) as pilot:
+        experiment = app.main.experiment
+        await until(pilot, lambda: experiment.model.no_forward is not None and experiment.tree.has_classes)
+        why = str(experiment.model.no_forward)
+        assert "O runs it from the disk, which reads all weights once for the reference" in why
+        assert "/s measured now" in why
+        await pilot.press("O")
+        await until(pilot, lambda: experiment.results.report is not None and "● ready" in screen(app))
+        assert experiment.model.no_forward is None
+        assert " a pass" in screen(app)
+        await pilot.press("O")
+        await until(pilot, lambda: any("runs from the disk already" in each for each in notices(app)))
