@@ -71,6 +71,12 @@ MISSED = 1
     "PNG files.",
 )
 @click.option(
+    "--save",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Save the measurement to this file while it runs. If the file exists, the measurement continues from it.",
+)
+@click.option(
     "--force",
     is_flag=True,
     help="Let --save-recipe, --report and --save-pictures replace files that exist. Without --force, an existing file is an "
@@ -98,6 +104,7 @@ def drift(
     save_recipe: Path | None,
     report_file: Path | None,
     save_pictures: Path | None,
+    save: Path | None,
     force: bool,
     with_causes: bool,
     suggest: bool,
@@ -131,7 +138,12 @@ def drift(
         raise UserError("drift --workers goes with --causes: one recipe is measured in one process")
     source = request.locate()
     session = request.open_session(source)
-    report = session.drift(MeasurementListener(on_progress=say_progress))
+    try:
+        report = session.drift(MeasurementListener(on_progress=say_progress), save=save)
+    except KeyboardInterrupt:
+        if save is not None:
+            print_stderr(f"{printable(str(save), 200)} has the finished sequences; the same command continues")
+        raise
     if save_recipe is not None:
         _save_measured(session, report, save_recipe, force)
     if save_pictures is not None:

@@ -161,8 +161,8 @@ class Worker(Engine):
         self._emit(events.Idle())
 
     def _serve(self) -> tuple[Source, Options] | None:
-        """Open the model and run commands on it until the worker is closed, or until a command says what must be opened next. Returns
-        that (`OpenModel.opens_next`).
+        """Open the model and run commands on it until the worker is closed, or until a command says what must be
+        opened next. Returns that (`OpenModel.opens_next`), or None.
         """
         from dtype_engine.worker.run_commands import CommandRunner  # the first paint does not need it
 

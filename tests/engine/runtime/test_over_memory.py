@@ -13,7 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import dtype_engine as de
-from dtype_engine.core.errors import Cancelled, NoForward
+from dtype_engine.core.errors import Cancelled, NoForward, UserError
+from dtype_engine.runtime.measure import drift
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.scan import local_errors
 
@@ -175,6 +176,33 @@ def test_a_model_that_changes_its_state_runs_one_sequence_after_the_other(
     monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", counting)
     inside, over = opened(llama, None), opened(llama, 1 << 21)
     assert measured(over, RECIPES[0]) == measured(inside, RECIPES[0])
+
+
+def test_a_saved_drift_continues_after_its_last_group(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drift, "MOST_UNSAVED", 3)
+    expected = measured(opened(llama, None), RECIPES[1])
+    over, file = opened(llama, 1 << 21), tmp_path / "drift.json"
+    over.apply(de.Recipe.of(map(de.Rule.parse, RECIPES[1])))
+    done: list[int] = []
+    listener = MeasurementListener(on_sequence=lambda totals: done.extend(totals.numbers), cancelled=lambda: bool(done))
+    with pytest.raises(Cancelled):
+        over.drift(listener, save=file)
+    assert len(json.loads(file.read_text())["totals"]["sequences"]) == 3
+    again = opened(llama, 1 << 21)
+    again.apply(de.Recipe.of(map(de.Rule.parse, RECIPES[1])))
+    for _ in range(2):
+        report = again.drift(save=file)
+        assert [report.output, report.modules, report.lost, report.sequences] == expected
+    before = again.memory().read_bytes
+    assert before == 0  # nothing is left to run
+    again.undo()
+    with pytest.raises(UserError, match="with other rules"):
+        again.drift(save=file)
+    file.write_text("{}")
+    with pytest.raises(UserError, match="is not a saved drift"):
+        again.drift(save=file)
 
 
 def test_it_can_be_stopped_within_a_block_and_goes_on(llama: Path) -> None:

@@ -52,6 +52,8 @@ MOST_KEPT = 2 << 30
 parameters.
 """
 
+MOST_UNSAVED = 8
+"""How many sequences run side by side at most if the measurement is saved: an interrupt loses the running ones."""
 _BYTES_SIDE_BY_SIDE = 12
 """How many bytes each element of an output needs while sequences run side by side: the float32 outputs of the reference and the
 candidate run, and temporary tensors.
@@ -114,15 +116,20 @@ class DriftMeter:
         self._routing = Routing.of(self.model)
         self._working = cache_budget(self.model.device) if self.working is None else self.working
 
-    def measure(self, listener: MeasurementListener | None = None, cancelled: IsCancelled = never) -> RunningTotals:
+    def measure(
+        self,
+        listener: MeasurementListener | None = None,
+        cancelled: IsCancelled = never,
+        begun: RunningTotals | None = None,
+    ) -> RunningTotals:
         """Measure until all inputs have been run, or until the metrics are as precise as the listener requires. Returns the totals.
 
-        cancelled: a function that returns True to stop the measurement; it is ignored if a listener is given. Raises NoForward,
-        KernelError, Cancelled.
+        cancelled: a function that returns True to stop the measurement; it is ignored if a listener is given. begun: the totals of
+        an earlier measurement that was stopped, to which the missing sequences are added. Raises NoForward, KernelError, Cancelled.
         """
         listener = MeasurementListener(cancelled=cancelled) if listener is None else listener
-        totals: RunningTotals | None = None
-        with closing(self.readings(listener)) as readings:
+        totals = begun
+        with closing(self.readings(listener, begun)) as readings:
             for totals in readings:
                 if listener.on_sequence is not None:
                     listener.on_sequence(totals)
@@ -175,17 +182,30 @@ class DriftMeter:
             pictures=totals.pictures,
         )
 
-    def readings(self, listener: MeasurementListener) -> Generator[RunningTotals, None, None]:
-        """Run the inputs one sequence at a time. After each sequence, yield the totals over all sequences run until then.
+    @property
+    def routed(self) -> bool:
+        """Whether the model routes tokens to experts."""
+        return self._routing is not None
+
+    def readings(
+        self, listener: MeasurementListener, begun: RunningTotals | None = None
+    ) -> Generator[RunningTotals, None, None]:
+        """Run the inputs one sequence at a time. After each sequence, yield the totals over all sequences run until then. begun: as
+        for `measure`.
 
         Raises NoForward, KernelError, Cancelled.
         """
-        batches, totals = self.inputs.batches, None
+        batches, totals = self.inputs.batches, begun
         progress = MeasurementProgress(listener.on_progress, batches, self._calls, self._modules)
         with ExitStack() as stack:
             reference_runner, candidate_runner = self._runners(listener.cancelled, stack)
             candidate_runner.calibrate_caches(batches)
-            for steps in self._groups(self._plan.steps(listener.all_modules or never)):
+            steps_left = (
+                step
+                for step in self._plan.steps(listener.all_modules or never)
+                if totals is None or not totals.has(step.number, step.compares_modules)
+            )
+            for steps in self._groups(steps_left, MOST_UNSAVED if listener.saves else None):
                 self._expect(progress, steps, totals, listener)
                 references = reference_runner.side_by_side(
                     [partial(self._reference, reference_runner, step, progress, len(steps)) for step in steps]
@@ -196,9 +216,7 @@ class DriftMeter:
                         name, output = reference.output_name, reference.output
                         classes_dim = classes_dimension(self.model.module, name, output, self.settings.classes_dim)
                         pixels = picture_range(self.model.module)
-                        totals = RunningTotals(
-                            name, output, classes_dim, len(batches), self._routing is not None, pixels
-                        )
+                        totals = RunningTotals(name, output, classes_dim, len(batches), self.routed, pixels)
                     batch, attended = batches[step.number], reference.attended
                     kept = KeptPositions.of(self.model.module, batch, self.model.device, attended)
                     comparers.append((kept, self._comparer(step, reference, totals, listener, kept)))
@@ -219,9 +237,10 @@ class DriftMeter:
                             listener.on_modules(totals.modules)
                     yield totals
 
-    def _groups(self, steps: Iterable[Step]) -> Iterator[list[Step]]:
+    def _groups(self, steps: Iterable[Step], most: int | None) -> Iterator[list[Step]]:
         """Yield each step alone or, if a model is larger than memory, groups of steps whose sequences run side by side. The outputs
-        of a group take at most `working` bytes, as estimated from the largest dimension of a weight.
+        of a group take at most `working` bytes, as estimated from the largest dimension of a weight. most: how many steps a group
+        has at most.
         """
         models = (self.model, self.candidate or self.model)
         over_memory = any(model.visits is not None for model in models)
@@ -229,7 +248,7 @@ class DriftMeter:
         group, nbytes = list[Step](), 0
         for step in steps:
             size = self.inputs.batches[step.number].elements * widest * _BYTES_SIDE_BY_SIDE
-            if group and (not over_memory or nbytes + size > self._working):
+            if group and (not over_memory or nbytes + size > self._working or len(group) == most):
                 yield group
                 group, nbytes = [], 0
             group.append(step)
@@ -261,7 +280,8 @@ class DriftMeter:
         """
         every = (listener.all_modules or never)()
         steps = {step.number: step.compares_modules for step in group}
-        left = {number: every or self._plan.compares(number) for number in group[-1].left}
+        added = () if totals is None else totals.numbers
+        left = {number: every or self._plan.compares(number) for number in group[-1].left if number not in added}
         steps |= left
         with_reference = [
             number for number, with_modules in steps.items() if not self._has_record(number, with_modules)

@@ -34,6 +34,8 @@ class MeasurementListener:
     """A function that is called with the drift of the modules whose metrics have changed, at most once a second within a pass."""
     on_sequence: OnSequence | None = None
     """A function that is called after every sequence with the running totals. Later sequences change the same object."""
+    saves: bool = False
+    """Whether `on_sequence` saves the totals. Fewer sequences of a model that is larger than memory then run side by side."""
     cancelled: IsCancelled = never
     """A function that is called between module calls. If it returns True, the measurement raises Cancelled."""
     precision: Callable[[], float | None] | None = None

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from dtype_engine.core.units import plural
@@ -14,9 +15,10 @@ from dtype_engine.results.pictures import MOST_PICTURES, PicturePair
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.modules.module_sums import ModuleSums
 from dtype_engine.runtime.measure.sampling_error import batch_means_error, relative_error
+from dtype_engine.runtime.numerics.compare.element_sums import ElementSums
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
 from dtype_engine.runtime.numerics.compare.pictures import small_picture
-from dtype_engine.runtime.numerics.compare.sequence_figures import SequenceFigures
+from dtype_engine.runtime.numerics.compare.sequence_figures import PositionFigures, SequenceFigures
 from dtype_engine.runtime.passes.kept_positions import AttendedPositions
 from dtype_engine.runtime.passes.one_pass import PassResult
 
@@ -46,6 +48,30 @@ class ReferenceRecord:
             for tensor in (self.output, *(self.modules or {}).values(), *self.choices.values())
         }
         self.nbytes = sum(held.values())
+
+
+class SavedSequence(msgspec.Struct):
+    """The results of one sequence, as they are saved."""
+
+    number: int
+    rows: int
+    left_out: int
+    sums: ElementSums
+    positions: tuple[list[float], list[bool], list[float], list[float]] | None
+    """The fields of `PositionFigures`."""
+    modules: dict[str, ModuleSums] | None
+
+
+class SavedTotals(msgspec.Struct):
+    """`RunningTotals` of outputs that are not pictures, as they are saved."""
+
+    output_name: str
+    dimensions: int
+    classes_dim: int | None
+    seconds: tuple[float, float]
+    modules_left_out: list[str]
+    left_wide: list[str]
+    sequences: list[SavedSequence]
 
 
 class RunningTotals:
@@ -106,19 +132,64 @@ class RunningTotals:
         if number in self.numbers:
             return
         self._comparison.add(reference.output, output, batch.next_tokens, number, kept)
-        self.numbers.append(number)
+        self._count(number)
         if self._picture_range is not None and output.ndim >= 4 and number < MOST_PICTURES:
             low, high = self._picture_range
             self._pictures[number] = PicturePair(
                 *(small_picture(each, low, high) for each in (reference.output, output))
             )
+        self._reference_seconds += reference.seconds
+        self._candidate_seconds += ran.seconds
+        self._reused = self._reused or ran.reused
+
+    def _count(self, number: int) -> None:
+        self.numbers.append(number)
         positions = self._comparison.sequences[number].positions
         if positions is not None:
             self._kl_within = self._kl_within if self._kl_means else batch_means_error(positions.kl)
             self._kl_means.append(float(positions.kl.mean()))
-        self._reference_seconds += reference.seconds
-        self._candidate_seconds += ran.seconds
-        self._reused = self._reused or ran.reused
+
+    def has(self, number: int, with_modules: bool) -> bool:
+        """Return whether the sequence with the index `number` was added and, if `with_modules` is set, its modules too."""
+        return number in self.numbers and (not with_modules or number in self._modules)
+
+    def saved(self) -> SavedTotals:
+        """Return the results until now as plain data, from which `restored` makes equal totals."""
+        sequences = []
+        for number in self.numbers:
+            one = self._comparison.sequences[number]
+            at = one.positions
+            figures = None if at is None else [each.tolist() for each in (at.kl, at.same_top, at.log_p, at.log_q)]
+            positions = None if figures is None else (figures[0], figures[1], figures[2], figures[3])
+            modules = self._modules.get(number)
+            sequences.append(SavedSequence(number, one.rows, one.left_out, one.sums, positions, modules))
+        return SavedTotals(
+            self.output_name,
+            self.dimensions,
+            self._comparison.classes_dim,
+            (self._reference_seconds, self._candidate_seconds),
+            sorted(self._left_out),
+            sorted(self._left_wide),
+            sequences,
+        )
+
+    @classmethod
+    def restored(cls, saved: SavedTotals, total: int, routed: bool) -> RunningTotals:
+        """Return totals with the results of `saved`. total, routed: as for the class."""
+        totals = cls(saved.output_name, torch.empty((0,) * saved.dimensions), saved.classes_dim, total, routed)
+        totals._reference_seconds, totals._candidate_seconds = saved.seconds
+        totals._left_out, totals._left_wide = set(saved.modules_left_out), set(saved.left_wide)
+        for one in saved.sequences:
+            positions = None
+            if one.positions is not None:
+                kl, same, *logs = one.positions
+                log_p, log_q = (torch.tensor(values, dtype=torch.float64) for values in logs)
+                positions = PositionFigures(torch.tensor(kl, dtype=torch.float64), torch.tensor(same), log_p, log_q)
+            totals._comparison.sequences[one.number] = SequenceFigures(one.rows, one.sums, positions, one.left_out)
+            totals._count(one.number)
+            if one.modules is not None:
+                totals.set_modules(one.number, one.modules)
+        return totals
 
     def set_modules(self, number: int, modules: dict[str, ModuleSums]) -> None:
         """Store the results of the modules for the sequence with the index `number`, which must have been added before. modules: by

@@ -47,15 +47,19 @@ from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remedy
 from dtype_engine.runtime.measure.noise_floor import measure_noise_floor
 from dtype_engine.runtime.measure.nonfinite import diagnose_nonfinite
+from dtype_engine.runtime.measure.running_totals import RunningTotals
 from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
 from dtype_engine.runtime.measure.user_metrics import MetricMeter, load_metrics
 from dtype_engine.runtime.measure.weight_errors import reference_differences
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.numerics.compare.pictures import picture_range
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.passes.state_restore import stored_values
 from dtype_engine.runtime.scan.last_scan import LastScan, ScanTask
+from dtype_engine.runtime.scan.saved import Fingerprint
 from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, OnStep
+from dtype_engine.runtime.session import saved_drift
 from dtype_engine.runtime.session.casting import Casting
 from dtype_engine.runtime.session.casting import OnProgress as OnCast
 from dtype_engine.runtime.session.component_inputs import inputs_of
@@ -446,12 +450,15 @@ class Session:
         return self.inputs
 
     @reading_weights
-    def drift(self, listener: MeasurementListener | None = None, cancelled: IsCancelled = never) -> DriftReport:
+    def drift(
+        self, listener: MeasurementListener | None = None, cancelled: IsCancelled = never, save: Path | None = None
+    ) -> DriftReport:
         """Run the reference and the candidate over the inputs, and compare their outputs.
 
         Args:
             listener: Receives the progress of the measurement, and decides how precise it has to be.
             cancelled: Checked between module calls; ignored if there is a listener.
+            save: A file in which finished sequences are saved, and from which the measurement continues.
 
         Returns:
             Metrics of the main output and of every module, `Options.metrics`, memory in bytes, times in seconds. `sequences` is the
@@ -461,6 +468,7 @@ class Session:
             NoForward: The model can't be run.
             KernelError: An operation has no kernel for a dtype.
             Cancelled: `cancelled()` returned True.
+            UserError: The file `save` holds another measurement, or the model makes pictures, which are not saved.
 
         Example:
             >>> _ = session.cast("*", "bfloat16")
@@ -482,12 +490,32 @@ class Session:
         reset_peaks(self.model.device)
         if self.model.visits is not None:
             self.model.visits.bytes_read = 0
-        totals = self._meter.measure(listener)
+        listener, begun = (listener, None) if save is None else self._saving(listener, save)
+        totals = self._meter.measure(listener, begun=begun)
         report = self._meter.report(totals, self.recipe, self.memory(), self.lost_values(listener.cancelled))
         changes = (
             metrics.measure(self.settings, listener.on_progress, listener.cancelled) if metrics is not None else ()
         )
         return dataclasses.replace(report, metrics=changes)
+
+    def _saving(self, listener: MeasurementListener, save: Path) -> tuple[MeasurementListener, RunningTotals | None]:
+        """Return (a listener that also saves the measurement after each sequence, the saved totals or None)."""
+        assert self._meter is not None
+        if picture_range(self.model.module) is not None:
+            raise UserError("--save: the pictures that this model makes are not saved")
+        batches, saved, on_sequence = self._meter.inputs.batches, None, listener.on_sequence
+        rules = [str(rule) for rule in self.recipe.rules]
+        fingerprint = Fingerprint.of(self.model, self._meter.inputs, rules, self.settings)
+        if save.exists():
+            saved = saved_drift.read(save, fingerprint, len(batches))
+
+        def keep(totals: RunningTotals) -> None:
+            saved_drift.write(save, fingerprint, totals.saved())
+            if on_sequence is not None:
+                on_sequence(totals)
+
+        begun = None if saved is None else RunningTotals.restored(saved, len(batches), self._meter.routed)
+        return dataclasses.replace(listener, on_sequence=keep, saves=True), begun
 
     def _metric_meter(self) -> MetricMeter | None:
         if self._metrics is None and self.options.metrics:

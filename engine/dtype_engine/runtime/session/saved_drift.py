@@ -1,0 +1,54 @@
+"""Reads and writes saved measurements: JSON files with the results of each finished sequence, and what they are valid for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+
+from dtype_engine.core.atomic_write import write_text_atomic
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.regular_files import read_regular, reading
+from dtype_engine.core.typed_data import as_plain, as_type
+from dtype_engine.runtime.measure.running_totals import SavedTotals
+from dtype_engine.runtime.scan.saved import Fingerprint, different
+
+_VERSION = 1
+_LARGEST = 4 << 30
+_OTHER = {"model": "another model", "inputs": "other inputs", "dtypes": "other rules", "settings": "other settings"}
+
+
+class SavedDrift(msgspec.Struct):
+    """The content of the file. `fingerprint.dtypes` are the rules."""
+
+    fingerprint: Fingerprint
+    totals: SavedTotals
+    drift_version: int = _VERSION
+
+
+def write(path: Path, fingerprint: Fingerprint, totals: SavedTotals) -> None:
+    """Save a measurement atomically. Raises UserError if the file can't be written."""
+    # The json module is used because msgspec's JSON can't represent infinity.
+    write_text_atomic(path, json.dumps(as_plain(SavedDrift(fingerprint, totals))), replace=True)
+
+
+def read(path: Path, expected: Fingerprint, sequences: int) -> SavedTotals:
+    """Read the results of a saved measurement. Raises UserError if the file is none, or if its model, inputs, rules or settings
+    differ from those of `expected`. sequences: the number of the inputs.
+    """
+    with reading(f"the saved drift {path}"):
+        text = read_regular(path, _LARGEST)
+    try:
+        saved = as_type(json.loads(text), SavedDrift)
+    except (ValueError, RecursionError):
+        raise UserError(f"{path} is not a saved drift; remove it or give another file") from None
+    except UserError as error:
+        raise UserError(f"{path} is not a saved drift ({error}); remove it or give another file") from None
+    numbers = {one.number for one in saved.totals.sequences}
+    if differing := different(saved.fingerprint, expected):
+        what = " and ".join(_OTHER[each] for each in differing)
+        raise UserError(f"the saved drift {path} was measured with {what}; remove it or give another file")
+    if len(numbers) < len(saved.totals.sequences) or not numbers <= set(range(sequences)):
+        raise UserError(f"{path} is not a saved drift (its sequences); remove it or give another file")
+    return saved.totals
