@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.helpers.peak_memory import anonymous_bytes, peak_anonymous, trim_heap
+from tests.helpers.peak_memory import anonymous_bytes, peak_anonymous
 
 import dtype_engine as de
+from dtype_engine.core.heap import trim_heap
 
 
 def main() -> None:

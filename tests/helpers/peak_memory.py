@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable
 from pathlib import Path
+
+from dtype_engine.core.heap import trim_heap
 
 
 def anonymous_bytes() -> int:
     """Anonymous resident memory of this process, in bytes."""
     return 1024 * int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
-
-
-def trim_heap() -> None:
-    """Give freed memory back to the system, so that it is not counted."""
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_anonymous(run: Callable[[], object]) -> int:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import sys
 
+import psutil
+
 _MMAP_THRESHOLD, _LARGE = -3, 1 << 20
 """glibc's name for a parameter of `mallopt`, and its value: memory of at least a MiB is mapped by itself."""
 
 
 def trim_heap() -> None:
     """Return freed memory to the system. glibc would otherwise keep it, and the process would seem as large as before."""
-    _call("malloc_trim", 0)
+    if hasattr(psutil, "heap_trim"):  # not with musl
+        psutil.heap_trim()
 
 
 def return_large_memory() -> None:
