@@ -372,7 +372,7 @@ class VisitedValues(StoredValues):
     def part(self, index: int, device: torch.device) -> torch.Tensor | None:
         def read() -> torch.Tensor | None:
             if 4 * math.prod(self.shape) > self.visits.most:  # the block's own ranges leave this weight out
-                self.visits.bytes_read += self.nbytes // self.shape[0]
+                self.visits.count((self, index), self.nbytes // self.shape[0])
             return self.values.part(index, device)
 
         return self.visits.once((self, device, index), read, self.values)

@@ -65,6 +65,7 @@ class BlockVisits:
         self.bytes_read = 0
         self._inside = ""
         self._values: dict[Any, Any] = {}
+        self._counted: set[Any] = set()
         self._kept = 0
         self._used: dict[int, _InFiles] = {}
         self._next: dict[str, str] = {}
@@ -110,6 +111,7 @@ class BlockVisits:
             values.release()
             ranges |= set(ranges_of(values.in_files))
         self._values.clear()
+        self._counted.clear()
         self._kept = 0
         self._used.clear()
         self._inside = ""
@@ -133,6 +135,12 @@ class BlockVisits:
         if self._kept <= _MOST_KEPT * self.most:
             self._values[key] = made
         return made
+
+    def count(self, key: Any, nbytes: int) -> None:
+        """Add to `bytes_read` what a block reads beside its ranges. In one visit, each `key` is counted once."""
+        if key not in self._counted:
+            self._counted.add(key)
+            self.bytes_read += nbytes
 
     def note_use(self, values: _InFiles) -> None:
         """When the current block ends, release the pages that `values` reads."""
