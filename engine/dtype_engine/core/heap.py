@@ -20,6 +20,10 @@ def trim_heap() -> None:
 def return_large_memory() -> None:
     """Return large memory to the system as soon as it is freed, from now on. glibc would otherwise keep up to 64 MiB for each
     thread.
+
+    glibc reads its environment variables only when a process starts, so this is a call by ctypes. A scan over memory of a Llama of
+    0.70 GiB took 927 MiB of anonymous memory at its peak, 1,556 MiB without this call, and 1,220 MiB with `trim_heap` after each
+    block instead. Its private address space (VmData) was 1,207, 1,831 and 1,863 MiB.
     """
     _call("mallopt", _MMAP_THRESHOLD, _LARGE)
 
