@@ -49,5 +49,5 @@ class MemoryStats:
     """The largest value that `kept_bytes` may have."""
     read_bytes: int | None = None
     """Bytes of weights that were read from the files since the last measurement began. None if the model is not larger than
-    memory.
+    the machine's memory.
     """

@@ -88,7 +88,7 @@ def memory_stats(
         peak_rss_bytes=process.peak_rss,
         kept_bytes=kept,
         kept_budget_bytes=budget,
-        read_bytes=model.visits.bytes_read if model.visits is not None else None,
+        read_bytes=None if model.visits is None or model.visits.keeps_pages else model.visits.bytes_read,
     )
     if plan.caches:
         context = default_context(model.tree)
