@@ -77,13 +77,19 @@ def end():
         os._exit(status)
 atexit.register(end)  # the first that is registered is the last that is called
 
-import contextlib, fcntl, gc, importlib, json, multiprocessing.forkserver, select, signal, socket, weakref
+import contextlib, fcntl, gc, importlib, json, multiprocessing.forkserver, pkgutil, select, signal, socket, weakref
+import dtype_engine, dtype_tui
 import dtype_engine.runtime.export, dtype_engine.runtime.session.session, dtype_engine.worker.stdio, dtype_engine.worker.worker
 import dtype_engine.worker.run_commands, dtype_engine.worker.writer, dtype_engine.worker.messages
 import dtype_tui.app, hypothesis, torch, transformers
 from transformers import AutoTokenizer, AutoModelForCausalLM, LlamaForCausalLM
 
-hypothesis.find(hypothesis.strategies.none(), lambda _: True)  # the first example waits until all modules' constants are read
+for package in (dtype_engine, dtype_tui):
+    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not found.name.endswith("__main__"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(found.name)  # ImportError: of an optional package
+hypothesis.find(hypothesis.strategies.integers(), lambda _: True)  # the first example waits until all modules' constants are read
 
 multiprocessing.set_executable(sys.argv[2])
 weakref.finalize._registry.clear()
