@@ -7,7 +7,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests.helpers import preloaded
 
 import dtype_engine as de
 from dtype_engine.checkpoint.source import Source, locate
@@ -152,9 +152,7 @@ def test_processes_end_with_the_one_that_started_them(opened: Opened, tmp_path: 
         "        print(result.process, flush=True)\n"
         "    time.sleep(600)\n"
     )
-    script = tmp_path / "starts.py"
-    script.write_text(program)
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(preloaded.command(program), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         worker = psutil.Process(int(process.stdout.readline()))
         process.kill()
