@@ -18,7 +18,7 @@ import pyte
 import pytest
 from PIL import Image
 from tests.helpers.terminal import QUICK, clean
-from tests.terminal.test_serve import served
+from tests.terminal.test_serve import forked, served
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SIZE = (1200, 800)
@@ -114,7 +114,7 @@ async def open_page(session: aiohttp.ClientSession, port: int) -> str:
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
 async def test_chromium_draws_the_app_and_its_keys_cast(browser: int) -> None:
-    with served("demo", *QUICK) as (shown, _):
+    with served("demo", *QUICK, *forked()) as (shown, _):
         await draw_and_cast(browser, shown)
 
 

@@ -21,8 +21,14 @@ from pathlib import Path
 import aiohttp
 import psutil
 import pytest
+from tests.helpers import preloaded
 from tests.helpers.paths import DEMO
 from tests.helpers.terminal import PROGRAM
+
+
+def forked() -> tuple[str, str]:
+    """Options with which the app's engine need not import torch."""
+    return ("--engine-command", shlex.join(preloaded.command(preloaded.ENGINE)))
 
 
 def free_port() -> int:
@@ -95,7 +101,7 @@ async def what_a_browser_sees(address: str, words: str, keys: str) -> tuple[str,
 
 
 def test_a_browser_gets_the_app_and_its_keys_work() -> None:
-    with served("demo") as (address, _):
+    with served("demo", *forked()) as (address, _):
         page, drawn = asyncio.run(what_a_browser_sees(address, r"matches.{0,60}18.{0,60}tensors", ":cast *.mlp bf16"))
     assert "<html" in page.lower()
     assert re.search(r"matches.{0,60}18.{0,60}tensors", drawn)
@@ -266,7 +272,7 @@ def test_a_page_sends_keys_and_sizes_within_limits_and_nothing_else(caplog: pyte
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process has open is counted on Linux")
 def test_idle_connections_leave_the_user_a_server_with_few_descriptors() -> None:
     """Three times as many as the server may have open, all at once and held open while the user comes."""
-    with contextlib.ExitStack() as held, served("demo", descriptors=64) as (address, server):
+    with contextlib.ExitStack() as held, served("demo", *forked(), descriptors=64) as (address, server):
         port = int(re.findall(r":(\d+)/", address)[0])
         for _ in range(200):
             idle = held.enter_context(socket.socket())
