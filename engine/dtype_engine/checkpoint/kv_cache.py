@@ -189,11 +189,15 @@ class _Reader:
             return KVCacheTensor(f"{module.name}.{KV_CACHE}.{part}", layer, **sizes)
 
         children = module.children
-        if "rg_lru" in children or "receptance" in children:
+        if "receptance" in children:
             self.notes["the states of recurrent layers are not counted: their sizes are not known here"] = None
             return
         convolution = next((children[name] for name in _CONVOLUTIONS if name in children), None)
         if convolution is not None and (shape := _shape(convolution)) is not None and len(shape) == 3:
+            if "rg_lru" in children:  # RecurrentGemma: one state of each channel
+                yield tensor("conv_state", fixed=shape[0] * (shape[2] - 1))
+                yield tensor("ssm_state", fixed=shape[0])
+                return
             yield tensor("conv_state", fixed=shape[0] * shape[2])
             state = self._recurrent_state(module)
             if state:
@@ -294,7 +298,7 @@ class _Windows:
 
     def __init__(self, config: Mapping[str, Any], notes: dict[str, None]) -> None:
         self._types = _layer_types(config)
-        self._sliding = _first(config, "sliding_window")
+        self._sliding = _first(config, "sliding_window", "attention_window_size")
         self._chunk = _first(config, "attention_chunk_size")
         if config.get("use_sliding_window") is False:
             self._sliding = None
@@ -328,6 +332,10 @@ def _layer_types(config: Mapping[str, Any]) -> list[str] | None:
         return listed
     layers = _layer_count(config)
     model_type = str(config.get("model_type"))
+    blocks = config.get("block_types")
+    if model_type == "recurrent_gemma" and isinstance(blocks, list) and blocks:
+        kinds = ["sliding_attention" if block == "attention" else "linear_attention" for block in blocks]
+        return [kinds[index % len(kinds)] for index in range(layers)]
     if model_type == "llama4_text":
         every = _first(config, "no_rope_layer_interval") or 4
         listed = config.get("no_rope_layers")

@@ -169,6 +169,19 @@ def test_shared_layers_name_the_layer_that_they_read() -> None:
     assert tensors["model.layers.3.self_attn.kv_cache.v"].shared_with is None
 
 
+def test_recurrent_gemma_has_a_window_and_keeps_states_in_its_modules() -> None:
+    """Its modules, not the cache, hold the states."""
+    settings = {**_GROUPED, "head_dim": 8, "lru_width": 32, "attention_window_size": 5}
+    module = transformers.RecurrentGemmaForCausalLM(transformers.RecurrentGemmaConfig(**settings)).eval()
+    cache = transformers.DynamicCache(config=module.config)
+    with torch.no_grad():
+        module(input_ids=torch.randint(3, 63, (BATCH, CONTEXT)), past_key_values=cache)
+    block: Any = module.model.layers[0].temporal_block
+    held = cache.layers[2].keys.numel() + cache.layers[2].values.numel()
+    held += 2 * (block.conv1d_state.numel() + block.rg_lru.recurrent_states.numel())
+    assert sum(tensor.elements(CONTEXT, BATCH) for tensor in from_headers(module).tensors) == held
+
+
 def _llama(**config: Any) -> KVCache:
     module = make("grouped heads")
     settings = module.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "layer_types": None} | config
