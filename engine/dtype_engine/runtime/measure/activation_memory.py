@@ -8,32 +8,36 @@ example, attention on a CPU uses some hundred KiB for each thread.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import json
 import logging
+import os
+import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import record_function
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.options import Options
+from dtype_engine.recipe.serving_memory import interpolated
 from dtype_engine.results.serving_memory import ActivationMemory
 from dtype_engine.runtime.model.load import build_on_meta
-from dtype_engine.runtime.model.torch_private import (
-    SAFE_SOFTMAX,
-    FakeTensorMode,
-    TorchDispatchMode,
-    recorded_allocations,
-    storage_id,
-)
+from dtype_engine.runtime.model.torch_private import SAFE_SOFTMAX, FakeTensorMode, TorchDispatchMode, storage_id
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 
+_LOOPED = (64, 128, 256)
+"""The context lengths from which estimates for longer ones are extrapolated if a model loops over tokens, as Mamba does without its
+kernels. To follow such a loop takes milliseconds for each token.
+"""
 _MODULE = "dtype_engine.module:"
 """The prefix of the marks in a record of allocations that say which module begins to run."""
 
@@ -45,7 +49,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """known: tensors that exist already, such as weights and inputs. Their bytes are not counted."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._counted = {storage_id(tensor): 0 for tensor in known}
-        self._now = self.peak = 0
+        self._now = self.peak = self.operations = 0
         self.running = self.module = ""
         """`running` is the name of the module that is running, and `module` the name of the module that ran at the peak."""
 
@@ -54,6 +58,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return _safe_softmax(*args)
         result = func(*args, **(kwargs or {}))
+        self.operations += 1
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if isinstance(tensor, torch.Tensor) and (key := storage_id(tensor)) not in self._counted:
                 storage = tensor.untyped_storage()
@@ -101,7 +106,7 @@ def measured(module: nn.Module, context: int, batch: int) -> ActivationMemory:
     """Run the model over `batch` sequences of `context` random tokens, as it is cast now, and return the peak of the memory that
     this needs. Raises NoForward if it is not known which inputs have this size, or if the pass fails.
     """
-    return _pass(module, _inputs(module, context, batch), context, batch, estimated=False)
+    return _pass(module, _inputs(module, context, batch), context, batch, estimated=False)[0]
 
 
 class ActivationEstimator:
@@ -136,18 +141,31 @@ class ActivationEstimator:
         """Return an upper bound for a pass over `batch` sequences of `context` tokens. Raises NoForward if the operations of a pass
         depend on values, which are unknown without running it, or if it is not known which inputs have this size.
         """
+        if context > _LOOPED[-1] and self._loops:
+            known = {length: self.estimate(length, batch) for length in _LOOPED}
+            nbytes = interpolated({length: found.nbytes for length, found in known.items()}, context)
+            return dataclasses.replace(known[_LOOPED[-1]], nbytes=round(nbytes), context=context)
         try:
-            found = self._estimate(context, batch)
+            found, _ = self._estimate(context, batch)
         except NoForward:
             if self._dtype != torch.float32 or self._width > 1:
                 raise
             # Torch can't describe some operations of float32, such as products of grouped experts.
             self._make_tensors(torch.bfloat16)
             self._width = 2
-            found = self._estimate(context, batch)
+            found, _ = self._estimate(context, batch)
         return dataclasses.replace(found, nbytes=self._width * found.nbytes)
 
-    def _estimate(self, context: int, batch: int) -> ActivationMemory:
+    @functools.cached_property
+    def _loops(self) -> bool:
+        """Whether most operations of a pass are in a loop over tokens."""
+        with suppress(NoForward):
+            few, more = (self._estimate(context, 1)[1] for context in _LOOPED[:2])
+            return more > 1.5 * few
+        return False
+
+    def _estimate(self, context: int, batch: int) -> tuple[ActivationMemory, int]:
+        """Return the estimate, and the number of operations of the pass."""
         logger = logging.getLogger("torch._subclasses.fake_tensor")
         level = logger.level
         logger.setLevel(logging.CRITICAL + 1)  # what it would log about a failure is also in the exception
@@ -168,7 +186,11 @@ def estimator_of(checkpoint: Checkpoint, options: Options, dtype: str) -> Activa
     return ActivationEstimator(made[0], torch_dtype(dtype))
 
 
-def _pass(module: nn.Module, inputs: Mapping[str, Any], context: int, batch: int, estimated: bool) -> ActivationMemory:
+def _pass(
+    module: nn.Module, inputs: Mapping[str, Any], context: int, batch: int, estimated: bool
+) -> tuple[ActivationMemory, int]:
+    """Return the memory of a pass, and the number of its operations if they were followed one by one, otherwise 0."""
+    operations = 0
     known = [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, inputs.values())]
     what = f"the memory of a pass over {context:,} tokens can't be {'estimated' if estimated else 'measured'}"
     with failures_as(NoForward, what), torch.no_grad():
@@ -176,17 +198,21 @@ def _pass(module: nn.Module, inputs: Mapping[str, Any], context: int, batch: int
             live = LiveBytes(known)
             with _naming_modules(module, live.enter), live:
                 output = module(**inputs)
-            peak, at = live.peak, live.module
+            peak, at, operations = live.peak, live.module, live.operations
         else:
             if known[0].device.type == "cuda":
                 module(**_inputs(module, 1, 1))  # cuBLAS keeps the workspace that its first product allocates
-            with _naming_modules(module, _mark), recorded_allocations() as record:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would write to standard error
+            with (
+                _naming_modules(module, _mark),
+                profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+            ):
                 output = module(**inputs)
-            peak, at = _peak_of(record)
+            peak, at = _peak_of(profiler)
     # A view, such as the last tokens of a window, keeps its whole storage: the rest counts as activations.
     before = set(map(storage_id, known))
     cache = sum(tensor.nbytes for tensor in _cache_tensors(output) if storage_id(tensor) not in before)
-    return ActivationMemory(peak - cache, at, context, batch, estimated)
+    return ActivationMemory(peak - cache, at, context, batch, estimated), operations
 
 
 def _mark(module: str) -> None:
@@ -194,14 +220,29 @@ def _mark(module: str) -> None:
         pass
 
 
-def _peak_of(record: Iterable[tuple[str, int]]) -> tuple[int, str]:
-    """Return the peak of the allocated bytes, and the name of the module that runs then. record: as in `recorded_allocations`."""
+def _peak_of(profiler: profile) -> tuple[int, str]:
+    """Return the peak of the bytes that torch's allocators handed out, and the name of the module that ran then.
+
+    The trace file is the only public record that has every allocation, workspace inside kernels included.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_bytes())["traceEvents"]
+    held: dict[tuple[int, int], int] = {}
+    """The bytes at each address. Memory from before the pass, which the pass may free, is not in it."""
     now = peak = 0
     running = at_peak = ""
-    for name, nbytes in record:
-        if name.startswith(_MODULE):
-            running = name.removeprefix(_MODULE)
-        now += nbytes
+    for event in sorted(events, key=lambda event: event.get("ts", 0.0)):
+        if event["name"].startswith(_MODULE):
+            running = event["name"].removeprefix(_MODULE)
+        elif event["name"] == "[memory]":
+            block, nbytes = (event["args"]["Device Type"], event["args"]["Addr"]), event["args"]["Bytes"]
+            if nbytes > 0:
+                held[block] = nbytes
+                now += nbytes
+            else:
+                now -= held.pop(block, 0)
         if now > peak:
             peak, at_peak = now, running
     return peak, at_peak

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DisableTorchFunction
-from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -33,7 +31,6 @@ __all__ = [
     "is_compiled",
     "is_wrapped",
     "own_tensors",
-    "recorded_allocations",
     "scripted_calls",
     "slots_of",
     "storage_id",
@@ -175,25 +172,3 @@ def tensor_slots(module: nn.Module, name: str) -> dict[str, torch.Tensor | None]
     tensor by any other. torch checks the type of the new tensor only when an attribute is assigned.
     """
     return module._parameters if name in module._parameters else module._buffers  # type: ignore[return-value]
-
-
-@contextmanager
-def recorded_allocations() -> Iterator[list[tuple[str, int]]]:
-    """Record what torch's allocators for the CPU and for CUDA do while the block runs. The list that the block gets is filled
-    at its end. In order of time, it has (name, 0) for each operation and each block of `torch.profiler.record_function` that
-    begins, and ("", bytes) for each allocation. The bytes are negative if memory is freed.
-
-    This is torch's older profiler, because the newer one writes messages to standard error.
-    """
-    found: list[tuple[str, int]] = []
-    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
-    try:
-        yield found
-    finally:
-        for of_thread in _disable_profiler_legacy():
-            event: Any  # torch declares that `kind` returns a number
-            for event in of_thread:
-                if event.kind() == "push":
-                    found.append((event.name(), 0))
-                elif event.kind() == "memory_alloc":
-                    found.append(("", event.cpu_memory_usage() + event.cuda_memory_usage()))

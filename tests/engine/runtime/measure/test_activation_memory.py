@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 from dtype_engine.core.errors import NoForward
+from dtype_engine.runtime.measure import activation_memory
 from dtype_engine.runtime.measure.activation_memory import ActivationEstimator, measured
 
 CONTEXT, BATCH = 192, 2
@@ -131,6 +132,24 @@ def test_an_estimate_is_an_upper_bound_and_near(name: str) -> None:
     assert real.nbytes - workspace <= found.nbytes <= 1.05 * real.nbytes
     assert found.module == real.module
     assert found.estimated
+
+
+def test_a_loop_over_tokens_is_followed_for_few_tokens_and_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the estimate for millions of tokens takes no longer than that for some hundred."""
+    monkeypatch.setattr(activation_memory, "_LOOPED", (16, 32, 64))  # shorter than in use, for time
+    settings = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=8)
+    module = transformers.MambaForCausalLM(settings).eval()
+    found = ActivationEstimator(without_data(module), torch.float32).estimate(7_000_000, BATCH)
+    assert found.nbytes == pytest.approx(10_000 * measured(module, 700, BATCH).nbytes, rel=0.01)
+    assert (found.context, found.batch) == (7_000_000, BATCH)
+
+
+def test_memory_that_the_pass_frees_and_did_not_allocate_is_not_counted() -> None:
+    module = make("llama")
+    before = measured(module, CONTEXT, BATCH).nbytes
+    ballast = [torch.zeros(1 << 20)]
+    module.model.layers[0].register_forward_pre_hook(lambda *_: ballast.clear())
+    assert measured(module, CONTEXT, BATCH).nbytes == before
 
 
 def test_an_estimate_of_a_length_that_no_memory_holds_takes_none() -> None:
