@@ -51,6 +51,14 @@ def test_activations_are_estimated_or_measured(capsys: pytest.CaptureFixture[str
     assert (estimate["estimated"], measure["estimated"]) == (True, False)
 
 
+def test_activations_are_those_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("--context", "200", "--activations", "measure")
+    wide, narrow = (
+        found(capsys, *common, "--cast", cast)["activations"]["nbytes"] for cast in ("*.mlp=bf16", "*=bf16")
+    )
+    assert 0.45 < narrow / wide < 0.55
+
+
 def test_a_budget_that_does_not_do_is_the_answer_no(capsys: pytest.CaptureFixture[str]) -> None:
     assert found(capsys, "--activations", "none", "--budget", "1MiB", status=1)["largest_context"] == 0
     assert run(cli, "dtype-engine", ["memory", "--activations", "none", "--budget", "4MiB"]) == 1

@@ -708,8 +708,10 @@ class Session:
 
     @reading_weights
     def activation_memory(self, context: int, batch: int = 1) -> ActivationMemory:
-        """Measure the memory that a forward pass over a prompt needs in addition to the weights and the KV cache, in the stored
-        dtypes.
+        """Measure the memory that a forward pass over a prompt needs in addition to the weights and the KV cache.
+
+        The pass computes in the dtype of most weights under the recipe if torch computes in it, otherwise in that of the model's
+        configuration.
 
         Args:
             context: The number of tokens in each sequence. The tokens are random.
@@ -722,8 +724,17 @@ class Session:
             >>> session.activation_memory(64).module
             'model.layers.5.mlp.up_proj'
         """
-        with stored_values(self.model):
+        cache = self.tree.kv_cache
+        dtype = serving_dtype(self.tree.totals(self.plan.dtypes)[""], cache)
+        if dtype == serving_dtype(self.tree.totals()[""], cache):
+            with stored_values(self.model):
+                return measured(self.model.module, context, batch)
+        recipe = self.recipe
+        self.use_recipe(Recipe.of([Rule.parse(f"*={dtype}")]))
+        try:
             return measured(self.model.module, context, batch)
+        finally:
+            self.use_recipe(recipe)
 
     def estimated_activations(
         self, contexts: Sequence[int], batch: int = 1, cancelled: IsCancelled = never
