@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from rich.console import RenderableType
 from rich.text import Text
 
@@ -67,7 +69,8 @@ class MemoryPane(Pane):
         if serving.activations is not None:
             beside = f", a pass {short_bytes(serving.activations.nbytes)}"
             lines.append(_row("together", human_bytes(serving.total_bytes), beside))
-        lines += [Text(sentence, "dim") for sentence in budget_words(serving)]
+        for sentence in budget_words(serving):
+            lines += [Text(part, "dim") for part in textwrap.wrap(sentence, self.columns)]
         if not experiment.model.live and experiment.room and not experiment.budget:
             fits = "fits" if plan.planned_bytes <= experiment.room else "does not fit"
             lines.append(Text(f"{fits} {human_bytes(experiment.room)} of memory", "dim"))
