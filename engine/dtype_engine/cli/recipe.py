@@ -169,7 +169,14 @@ def _lint_serving(sarif_of: Path | None, context: Context, target: str, as_objec
 def _lint_object(reading: Lint) -> dict[str, Any]:
     rules = [as_json(rule) | {"differs": rule.differs} for rule in reading.rules]
     overruled = [{"tensor": name, "here": here, "there": there} for name, here, there in reading.overruled]
-    return {"target": reading.target, "matcher": reading.matcher, "rules": rules, "overruled": overruled}
+    caches = as_json(reading.caches)
+    return {
+        "target": reading.target,
+        "matcher": reading.matcher,
+        "rules": rules,
+        "overruled": overruled,
+        "caches": caches,
+    }
 
 
 def _lint_lines(reading: Lint) -> list[str]:
@@ -181,7 +188,14 @@ def _lint_lines(reading: Lint) -> list[str]:
         lines.append(
             f"{len(reading.overruled)} tensors would go by another rule, first {name}: {here} decides here, {there} there"
         )
-    lines.append("the patterns differ; 'recipe convert' writes exact ones" if reading.differs else "no difference")
+    for problem in reading.caches.problems:
+        lines += [f"! {problem.effect}: {problem.why}", f"    {_some(problem.tensors)}"]
+    if reading.patterns_differ:
+        lines.append("the patterns differ; 'recipe convert' writes exact ones")
+    elif not reading.differs:
+        lines.append("no difference")
+    if reading.caches.flags:
+        lines.append(f"for the KV cache: {' '.join(reading.caches.flags)}")
     return lines
 
 

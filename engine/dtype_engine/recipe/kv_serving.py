@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_formats import KV_FORMATS
@@ -32,6 +33,10 @@ class CacheProblem:
     refused: bool
     """Whether the runtime does not have the format or the mix of formats at all. If False, it runs, but with other values."""
     tensors: tuple[str, ...]
+
+    @property
+    def effect(self) -> Literal["refused", "other values"]:
+        return "refused" if self.refused else "other values"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dtype_engine.core.errors import PatternError, TooSlow
+from dtype_engine.recipe.kv_serving import CacheServing, cache_serving
 from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.regexes import time_limit
 from dtype_engine.recipe.targets import Context, Match, Target
@@ -48,14 +49,21 @@ class Lint:
     """Tensors that the same rules match in this program and in the target, but that get different dtypes because another rule wins
     there. Each entry is (tensor, pattern that wins in this program, pattern that wins in the target).
     """
+    caches: CacheServing = field(default_factory=CacheServing)
+    """For llama.cpp: the options that give KV caches the recipe's formats, and what it can't do. Empty for all other targets."""
+
+    @property
+    def patterns_differ(self) -> bool:
+        return bool(self.overruled) or any(rule.differs for rule in self.rules)
 
     @property
     def differs(self) -> bool:
-        return bool(self.overruled) or any(rule.differs for rule in self.rules)
+        return self.patterns_differ or bool(self.caches.problems)
 
 
 def lint(context: Context, target: Target) -> Lint:
-    """Match every rule as this program and as `target` would, and return a comparison of the matches.
+    """Match every rule as this program and as `target` would, and return a comparison of the matches. Rules that select only KV
+    caches are not among the compared ones.
 
     Raises TooSlow if matching takes too long.
     """
@@ -64,6 +72,9 @@ def lint(context: Context, target: Target) -> Lint:
     there_by_rule: list[frozenset[str]] = []
     with time_limit(MATCHING_S):
         for rule, selection in zip(plan.recipe.rules, plan.selections, strict=True):
+            if selection.caches and not selection.tensors:
+                there_by_rule.append(frozenset())
+                continue
             try:
                 taken = target.match(context, rule.pattern)
             except TooSlow:
@@ -80,7 +91,11 @@ def lint(context: Context, target: Target) -> Lint:
                     taken.problem if missed else None,
                 )
             )  # fmt: skip
-    return Lint(target.name, target.matcher, tuple(compared), _overruled(context, target, there_by_rule))
+    caches = plan.caches if target.name == "llama.cpp" else {}
+    return Lint(
+        target.name, target.matcher, tuple(compared), _overruled(context, target, there_by_rule),
+        cache_serving(context.tree, caches, target.name),
+    )  # fmt: skip
 
 
 def _overruled(

@@ -78,7 +78,7 @@ def lint_serving(context: Context, runtime: Runtime, activations: Literal["none"
     served = cache_serving(context.tree, context.plan.caches, runtime)
     source = "vllm/config/cache.py: CacheConfig" if runtime == "vllm" else "python/sglang/srt/server_args.py"
     for problem in served.problems:
-        findings.append(Finding("refused" if problem.refused else "other values", problem.why, source, problem.tensors))
+        findings.append(Finding(problem.effect, problem.why, source, problem.tensors))
     return ServingLint(runtime, len(quantised), tuple(findings), served.flags)
 
 

@@ -83,6 +83,7 @@ def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
             f"another rule decides in {lint.target}",
             "The same rules match the tensor, but the tool gives precedence to another one.",
         ),
+        "kv-cache": (f"a KV cache has another format in {lint.target}", "No option gives it the recipe's format."),
     }
     results = [
         Result(
@@ -109,6 +110,11 @@ def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
             _line_of(file, here),
         )
         for name, here, there in lint.overruled[:_MOST_TENSORS]
+    ]
+    results += [
+        Result("kv-cache", f"{printable(name)}: {problem.why}", name, str(file))
+        for problem in lint.caches.problems
+        for name in problem.tensors[:_MOST_TENSORS]
     ]
     return sarif("recipe lint", rules, results)
 

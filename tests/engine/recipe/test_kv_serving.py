@@ -12,6 +12,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.kv_serving import cache_serving, modelopt_layers
+from dtype_engine.recipe.lint import lint as compare_patterns
 from dtype_engine.recipe.presets import preset
 from dtype_engine.recipe.serving import lint_serving, serving_lines
 from dtype_engine.recipe.targets import Context, target_named
@@ -100,6 +101,16 @@ def test_lint_and_conversions_know_caches() -> None:
         for layer in range(4)
         for part in "kv"
     }
+
+    rules = ["*.kv_cache.k=int8@token", "*.kv_cache.v=f16", "*.q_proj=int8"]
+    mixed = Context(tree, make_plan(tree, Recipe.of(map(Rule.parse, rules))), model_type="llama")
+    reading = compare_patterns(mixed, target_named("llama.cpp"))
+    assert reading.caches.flags == ("-ctk", "q8_0", "-ctv", "f16")
+    assert [problem.effect for problem in reading.caches.problems] == ["other values"]
+    assert reading.differs
+    assert [rule.pattern for rule in reading.rules] == ["*.q_proj"]
+    left = target_named("torchao").convert(Context(tree, plan)).left_out
+    assert {name for entry in left for name in entry.tensors} == set(plan.caches)
 
 
 @pytest.mark.parametrize(

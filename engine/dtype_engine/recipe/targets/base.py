@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dtype_engine.core import dtypes
@@ -101,7 +101,8 @@ class Target:
     """A function that says which pattern the tool applies if several match a tensor: it takes these patterns, and returns the index
     of one. None if the tool has no order of precedence.
     """
-    convert: Callable[[Context], Conversion]
+    write: Callable[[Context], Conversion]
+    """A function that converts the context's plan. Call `convert`, which also lists what `write` leaves out."""
     matchable: Callable[[Context], frozenset[str]]
     """A function that takes the context (plan and model) and returns the canonical names of all tensors that the tool's patterns
     can affect.
@@ -110,6 +111,16 @@ class Target:
     """A function that takes the context (plan and model) and a pattern, and returns the tensors that the tool would match. It
     raises PatternError for an invalid regular expression.
     """
+    writes_caches: bool = False
+    """Whether `write` knows the formats of KV caches."""
+
+    def convert(self, context: Context) -> Conversion:
+        """Return the context's plan in the format of the tool."""
+        written, losses = self.write(context), UnsupportedList()
+        if not self.writes_caches:
+            for name, form in context.plan.caches.items():
+                losses.add(name, form, dtypes.STORED, "a recipe for this tool has no formats of KV caches")
+        return replace(written, left_out=(*written.left_out, *losses.result()))
 
 
 def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object]:

@@ -197,4 +197,6 @@ def match(context: Context, pattern: str) -> Match:
     return Match(taken, None if taken else "the pattern must match GGUF names, such as blk.0.attn_q.weight")
 
 
-TARGET = Target(NAME, "regex_search in GGUF tensor names, in lower case", first, convert, matchable, match)
+TARGET = Target(
+    NAME, "regex_search in GGUF tensor names, in lower case", first, convert, matchable, match, writes_caches=True
+)

@@ -114,4 +114,4 @@ def match(context: Context, pattern: str) -> Match:
     return Match(taken, None if taken else "it must match the quantizer's name, which ends in .weight_quantizer")
 
 
-TARGET = Target(NAME, "fnmatch on quantizer names", last, convert, weights_in(KINDS), match)
+TARGET = Target(NAME, "fnmatch on quantizer names", last, convert, weights_in(KINDS), match, writes_caches=True)
