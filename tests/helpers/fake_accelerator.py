@@ -35,6 +35,8 @@ _PRODUCTS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_overrideable", "_grouped_mm", "addmv", "mv", "dot"}
 )
 """Products, whose last digits are not those of the CPU's kernels if `FakeDevice.own_digits` is True."""
+_INDEXED = frozenset({"index", "index_put", "index_put_", "_unsafe_index"})
+"""Operations that take indexes on the CPU, as CUDA's do."""
 _PointerOf = ctypes.pythonapi.PyCapsule_GetPointer
 _PointerOf.restype, _PointerOf.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 _own = torch.library.Library("aten", "IMPL")
@@ -163,8 +165,9 @@ def register() -> Any:
     ):  # what torch asks a device to bring
         _own.impl(name, partial(_run, operation), "PrivateUse1")
     storages: Any = torch.UntypedStorage
-    clone = storages.clone  # what `copy.deepcopy` of a tensor calls: it is no operation
+    clone, cpu = storages.clone, storages.cpu  # what `copy.deepcopy` and `torch.save` call: these are no operations
     storages.clone = lambda own: _new_storage(_memory[own._cdata].clone()) if own.device.type == NAME else clone(own)
+    storages.cpu = lambda own: _memory[own._cdata].clone() if own.device.type == NAME else cpu(own)
     return library
 
 
@@ -334,7 +337,7 @@ def _run(operation: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = _replaced(args, to_cpu), _replaced(kwargs, to_cpu)
     if own:
         index = own[0].device.index
-    _refuse(name, own, others, kwargs.get("dtype"))
+    _refuse(name, own, [] if name in _INDEXED else others, kwargs.get("dtype"))
     if name in ("_copy_from", "_copy_from_and_resize"):
         copied = args[1].copy_(args[0])
         return pairs.get(id(copied), (copied,))[0]

@@ -86,7 +86,7 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        return torch.equal(one.cpu(), other.cpu())  # the other checkpoint's module stays on the CPU
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict):

@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.helpers.checkpoint_folders import tokenizer
-from tests.helpers.measured_on import placed
+from tests.helpers.measured_on import DEVICE, placed
 
 import dtype_engine as de
 from dtype_engine.cli import cli
@@ -43,10 +43,11 @@ def kl(reference: torch.Tensor, candidate: torch.Tensor) -> float:
 
 
 def assert_figures(session: de.Session, reference: torch.Tensor, candidate: torch.Tensor) -> None:
-    output, delta = session.drift().output, (candidate - reference).abs()
-    assert output.kl_mean == pytest.approx(kl(reference, candidate), rel=1e-6)
-    assert output.mean_abs == pytest.approx(float(delta.mean()), rel=1e-6)
-    assert output.max_abs == pytest.approx(float(delta.max()), rel=1e-6)
+    # Elsewhere another kernel may round a logit of float32 by 1e-8 in a drift of 1e-3.
+    output, delta, rel = session.drift().output, (candidate - reference).abs(), 1e-6 if DEVICE == "cpu" else 1e-4
+    assert output.kl_mean == pytest.approx(kl(reference, candidate), rel=rel)
+    assert output.mean_abs == pytest.approx(float(delta.mean()), rel=rel)
+    assert output.max_abs == pytest.approx(float(delta.max()), rel=rel)
 
 
 def rewritten(source: Path, folder: Path, change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> Path:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.measured_on import placed
 from torch import nn
 
 import dtype_engine as de
@@ -74,12 +75,12 @@ def clipseg() -> tuple[Any, dict[str, torch.Tensor]]:
 
 def kl(model: Any, given: dict[str, torch.Tensor], dim: int) -> tuple[float, float, int]:
     """Mean KL and top-1 agreement of a bfloat16 copy in plain torch, and over how many positions."""
-    narrow = copy.deepcopy(model).bfloat16()
+    wide, narrow = (placed(copy.deepcopy(model).to(dtype)) for dtype in (torch.float32, torch.bfloat16))
     with torch.no_grad():
-        reference = model(**given).logits.double()
-        candidate = narrow(
-            **{k: v.bfloat16() if v.is_floating_point() else v for k, v in given.items()}
-        ).logits.double()
+        reference = wide(**given).logits.cpu().double()
+        candidate = (
+            narrow(**{k: v.bfloat16() if v.is_floating_point() else v for k, v in given.items()}).logits.cpu().double()
+        )
     p, q = reference.log_softmax(dim), candidate.log_softmax(dim)
     divergences = (p.exp() * (p - q)).sum(dim)
     return float(divergences.mean()), float((p.argmax(dim) == q.argmax(dim)).double().mean()), divergences.numel()
