@@ -82,7 +82,6 @@ def use() -> None:
     from torch import nn
 
     from dtype_engine.runtime.device import has_float64
-    from dtype_engine.runtime.model.live import _move
     from dtype_engine.runtime.session import opening
 
     if DEVICE == "fake":
@@ -99,7 +98,7 @@ def use() -> None:
         if isinstance(model, nn.Module) and not any(tensor.is_meta for tensor in model.parameters()):
             if lacks_float64 and any(tensor.dtype == torch.float64 for tensor in model.parameters()):
                 pytest.skip("only on another device: its model is in float64")
-            _move(model, partial(model.to, DEVICE), {})  # which keeps shared weights shared
+            _moved(model)
         return open_session(model, *given, **named)
 
     opening.open_session = moved
@@ -130,6 +129,14 @@ def use() -> None:
         torch.Tensor.double = double_anywhere  # type: ignore[method-assign, assignment]
 
 
+def _moved(module: Any) -> Any:
+    """Move a module to the device in place. Weights that it shares stay shared."""
+    from dtype_engine.runtime.model.live import _move
+
+    _move(module, partial(module.to, DEVICE), {})
+    return module
+
+
 def placed(values: T) -> T:
     """Modules, tensors and what holds them, on the device. A module is moved in place."""
     if DEVICE == "cpu":
@@ -140,7 +147,7 @@ def placed(values: T) -> T:
 
     found: T = tree_map_only(
         (torch.Tensor, torch.nn.Module, PackedSequence),  # a packed sequence leaves its lengths on the CPU
-        lambda each: each.to(DEVICE),
+        lambda each: _moved(each) if isinstance(each, torch.nn.Module) else each.to(DEVICE),
         values,
         is_leaf=lambda each: isinstance(each, PackedSequence),
     )
