@@ -75,7 +75,7 @@ class MemoryPane(Pane):
             fits = "fits" if plan.planned_bytes <= experiment.room else "does not fit"
             lines.append(Text(f"{fits} {human_bytes(experiment.room)} of memory", "dim"))
         if memory is not None and memory.read_bytes is not None:  # then the weights are not resident
-            lines.append(_row("read", human_bytes(memory.read_bytes), f" of {human_bytes(plan.stored_bytes)} a pass"))
+            lines.append(_row("read", short_bytes(memory.read_bytes), f", a pass {short_bytes(plan.stored_bytes)}"))
         elif memory is not None and memory.resident_bytes is not None:
             devices = ", ".join(name for name, size in memory.resident_by_device if size)
             lines.append(_row("resident", human_bytes(memory.resident_bytes), f" {devices}"))
