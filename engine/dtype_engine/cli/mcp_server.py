@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.text import printable, without_controls
 from dtype_engine.core.version import __version__
 
@@ -28,6 +28,8 @@ ENGINE = (sys.executable, "-P", "-c", "from dtype_engine.cli import main; main()
 _MOST_CHARACTERS = 200_000
 """Maximum length of an answer to an agent, in characters. The JSON of a large model would fill an agent's context many times over.
 """
+_MOST_OF_AN_ERROR = 2000
+"""Maximum length of an error, in characters. An error may quote an argument of any length."""
 _INSTRUCTIONS = """Measures what happens to a PyTorch model when some of its layers are in another dtype.
 A rule is PATTERN=DTYPE, such as *.mlp=fp8 or model.layers.{0..7}=bf16; the last rule that matches a tensor decides. inspect lists
 the modules with their bytes, also planned under rules. drift measures how much the output changes under rules. scan estimates how
@@ -127,7 +129,7 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
                 raise UserError(f"{command} took over {seconds} seconds and was ended") from None
         said, notes = (without_controls(text.decode(errors="replace")).strip() for text in (ended.stdout, ended.stderr))
         if ended.returncode not in (0, 1):
-            raise UserError(notes or f"{command} ended with status {ended.returncode}")
+            raise UserError(notes[:_MOST_OF_AN_ERROR] or f"{command} ended with status {ended.returncode}")
         if len(said) > _MOST_CHARACTERS:
             said = f"{said[:_MOST_CHARACTERS]}\n... and {len(said) - _MOST_CHARACTERS:,} more characters"
         return said if json or not notes else f"{said}\n{notes}"
@@ -143,6 +145,8 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
                 return await function(*arguments, **named)
             except UserError as error:
                 raise ToolError(str(error)) from None
+            except (OSError, ValueError) as error:  # such as a path or arguments that are too long for the system
+                raise ToolError(one_line(error, 200)) from None
 
         server.tool()(call)
 

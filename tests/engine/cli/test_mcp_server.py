@@ -81,6 +81,10 @@ async def test_each_tool_answers_as_its_command_does(capfd: pytest.CaptureFixtur
         ("check", {"model": "demo", "source": "/etc/passwd"}, "/etc/passwd is outside the folders"),
         ("against", {"model": "demo", "other": "/etc/passwd"}, "/etc/passwd is outside the folders"),
         ("drift", {"model": "demo", "casts": [], "texts": ["/etc/passwd"]}, "/etc/passwd is outside the folders"),
+        ("inspect", {"model": "/proc/self/root/etc"}, "/proc/self/root/etc is outside the folders"),
+        ("inspect", {"model": "x" * 5000}, "File name too long: 'xxx"),
+        ("inspect", {"model": "demo", "casts": ["x" * 5_000_000]}, "Argument list too long"),
+        ("inspect", {"model": "demo", "casts": ["*=bf16\0"]}, "embedded null byte"),
     ],
 )
 async def test_what_lies_elsewhere_or_runs_code_is_refused(
@@ -113,6 +117,11 @@ async def test_errors_and_limits_are_sentences() -> None:
     async with client_of(Access((Path(),)), engine=long) as client:
         result = await client.call_tool("check", {"model": "demo"})
     assert text_of(result).endswith("... and 100,000 more characters")
+    failing = (sys.executable, "-c", "import sys; sys.stderr.write('x' * 300_000); sys.exit(2)")
+    async with client_of(Access((Path(),)), engine=failing) as client:
+        result = await client.call_tool("check", {"model": "demo"})
+    assert result.is_error
+    assert len(text_of(result)) < 2100
 
 
 @pytest.mark.slow
