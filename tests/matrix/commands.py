@@ -245,24 +245,51 @@ def drift(job: Job) -> str:
     return "plain torch"
 
 
-def drift_metric(job: Job) -> str:
-    """A metric of the user's own, the mean absolute value of the main output, of both sides."""
-    made, file = job.made, job.work / "size.py"
+def _metric(job: Job) -> str:
+    """A metric of the user's own, the mean absolute value of the main output, as an argument of `--metric`."""
+    file = job.work / "size.py"
     file.write_text(
         "def size(output, inputs):\n"
         "    while not hasattr(output, 'abs'):\n"
         "        output = next(iter(output.values() if isinstance(output, dict) else output))\n"
         "    return output.double().abs().mean()\n"
     )
-    (found,) = answer("drift", *job.run, "--cast", ALL_BF16, "--metric", f"{file}:size")["metrics"]
+    return f"{file}:size"
+
+
+def _check_metric(made: Made, found: dict[str, Any], share: float = 1e-5) -> None:
+    """Both sides are what plain torch gives, the candidate with everything in bfloat16."""
     assert made.module is not None, "it ran, and nothing says what is right"
     sizes = [
         outside.call(outside.in_dtype(made.module, dtype), made.inputs, dtype).abs().mean().item()
         for dtype in (torch.float32, BF16)
     ]
-    assert near(found["reference"], sizes[0], 1e-5), (found, sizes)
+    assert near(found["reference"], sizes[0], share), (found, sizes)
     assert near(found["candidate"], sizes[1], 1e-2), (found, sizes)
-    assert "there is no 'other'" in _refusal("drift", *job.run, "--metric", f"{file}:other")
+
+
+def drift_metric(job: Job) -> str:
+    metric = _metric(job)
+    (found,) = answer("drift", *job.run, "--cast", ALL_BF16, "--metric", metric)["metrics"]
+    _check_metric(job.made, found)
+    assert "there is no 'other'" in _refusal("drift", *job.run, "--metric", metric.replace(":size", ":other"))
+    return "plain torch"
+
+
+def sweep_metric(job: Job) -> str:
+    metric = _metric(job)
+    found = answer("sweep", job.made.model, str(_recipe_file(job)), *job.run[1:], "--metric", metric)
+    _check_metric(job.made, found["rows"][0]["metrics"][0])
+    return "plain torch"
+
+
+def search_metric(job: Job) -> str:
+    """Of the recipes that are measured, the smallest has everything in bfloat16 that a cast takes."""
+    chosen = ("--dtypes", "bf16", "--draws", "1", "--verify", "2", "--min", "size=-100")
+    found = answer("search", *job.run, *chosen, "--metric", _metric(job))
+    smallest = min(found["candidates"], key=lambda row: row["planned_bytes"])
+    assert smallest["planned_bytes"] == job.made.planned_bytes(BF16)
+    _check_metric(job.made, smallest["metrics"][0])
     return "plain torch"
 
 
@@ -437,7 +464,7 @@ def drift_against(job: Job) -> str:
 
 def report(job: Job) -> str:
     made, file = job.made, job.work / "report.md"
-    program("report", *job.run, "--cast", ALL_BF16, "-o", str(file))
+    program("report", *job.run, "--cast", ALL_BF16, "--metric", _metric(job), "-o", str(file))
     text = file.read_text()
     assert human(made.stored_bytes()) in text
     assert human(made.planned_bytes(BF16)) in text
@@ -445,6 +472,8 @@ def report(job: Job) -> str:
         largest, _ = outside.drift(made, BF16)
         figures = [float(found) for found in re.findall(r"\d\.\d+e[+-]\d+", text)]
         assert any(near(figure, largest, 0.02) for figure in figures), (largest, figures)
+        before, after = re.findall(r"^\| size \| (\S+) → ([^ ,]+)", text, re.MULTILINE)[0]
+        _check_metric(made, {"reference": float(before), "candidate": float(after)}, 1e-3)
         return "plain torch"
     assert re.search(r"no forward pass|can't load", text), text[:2000]
     return f"{made.loader}; no drift, and why"
@@ -535,6 +564,8 @@ COMMANDS: dict[str, Way] = {
     "check": check,
     "drift": drift,
     "drift --metric": drift_metric,
+    "sweep --metric": sweep_metric,
+    "search --metric": search_metric,
     "flow": flow,
     "scan": scan,
     "export": export,

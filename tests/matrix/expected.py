@@ -14,6 +14,8 @@ OF_SCHEMES = tuple(SCHEME_WAYS)
 _RUNNING = (
     "drift",
     "drift --metric",
+    "sweep --metric",
+    "search --metric",
     "drift --against",
     "flow",
     "scan",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from .commands import NO_NAME, Cell, go, where
@@ -51,10 +51,12 @@ def wrong(form: str, cells: dict[str, Cell | str]) -> list[str]:
     return found
 
 
-def fill(form: str, folder: Path, in_the_app: Sequence[str] = SCREENS) -> dict[str, Cell | str]:
-    """The row of a form; of the app's cells only those named."""
+def fill(
+    form: str, folder: Path, in_the_app: Sequence[str] = SCREENS, left_out: Collection[str] = ()
+) -> dict[str, Cell | str]:
+    """The row of a form, without the ways left out; of the app's cells only those named."""
     model = made(form, folder / "made")
-    ways = [way for way in WAYS if way not in SCREENS]
+    ways = [way for way in WAYS if way not in SCREENS and way not in left_out]
     return {**commands(ways, model, folder / "work"), **screens(in_the_app, model, folder / "app")}
 
 
