@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_cache import KV_CACHE
+from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.tree import Tree, ancestors, is_number, numbered_parts
 from dtype_engine.recipe.pattern import generalisations
 from dtype_engine.recipe.plan import make_plan, select
@@ -103,7 +104,10 @@ class _Proposals:
             pattern, dtype = generalisations(name)[0], self.target[name]
         else:
             _, _, pattern, dtype = best
-        return Rule.make(pattern, dtype), self.taken(pattern)
+        # A dtype to which nothing can be cast is the one in which the tensors are stored.
+        return Rule.make(
+            pattern, dtype if dtype in (*dtypes.CASTABLE_DTYPES, *KV_FORMATS) else dtypes.STORED
+        ), self.taken(pattern)
 
     def taken(self, pattern: str) -> tuple[str, ...]:
         if pattern not in self._selected:

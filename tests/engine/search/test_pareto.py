@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,21 @@ def test_rules_are_few_and_readable(tmp_path: Path) -> None:
     assert read_recipe_file(file).recipe == recipe
     assert len(minimize(tree, dict.fromkeys(NAMES, "float16"))) == 1
     assert len(minimize(tree, dict.fromkeys(NAMES, "float32"))) == 0
+
+
+def test_a_dtype_that_no_rule_names_is_left_as_stored() -> None:
+    stored = "gptq:int4@g32"
+    kept = {name for name in NAMES if ".1.mlp." in name}
+    tree = Tree(
+        [
+            replace(each, dtype=stored, packed_bytes=160) if each.name in kept else each
+            for each in tree_of().tensors.values()
+        ]
+    )
+    wanted = dict.fromkeys(NAMES, "bfloat16") | dict.fromkeys(kept, stored)
+    recipe = minimize(tree, wanted)
+    assert list(map(str, recipe.rules)) == ["*=bfloat16", "model.layers.1.mlp=stored"]
+    assert make_plan(tree, recipe).dtypes.items() >= wanted.items()
 
 
 def combine_scores(tree: Tree, kinds: tuple[str, ...] = ("bfloat16", "int8")) -> dict[tuple[str, str], float]:
