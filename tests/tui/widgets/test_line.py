@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.text import Text
+from tests.helpers.screen_text import until
 from textual.app import App, ComposeResult
 from textual.geometry import Region
 
@@ -49,6 +50,7 @@ async def test_only_the_cells_that_changed_are_painted() -> None:
         line.show(Text("measuring 12 %  Esc stops"))
         assert len(line.repainted) == 1
         await pilot.resize_terminal(12, 3)
+        await until(pilot, lambda: line.size.width == 12)
         assert line.render_line(0).text == "measuring 12"
         line.show(Text("日本"))
         assert line.render_line(0).text == "日本" + 8 * " "
