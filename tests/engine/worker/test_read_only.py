@@ -18,7 +18,7 @@ from dtype_engine.worker.worker import Worker
 
 HARMLESS = {
     "SetRecipe", "FollowRecipe", "SetSettings", "Pause", "Cancel", "Measure", "TraceCasts", "AttributeDrift", "MeasureSpeed",
-    "EstimateActivations", "CheckFiles", "Generate", "MeasureRecipes", "InspectWeight",
+    "EstimateActivations", "CheckFiles", "Generate", "MeasureRecipes", "InspectWeight", "OpenOverMemory",
     "Open", "Resume", "Acknowledge", "PlanExport", "Close",
 }  # fmt: skip
 REFUSED = {"SetInputs", "ExportRequest", "RecipeRequest", "ReportRequest", "ConvertRequest", "CheckPath", "Download"}
