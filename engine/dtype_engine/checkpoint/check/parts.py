@@ -29,7 +29,7 @@ from dtype_engine.checkpoint.packed_weights import (
 )
 from dtype_engine.checkpoint.parameter_counts import integer_schemes
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes import comfy
+from dtype_engine.checkpoint.schemes import comfy, mlx
 from dtype_engine.core.text import printable
 from dtype_engine.results.check import Finding
 
@@ -210,9 +210,10 @@ def _scale_shapes(
     if layout is DEEPSEEK_V4:
         return ((*front, rows, 2 * columns // 32),)
     if layout is MLX:
-        groups = scale[-1] if scale else 0
-        fits = groups > 0 and 32 * columns % groups == 0
-        return ((*front, rows, groups),) if fits else ((*front, rows, columns // 8 or 1),)
+        _, bits, size = mlx.settings_of(config, weight.stem.removesuffix("."))
+        if any(type(number) is not int or number < 1 for number in (bits, size)):
+            return ()
+        return ((*front, rows, -(-32 * columns // (bits * size))),)
     if layout is COMPRESSED:
         if held == "uint8" and tensors[weight.scale].dtype == "float8_e4m3fn":
             return ((*front, rows, -(-2 * columns // 16)),)

@@ -38,8 +38,6 @@ def read(
     """Return the weights that MLX quantized, keyed by name. tensors: all tensors of the files, by name. config: the content of
     config.json. metadata: the metadata of the files' headers.
     """
-    settings = config.get("quantization")
-    settings = settings if isinstance(settings, Mapping) else declared(config)
     found: dict[str, EncodedWeight] = {}
     for name, scale in tensors.items():
         if not name.endswith(".scales"):
@@ -48,8 +46,7 @@ def read(
         codes = tensors.get(f"{module}.weight")
         if codes is None or codes.dtype != "uint32":
             continue
-        own = settings.get(module)
-        described = _described(own if isinstance(own, Mapping) else settings, codes, scale)
+        described = _described(config, module, codes, scale)
         parts = {CODES: codes, "scale": scale}
         if described is None:
             continue
@@ -72,18 +69,30 @@ def read(
     return found
 
 
-def _described(own: Mapping[str, Any], codes: CheckpointTensor, scale: CheckpointTensor) -> tuple[str, int, int] | None:
-    """Return (the mode, the bits of a code, the size of a group), such as ("affine", 4, 64), from the settings of a module. Returns
-    None if the shapes or dtypes of the codes and scales contradict the settings. own: the settings in config.json that apply to the
-    module.
+def settings_of(config: Mapping[str, Any], module: str) -> tuple[str, Any, Any]:
+    """Return (the mode, the bits of a code, the size of a group) that config.json gives for a module, such as ("affine", 4, 64), or
+    else for the model. The mode decides what is not given; what is given can be anything. config: the content of config.json.
     """
+    whole = config.get("quantization")
+    whole = whole if isinstance(whole, Mapping) else declared(config)
+    own = whole.get(module)
+    own = own if isinstance(own, Mapping) else whole
     mode = str(own.get("mode", "affine"))
     usual = _FLOAT_MODES.get(mode, (4, 64))
-    bits, size = own.get("bits", usual[0]), own.get("group_size", usual[1])
+    return mode, own.get("bits", usual[0]), own.get("group_size", usual[1])
+
+
+def _described(
+    config: Mapping[str, Any], module: str, codes: CheckpointTensor, scale: CheckpointTensor
+) -> tuple[str, int, int] | None:
+    """Return (the mode, the bits of a code, the size of a group) of a module. Returns None if the shapes or dtypes of the codes and
+    scales contradict the settings in config.json.
+    """
+    mode, bits, size = settings_of(config, module)
     if mode == "affine":
         fits = scale.dtype in FLOATS and bits in _AFFINE_BITS
     else:
-        fits = mode in _FLOAT_MODES and scale.dtype == "uint8" and (bits, size) == usual
+        fits = mode in _FLOAT_MODES and scale.dtype == "uint8" and (bits, size) == _FLOAT_MODES[mode]
     if not fits or type(bits) is not int or type(size) is not int or size < 1:
         return None
     if len(codes.shape) not in (2, 3) or codes.shape[:-1] != scale.shape[:-1] or not codes.nbytes:

@@ -26,6 +26,7 @@ from tests.helpers.quantized.quantizers import (
     torchao_swizzled,
 )
 
+from dtype_engine.checkpoint.check import check
 from dtype_engine.core.errors import UserError
 
 Change = Callable[[Case], Any]
@@ -163,6 +164,15 @@ def test_a_weight_that_contradicts_itself_is_not_read(tmp_path: Path, made: Call
     changed = made()
     change(changed)
     assert changed.open(tmp_path).encoded == {}
+
+
+@pytest.mark.parametrize("settings", [{"group_size": 64}, {"bits": 8}, {"m": {"bits": 4, "group_size": 16}}])
+def test_a_group_size_that_is_not_true_is_found(tmp_path: Path, settings: dict[str, Any]) -> None:
+    made = mlx_affine()
+    assert not check(made.open(tmp_path), "m").findings
+    declared("quantization", **settings)(made)
+    (finding,) = check(made.open(tmp_path), "m").findings
+    assert (finding.kind, finding.tensor) == ("part-shape", "m.scales")
 
 
 @pytest.mark.parametrize(("made", "name"), [(bnb_4bit, STATE), (hqq, "m.packing")])
