@@ -18,7 +18,7 @@ def memory_text(memory: ServingMemory) -> str:
         ("KV cache", human_bytes(memory.kv_bytes), cache_words(memory)),
     ]
     if (peak := memory.activations) is not None:
-        how = "at most" if peak.estimated else "measured"
+        how = "estimated" if peak.estimated else "measured"
         where = f"the peak is in {printable(peak.module)}" if peak.module else ""
         rows.append(("activations", human_bytes(peak.nbytes), f"{how}, {where}".removesuffix(", ")))
     rows.append(("together", human_bytes(memory.total_bytes), size_words(memory)))

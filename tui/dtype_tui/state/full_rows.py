@@ -134,7 +134,7 @@ def _serving(experiment: Experiment) -> Iterator[tuple[str, str]]:
     if memory.kv_dtypes:
         yield "KV cache", f"{human_bytes(memory.kv_bytes)}  {cache_words(memory)}; {size_words(memory)}"
         if memory.activations is not None:
-            yield "activations", f"{human_bytes(memory.activations.nbytes)} at most, at the peak of a pass"
+            yield "activations", f"{human_bytes(memory.activations.nbytes)} estimated, at the peak of a pass"
         yield "together", human_bytes(memory.total_bytes)
     for line in (*budget_words(memory), *memory.notes):
         yield "serving", printable(line, 500)
