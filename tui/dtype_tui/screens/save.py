@@ -161,7 +161,8 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             text.append(f"{name:<15}", style="bold" if chosen else "")
             text.append(f"{meaning}\n", style="" if chosen else "dim")
         place = f" on {self._host}" if self._is_remote else " here" if self._host else ""
-        text.append(f"\nto a {self._thing}{place}", style="dim")
+        one_file = "; a name in .pth or .safetensors makes one file" if self._kind == "checkpoint" else ""
+        text.append(f"\nto a {self._thing}{place}{one_file}", style="dim")
         return text
 
     def redraw(self) -> None:
