@@ -61,7 +61,11 @@ def _bits(
     if scale.dtype not in FLOATS or shift.dtype not in (*FLOATS, "int8", "uint8"):
         return None
     elements, bias = groups * width, tensors.get(f"{name.rpartition('.')[0]}.bias")
-    columns = elements // bias.shape[0] if bias is not None and bias.nbytes else _columns(name, config)
+    columns = (
+        elements // bias.shape[0]
+        if bias is not None and len(bias.shape) == 1 and bias.nbytes
+        else _columns(name, config)
+    )
     if columns is None and width not in (32, 64, 96, 128):
         columns = width
     if not columns or elements % columns or _group_size(columns) != width:
