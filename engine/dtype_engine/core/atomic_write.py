@@ -30,7 +30,7 @@ def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | 
         if replace:
             os.replace(temporary, path)
         else:
-            _rename_new(temporary, path)
+            rename_new(temporary, path)
         temporary = None
         fsync_dir(path.parent)
     except FileExistsError:
@@ -84,7 +84,7 @@ def is_taken(typed: str) -> bool:
         raise UserError(f"can't write {printable(typed, 200)}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _rename_new(temporary: str, path: Path) -> None:
+def rename_new(temporary: str, path: Path) -> None:
     """Rename a temporary file to `path`. Raises FileExistsError if a file of this name exists, which a plain rename would
     overwrite. On a file system with hard links, `path` is therefore made as a link to the file, and the temporary name is removed.
     """

@@ -18,14 +18,19 @@ from safetensors.torch import load_file
 
 from dtype_engine.checkpoint.export_folder import check_export, is_one_file
 from dtype_engine.checkpoint.weight_files import PICKLES
-from dtype_engine.core.atomic_write import fsync_dir, umask
+from dtype_engine.core.atomic_write import fsync_dir, rename_new, umask
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.export_lock import PARTIAL, locked, recover_stale, sibling
+from dtype_engine.core.kv_formats import names_caches
+from dtype_engine.core.units import human_bytes
 from dtype_engine.results.export import ExportReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.contents import Contents
 from dtype_engine.runtime.export.export import SHARD_SIZE, OnBytes, export_folder
+
+_SLACK = 2 << 20
+"""The number of bytes that must be free on the disk in addition to the weights, for headers and small files."""
 
 
 def export(
@@ -54,6 +59,12 @@ def export(
         raise UserError(f"{target.name} would be one file of weights, but {reason}; name a folder instead")
     pickled = target.name.endswith(PICKLES)
     count = _Count(on_bytes, contents.nbytes * (2 if pickled else 1), cancelled)
+    free = shutil.disk_usage(target.parent).free
+    if free < count.total + _SLACK:
+        raise UserError(
+            f"exporting to {target} needs {human_bytes(count.total)} and {human_bytes(free)} are free there; free some space or "
+            "name a file elsewhere"
+        )
     recover_stale(target)
     work = sibling(target, PARTIAL)
     written = work / target.name
@@ -71,8 +82,7 @@ def export(
             os.chmod(written, 0o666 & ~umask())
             with open(written, "rb") as file:
                 os.fsync(file.fileno())
-            # Only os.link fails if another program has made a file of this name meanwhile.
-            os.replace(written, target) if force else os.link(written, target)
+            os.replace(written, target) if force else rename_new(str(written), target)
         fsync_dir(target.parent)
     except FileExistsError:
         raise UserError(f"{target} exists now; name another file") from None
@@ -92,20 +102,20 @@ class _Count:
     """
 
     def __init__(self, on_bytes: OnBytes, total: int, cancelled: IsCancelled) -> None:
-        self._on_bytes, self._total, self._cancelled = on_bytes, total, cancelled
+        self._on_bytes, self.total, self._cancelled = on_bytes, total, cancelled
         self._done = 0
 
     def of_folder(self, done: int, total: int) -> None:
         """Report how many bytes of the folder are written. total: ignored; the folder may count copied files as well."""
-        self._done = min(done, self._total)
-        self._on_bytes(self._done, self._total)
+        self._done = min(done, self.total)
+        self._on_bytes(self._done, self.total)
 
     def add(self, size: int) -> None:
         """Report that `size` more bytes are written. Raises Cancelled."""
         if self._cancelled():
             raise Cancelled
-        self._done = min(self._done + size, self._total)
-        self._on_bytes(self._done, self._total)
+        self._done = min(self._done + size, self.total)
+        self._on_bytes(self._done, self.total)
 
 
 def _save_pickle(weights: Path, contents: Contents, target: Path, count: _Count) -> None:
@@ -147,6 +157,8 @@ def _reason_against(contents: Contents) -> str | None:
         return (
             f"{len(coded)} weights (first {coded[0].name}) stay as codes ({coded[0].stored}), which need a config.json"
         )
+    if any(names_caches(rule.pattern) for rule in contents.recipe.rules):
+        return "the formats of KV caches need the files of a folder"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,4 +127,19 @@ def test_a_cancelled_export_leaves_nothing(tmp_path: Path, after: float) -> None
         export_checkpoint(
             checkpoint, "net", RULES, tmp_path / "x.pth", on_bytes=on_bytes, cancelled=lambda: share[0] >= after
         )
+    assert [path.name for path in tmp_path.iterdir()] == ["net.pth"]
+
+
+def test_formats_of_kv_caches_need_a_folder(tmp_path: Path, make_llama: Make) -> None:
+    rules = Recipe((Rule("*", "bfloat16"), Rule("*.kv_cache", "fp8")))
+    with pytest.raises(UserError, match="the formats of KV caches need the files of a folder; name a folder instead"):
+        export_checkpoint(open_checkpoint(make_llama()), "llama", rules, tmp_path / "x.pth")
+
+
+def test_a_disk_that_is_too_full_for_both_files_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint(source(tmp_path))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=500))
+    with pytest.raises(UserError, match=r"x.pth needs .* and 500 B are free there"):
+        export_checkpoint(checkpoint, "net", RULES, tmp_path / "x.pth")
     assert [path.name for path in tmp_path.iterdir()] == ["net.pth"]
