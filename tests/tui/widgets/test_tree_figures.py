@@ -32,7 +32,7 @@ async def test_figures_stay_beside_their_names_through_folds_columns_scrolling_a
     async with running(app) as pilot:
         await mixed(app, pilot)
         tree = app.query_one(ModuleTree)
-        for act in ("hide", "show", "pagedown", "w", "home", (80, 24), (200, 50), (120, 36)):
+        for act in ("hide", "show", "pagedown", "w", "home", (80, 24), (200, 50), "hide", "show", (120, 36)):
             if act in ("hide", "show"):
                 tree.hide(frozenset({"drift"} if act == "hide" else ()))
             elif isinstance(act, tuple):

@@ -488,7 +488,8 @@ class ModuleTree(ScrollView, can_focus=True):
         return line
 
     def _part(self, line: Strip) -> Strip:
-        return line.crop(0, self.size.width - 1 - self.figures.size.width)
+        columns = self._columns  # not the size of `figures`, which changes only with the next layout
+        return line.crop(0, columns.before_figures if columns.figures else self.size.width - 1)
 
     @property
     def _columns(self) -> Columns:
