@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -23,6 +24,7 @@ from dtype_engine.results.memory import MemoryStats
 from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow, Written
 from dtype_engine.results.weights import ExponentHistogram, WeightError, WeightStats
 from dtype_engine.worker import events
+from dtype_engine.worker.save_requests import RecipeRequest
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.bindings import DIGITS
 from dtype_tui.main_screen import MainScreen
@@ -533,6 +535,14 @@ async def test_rules_that_nothing_keeps_are_asked_for_once(app: DtypeApp) -> Non
         await pilot.press("2", "q")
         assert not app._exit
         assert notices(app)[-1] == "1 rule would be lost: e saves the recipe, and q again quits without it"
+        await pilot.press("3", "q")
+        assert not app._exit, "these are other rules than those of the warning"
+        app.controller.save(RecipeRequest(Path("rules.yaml")))
+        assert app.controller.unsaved_rules == 0
+        await say(app, pilot, events.Saved(app.controller.experiment.recipe, False, "the disk is full"))
+        assert app.controller.unsaved_rules == 1
+        await pilot.press("q")
+        assert not app._exit
         await pilot.press("q")
         assert app._exit
 

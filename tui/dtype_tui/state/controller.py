@@ -84,7 +84,9 @@ class Controller:
 
     @property
     def unsaved_rules(self) -> int:
-        """The number of rules of the recipe, or 0 if the user has asked to save it to a file, or gave it on the command line."""
+        """The number of rules of the recipe, or 0 if the user has saved it to a recipe file or with a checkpoint, or gave it on the
+        command line.
+        """
         return 0 if self.read_only or self.experiment.recipe == self._saved_recipe else len(self.experiment.recipe)
 
     # -- events of the engine ------------------------------------------------------------------------------------
@@ -150,7 +152,10 @@ class Controller:
             case events.InputsRefused() | events.Refused():
                 self.notify(event.message, "error")
             case events.Saved():
-                self.activity.saving = self.life.quit_requested = False
+                self.activity.saving = False
+                self.life.forget_warning()
+                if not event.done:
+                    self._saved_recipe = Recipe()
                 self._notify_all((event.sentence, *event.notices), "information" if event.done else "warning")
             case events.Failed():
                 self.experiment.take(event)
@@ -204,7 +209,10 @@ class Controller:
         except UserError as error:
             self.notify(error.sentence, "warning")
             return
+        from_command_line = self._saved_recipe == self._after_preset
         if self.experiment.push(Recipe((*made.rules, *self._after_preset.rules))):
+            if from_command_line:
+                self._saved_recipe = self.experiment.recipe
             self.engine.request(SetRecipe(self.experiment.recipe))
 
     # -- recipes -------------------------------------------------------------------------------------------------
@@ -226,6 +234,7 @@ class Controller:
             return False
         if self.experiment.recipe != before:
             self._send_recipe()
+            self.life.forget_warning()
         self._changed()
         return True
 
@@ -433,7 +442,14 @@ class Controller:
         self._expect(command.name)
 
     def save(self, request: SaveRequest) -> None:
-        self._saved_recipe = self.experiment.recipe
+        from dtype_engine.checkpoint.export_folder import is_one_file
+        from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest
+
+        in_file = isinstance(request, RecipeRequest) or (
+            isinstance(request, ExportRequest) and not is_one_file(request.folder)
+        )
+        if in_file:
+            self._saved_recipe = self.experiment.recipe
         self.engine.save(request)
         self._expect("write")
 

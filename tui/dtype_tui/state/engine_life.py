@@ -47,7 +47,9 @@ class EngineLife:
         """Why there is no engine, or None while there is one."""
         self.lost = False
         """Whether the connection to the engine is lost."""
-        self.quit_requested = False
+        self._warned_about: tuple[bool, int] | None = None
+        """What the user was warned about when asking to quit: whether files are being written, and how many rules would be lost.
+        """
         """Whether the user pressed the key for quitting while the engine was writing files."""
         self._stopping: str | None = None
         """The name of the job that was asked to stop and is still running. None if no job was asked to stop."""
@@ -110,7 +112,8 @@ class EngineLife:
         self.error = error
         self.activity.reset()
         self._stop_ended()
-        self.quit_requested = self.lost = False
+        self.lost = False
+        self._warned_about = None
         return lost
 
     def begin(self, what: str) -> None:
@@ -132,17 +135,23 @@ class EngineLife:
 
     def may_quit(self, lost_rules: int = 0) -> bool:
         """Return whether the app may quit. While files are being written, or if rules would be lost, the first call warns the user
-        and returns False. lost_rules: the number of rules that neither a file nor a session keeps.
+        and returns False. If the user was warned about something else before, this counts as a first call. lost_rules: the number
+        of rules that neither a file nor a session keeps.
         """
-        if self.quit_requested or not (self.activity.saving or lost_rules):
+        about = self.activity.saving, lost_rules
+        if about in ((False, 0), self._warned_about):
             return True
-        self.quit_requested = True
+        self._warned_about = about
         if self.activity.saving:
             words = "writing is not finished: Esc stops it, and q again quits without it"
         else:
             words = f"{plural(lost_rules, 'rule')} would be lost: e saves the recipe, and q again quits without it"
         self._notify(words, "warning")
         return False
+
+    def forget_warning(self) -> None:
+        """Let the next call of `may_quit` warn again, because what it warned about has changed."""
+        self._warned_about = None
 
     @property
     def no_engine_words(self) -> str:
