@@ -233,10 +233,12 @@ class DtypeApp(BaseApp[None]):
         self.guide.begin_or_leave()
 
     async def action_quit(self) -> None:
-        """Quit. Rules that are in no file are told to be in the session, or, if this can't be saved, the user is asked first."""
+        """Quit. If the recipe has rules that are saved to no file, a message says that the session keeps them. If the session can't
+        be saved, the first call warns the user and does not quit.
+        """
         rules, is_kept = self.controller.unsaved_rules, self._saver is not None and self._saver.works
         if self.controller.life.may_quit(0 if is_kept else rules):
-            words = f"{plural(rules, 'rule')} not saved to a file: `dtype-tui --resume` goes on from here."
+            words = f"{plural(rules, 'rule')} not saved to a file: `dtype-tui --resume` restores the session."
             self.exit(message=Text(words) if rules and is_kept and not self.is_web else None)
 
     @property

@@ -30,7 +30,9 @@ Form = Literal["safetensors", "pickle", "gguf", "diffusers", "adapter"]
 
 
 _NOT_CODES = frozenset({"float64", "float32", "bfloat16", "float16", "int64", "bool"})
-"""The dtypes of a file without quantized weights. Each scheme has a tensor in another dtype: codes, or what describes them."""
+"""The dtypes in files without quantized weights. Every scheme stores at least one tensor in a dtype that is not among these: the
+codes, or a tensor that describes them.
+"""
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -93,9 +95,7 @@ class Checkpoint:
             return self._of_gguf[0]
         if self.form != "safetensors" or all(tensor.dtype in _NOT_CODES for tensor in self.foreign.values()):
             return {}
-        from dtype_engine.checkpoint.schemes.readers import (
-            read_encoded,  # the first screen of most checkpoints does not need it
-        )
+        from dtype_engine.checkpoint.schemes.readers import read_encoded  # most checkpoints are shown without it
 
         found = read_encoded(self.foreign, self.config, self.metadata)
         return found | {alias: found[first] for alias, first in self.aliases.items() if first in found}

@@ -50,8 +50,8 @@ def check_export(target: Path, force: bool = False, keep: Iterable[Path] = ()) -
     """Check that an export can be written to `target`, a folder or one file, and return its absolute path. Raises UserError if it
     can't be created, or if it exists and must not be replaced.
 
-    force: whether a file, or an earlier export of this program to a folder, may be replaced. keep: paths of files, which are never
-    replaced.
+    force: whether an existing file, or a folder that is an earlier export of this program, may be replaced. keep: paths of files
+    that are never replaced.
     """
     if not is_one_file(target):
         return check_folder(target, force, keep)

@@ -89,9 +89,13 @@ _MEANINGS = {
     429: "it allows no more requests for now, and more with a token (HF_TOKEN, `hf auth login`)",
 }
 _SLOWEST = 1000
-"""A hub that sends fewer bytes per second than this, after the time to wait for its answer, is given up."""
+"""The minimum rate, in bytes per second, at which a hub must send an answer. A slower download is stopped with an error. The time
+that may pass before the answer begins (HF_HUB_DOWNLOAD_TIMEOUT) is not counted.
+"""
 _ENCODINGS = ("identity", "gzip", "deflate")
-"""How an answer may be compressed. Others, and several at once, can inflate the next piece of an answer to any size."""
+"""The values of the header `Content-Encoding` that are accepted. With other compressions, or several on top of each other, a few
+bytes can decompress to any size.
+"""
 _TRANSIENT = (429, 500, 502, 503, 504)
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
 """Patterns for the names of the files that a model needs in addition to its weights, such as its configuration."""
@@ -465,7 +469,7 @@ class _Reader:
             headers["range"] = f"bytes={start}-{start + count - 1}"
         content = bytearray()
         with get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
-            if not response.is_success:  # its body is of no use and has any size and content, so that it is left unread
+            if not response.is_success:  # the body is not needed and can have any size, so it is not read
                 said_why = {name: text for name, text in response.headers.items() if name.startswith("x-error-")}
                 hf_raise_for_status(type(response)(response.status_code, headers=said_why, request=response.request))
             if (encoding := response.headers.get("content-encoding", "identity")) not in _ENCODINGS:
@@ -520,9 +524,10 @@ def _write_sparse(path: Path, start: bytes, size: int) -> None:
 
 @contextmanager
 def _faults(address: HubAddress) -> Iterator[None]:
-    """A context manager that turns the errors of huggingface_hub into a UserError, which says what to do. Meanwhile,
-    huggingface_hub logs nothing, because that contains texts of the server, and asks for nothing on its own account: it would wait
-    for the list of programs that it reports to the hub, of whatever size.
+    """A context manager that turns the errors of huggingface_hub into a UserError, which says what to do.
+
+    In its `with` block, huggingface_hub logs nothing, because its log messages quote the server. Its telemetry is off, because it
+    would first download a list of agents, and wait for this list whatever its size.
     """
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import logging
@@ -563,7 +568,7 @@ def _faults(address: HubAddress) -> Iterator[None]:
 
 def _progress_bar(model: HubModel, on_progress: Progress, cancelled: IsCancelled) -> type[Any]:
     """Return a class for huggingface_hub's progress bars, which draws nothing and calls `on_progress` instead. If far more bytes
-    arrive than the weights of `model` have, it raises UserError.
+    arrive than the weights of `model` have, the class raises UserError. If `cancelled` returns True, it raises Cancelled.
     """
     total = model.download_bytes
     from huggingface_hub.utils import tqdm
@@ -578,7 +583,7 @@ def _progress_bar(model: HubModel, on_progress: Progress, cancelled: IsCancelled
                 raise Cancelled
             self._done += int(n or 0)
             if self._counts_bytes:
-                if self._done > 2 * total + LARGEST_JSON:  # bytes may be sent again, and small files come on top
+                if self._done > 2 * total + LARGEST_JSON:  # retries send bytes again; `total` lacks small files
                     raise UserError(
                         f"{model.address}: the hub sends more than the {human_bytes(total)} that its list of files says"
                     )

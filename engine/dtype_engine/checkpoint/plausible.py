@@ -45,7 +45,7 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
         if name.startswith("quantization_config."):  # `dim` is an axis there, and no size of the model
             continue
         key = name.rpartition(".")[2]
-        shown = f"{value:.17g}" if -1e300 < value < 1e300 else "beyond 1e300"  # a larger int is no float
+        shown = f"{value:.17g}" if -1e300 < value < 1e300 else "beyond 1e300"  # a larger int has no float
         if _COUNTS.fullmatch(key):
             limit, of_files = max(_ALWAYS_COUNTS, tensors), f"{tensors} tensors"
         elif _WIDTHS.fullmatch(key):

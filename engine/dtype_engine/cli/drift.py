@@ -142,7 +142,9 @@ def drift(
         report = session.drift(MeasurementListener(on_progress=say_progress), save=save)
     except KeyboardInterrupt:
         if save is not None:
-            print_stderr(f"{printable(str(save), 200)} has the finished sequences; the same command continues")
+            print_stderr(
+                f"{printable(str(save), 200)} has the finished sequences; run the same command again to continue"
+            )
         raise
     if save_recipe is not None:
         _save_measured(session, report, save_recipe, force)

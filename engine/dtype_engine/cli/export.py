@@ -42,8 +42,8 @@ _TENSOR_BYTES = 1 << 30
     required=True,
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="The folder to write or, if the name ends in .safetensors, .pth, .pt, .bin or .ckpt, the file. What exists there is "
-    "replaced only with --force.",
+    help="The folder to write. If the name ends in .safetensors, .pth, .pt, .bin or .ckpt, one file is written instead. An "
+    "existing file, or a folder that is not empty, is replaced only with --force.",
 )
 @click.option(
     "--force",
@@ -67,8 +67,9 @@ def export(
     request: RunRequest, folder: Path, force: bool, max_shard_size: str, incomplete: bool, as_object: bool
 ) -> None:
     """Write MODEL as a new checkpoint in the dtypes of a recipe. MODEL itself stays unchanged. Its weights are read, cast and
-    written one after another, so they need not fit in memory. A folder also gets the files that loaders need, such as config.json,
-    and the recipe. One file gets the weights alone: .safetensors, or a state dict that torch.load reads (.pth and the others).
+    written one after another, so they need not fit in memory. A folder also gets the recipe, and the files that loaders need, such
+    as config.json. One file gets only the weights: .safetensors is a safetensors file, and the other endings, such as .pth, give a
+    state dict that torch.load reads.
 
     With --quantize-activations=weights, the checkpoint tells inference runtimes to also round the inputs of matrix products, in the
     formats that support this (W8A8, W4A4).

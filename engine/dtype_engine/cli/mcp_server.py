@@ -29,7 +29,7 @@ _MOST_CHARACTERS = 200_000
 """Maximum length of an answer to an agent, in characters. The JSON of a large model would fill an agent's context many times over.
 """
 _MOST_OF_AN_ERROR = 2000
-"""Maximum length of an error, in characters. An error may quote an argument of any length."""
+"""Maximum length of an error message to an agent, in characters. A message may quote an argument, which can have any length."""
 _INSTRUCTIONS = """Measures what happens to a PyTorch model when some of its layers are in another dtype.
 A rule is PATTERN=DTYPE, such as *.mlp=fp8 or model.layers.{0..7}=bf16; the last rule that matches a tensor decides. inspect lists
 the modules with their bytes, also planned under rules. drift measures how much the output changes under rules. scan estimates how

@@ -13,7 +13,7 @@ _MMAP_THRESHOLD, _LARGE = -3, 1 << 20
 
 def trim_heap() -> None:
     """Return freed memory to the system. glibc would otherwise keep it, and the process would seem as large as before."""
-    if hasattr(psutil, "heap_trim"):  # not with musl
+    if hasattr(psutil, "heap_trim"):  # psutil lacks it on systems whose C library is musl
         psutil.heap_trim()
 
 
@@ -21,9 +21,10 @@ def return_large_memory() -> None:
     """Return large memory to the system as soon as it is freed, from now on. glibc would otherwise keep up to 64 MiB for each
     thread.
 
-    glibc reads its environment variables only when a process starts, so this is a call by ctypes. A scan over memory of a Llama of
-    0.70 GiB took 927 MiB of anonymous memory at its peak, 1,556 MiB without this call, and 1,220 MiB with `trim_heap` after each
-    block instead. Its private address space (VmData) was 1,207, 1,831 and 1,863 MiB.
+    `mallopt` is called by ctypes because glibc reads the environment variables for this setting only when a process starts. For
+    example, a scan with `--over-memory` of a Llama of 0.70 GiB took 927 MiB of anonymous memory at its peak with this setting,
+    1,556 MiB without it, and 1,220 MiB without it but with `trim_heap` after each block. Its private address space (VmData) was
+    1,207, 1,831 and 1,863 MiB, in the same order.
     """
     _call("mallopt", _MMAP_THRESHOLD, _LARGE)
 

@@ -166,7 +166,8 @@ class Options:
     """
     device_map: str = ""
     """How to distribute the model over several devices. "auto": fill all accelerators of the chosen type, each up to its entry in
-    `max_memory`, then the CPU. Any other text is a JSON file that maps names of modules to devices. "": the model is on one device.
+    `max_memory`, then the CPU. Any other text: the path of a JSON file that maps names of modules to devices. "": the model is on
+    one device.
     """
     workers: int | str | None = None
     """Where the app runs scans, the search for causes, and measurements of several recipes. A number: in this many processes. An

@@ -50,7 +50,7 @@ def share_text(count: int, whole: int) -> str:
 
 
 def perplexity_text(perplexity: float) -> str:
-    """Return a perplexity as text, such as `12.3456`, or `1.5353e+14` from a million on."""
+    """Return a perplexity as text: with four decimals, such as `12.3456`, or as `1.5353e+14` if it is at least a million."""
     return f"{perplexity:.4f}" if perplexity < 1e6 else f"{perplexity:.4e}"
 
 

@@ -50,7 +50,9 @@ class Lint:
     there. Each entry is (tensor, pattern that wins in this program, pattern that wins in the target).
     """
     caches: CacheServing = field(default_factory=CacheServing)
-    """For llama.cpp: the options that give KV caches the recipe's formats, and what it can't do. Empty for all other targets."""
+    """For llama.cpp: the options that give KV caches the recipe's formats, and the formats that no option gives. Empty for all
+    other targets.
+    """
 
     @property
     def patterns_differ(self) -> bool:
@@ -63,7 +65,7 @@ class Lint:
 
 def lint(context: Context, target: Target) -> Lint:
     """Match every rule as this program and as `target` would, and return a comparison of the matches. Rules that select only KV
-    caches are not among the compared ones.
+    caches are not compared.
 
     Raises TooSlow if matching takes too long.
     """

@@ -104,7 +104,7 @@ class _Proposals:
             pattern, dtype = generalisations(name)[0], self.target[name]
         else:
             _, _, pattern, dtype = best
-        # A dtype to which nothing can be cast is the one in which the tensors are stored.
+        # No rule can name a dtype to which nothing can be cast. Tensors have such a dtype only because they are stored in it.
         return Rule.make(
             pattern, dtype if dtype in (*dtypes.CASTABLE_DTYPES, *KV_FORMATS) else dtypes.STORED
         ), self.taken(pattern)

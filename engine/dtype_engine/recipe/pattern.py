@@ -2,7 +2,7 @@
 
     model.layers.3.mlp          a module and everything below it, or one tensor
     model.*.mlp                 a glob as `fnmatch` has it: `*` crosses dots, `?`, `[0-9]`, `[!q]`
-    *.mlp                       the same, and also `mlp` itself: `*.` at the beginning stands for any module, and for none
+    *.mlp                       the same, but `*.` at the beginning can also match nothing: `mlp` at the top level matches, too
     model.layers.{0..7}.mlp     a range; {00..07} keeps its zeros
     *.{q,k,v}_proj              alternatives, which may contain globs and braces
     re:.*\\.(gate|up)_proj       a regular expression of the `regex` package, over the whole name

@@ -265,7 +265,7 @@ class PresetEffect:
     planned_bytes: int = 0
     """Bytes of the whole model under the preset."""
     needed_bytes: int = 0
-    """Bytes of memory that the model needs under the preset, as the argument `needed` of `preset_effects` counts them."""
+    """Bytes of memory that the model needs under the preset, as computed by the function `needed` that `preset_effects` gets."""
     needs_classes: bool = False
     """Whether the preset fails to apply only because it selects modules by class and the classes are unknown."""
 
@@ -273,8 +273,10 @@ class PresetEffect:
 def preset_effects(
     tree: Tree, needed: Callable[[Plan], int] = lambda plan: plan.planned_bytes
 ) -> Iterator[PresetEffect]:
-    """Yield the effect of every preset on the tree, in the order of `PRESETS`. On a very large model, each takes a while. needed:
-    returns the bytes of memory that the model needs under a plan; by default, those of its weights.
+    """Yield the effect of every preset on the tree, in the order of `PRESETS`. On a very large model, each takes a while.
+
+    needed: a function that returns the bytes of memory that the model needs under a plan. By default, it returns the bytes of the
+    model's weights.
     """
     for preset in PRESETS.values():
         try:

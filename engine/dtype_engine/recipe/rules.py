@@ -29,11 +29,11 @@ class Rule:
     """Names of modules or tensors, with wildcards; or `type:` and a class; or `re:` and a regular expression."""
     dtype: str
     """A name in `dtypes.CASTABLE_DTYPES` or, for KV caches, in `KV_FORMATS`; or `dtypes.STORED`, with which tensors keep their
-    stored dtypes. A rule made with another spelling of such a name, such as `bf16`, gets the name itself.
+    stored dtypes. If a rule is created with another spelling, such as `bf16`, this field gets the name, such as `bfloat16`.
     """
 
     def __post_init__(self) -> None:
-        if self.dtype not in _TARGETS:  # written in another way, such as `bf16`
+        if self.dtype not in _TARGETS:  # another spelling, such as `bf16`
             object.__setattr__(self, "dtype", Rule.make(self.pattern, self.dtype).dtype)
 
     @classmethod

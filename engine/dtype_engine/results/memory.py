@@ -29,7 +29,7 @@ class MemoryStats:
     """Bytes of the live module's tensors, including non-persistent buffers."""
     resident_by_device: tuple[tuple[str, int], ...] = ()
     limits: tuple[tuple[str, int], ...] = ()
-    """The most bytes that the user lets weights take on a device, as pairs (device, bytes)."""
+    """The most bytes that weights may take on each device that `--max-memory` names, as pairs (device, bytes)."""
     rss_bytes: int | None = None
     """The resident set size of the process: its memory that is in RAM."""
     anonymous_bytes: int | None = None
@@ -48,6 +48,6 @@ class MemoryStats:
     kept_budget_bytes: int | None = None
     """The largest value that `kept_bytes` may have."""
     read_bytes: int | None = None
-    """Bytes of weights that were read from the files since the last measurement began. None if the model is not larger than
-    the machine's memory.
+    """Bytes of weights that were read from the files since the last measurement began. None if the model fits into
+    the machine's memory, so that it does not run from the disk.
     """

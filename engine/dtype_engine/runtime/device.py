@@ -133,8 +133,8 @@ def for_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def divide(values: torch.Tensor, number: float) -> torch.Tensor:
-    """Return values / number, rounded correctly on every device. By a Python number, CUDA would multiply its reciprocal, which
-    rounds twice.
+    """Return values / number, correctly rounded on every device. The divisor is made a tensor first: if it is a Python number, CUDA
+    multiplies by its reciprocal instead, and so rounds twice.
     """
     return values / torch.full((), number, dtype=values.dtype, device=values.device)
 

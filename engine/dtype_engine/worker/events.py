@@ -74,7 +74,7 @@ class ModelReady(Event, frozen=True):
     no_text: str | None = None
     """Why the model can't generate text, or None if it can."""
     memory_bytes: int | None = None
-    """How many bytes of memory the model's device has, or None if the device does not report it."""
+    """How many bytes of memory the model's device has or, on the CPU, how many of them models may use. None if this is unknown."""
     provenance: tuple[str, ...] = ()
     """Lines that say how the checkpoint was quantized, such as "not quantized: lm_head". Empty if its files don't say."""
     reference: str = "float32"
@@ -102,7 +102,7 @@ class OpenFailed(Event, frozen=True):
     classes_follow: bool = False
     """Whether a `HeadersRead` event with the module classes will follow."""
     memory_bytes: int | None = None
-    """How many bytes of the memory of the engine's machine models may use, or None if this is unknown."""
+    """How many bytes of memory models may use on the engine's machine, or None if this is unknown."""
 
 
 class CastingProgress(Event, frozen=True):

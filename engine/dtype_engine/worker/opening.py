@@ -37,8 +37,8 @@ class OpenModel:
     why_closed: str = ""
     """Why the model could not be loaded, or "" if it was loaded."""
     opens_next: tuple[Source, Options] | None = None
-    """What must be opened next in place of this model: the whole model, once a command has downloaded it, or the same model with
-    other options. None as long as this one stays open.
+    """The source and the options of the model that must be opened next in place of this one: the whole model, if a command has
+    downloaded it, or the same model with other options. None as long as this model stays open.
     """
 
     @property

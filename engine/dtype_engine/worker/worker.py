@@ -161,8 +161,8 @@ class Worker(Engine):
         self._emit(events.Idle())
 
     def _serve(self) -> tuple[Source, Options] | None:
-        """Open the model and run commands on it until the worker is closed, or until a command says what must be
-        opened next. Returns that (`OpenModel.opens_next`), or None.
+        """Open the model and run commands on it, until the worker is closed or a command requires another model to be opened.
+        Returns the source and the options of that other model (`OpenModel.opens_next`), or None if the worker is closed.
         """
         from dtype_engine.worker.run_commands import CommandRunner  # the first paint does not need it
 

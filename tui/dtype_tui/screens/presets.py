@@ -70,14 +70,14 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
         return text
 
     def _footer(self) -> str:
-        """Return sentences that say what the sizes are compared with."""
+        """Return sentences that say how many bytes the model takes as stored, and in how many bytes it is to fit."""
         experiment, room = self._experiment, human_bytes(self._experiment.room or 0)
         sentences = [f"Stored: {human_bytes(experiment.tree.stored_bytes)}."]
         if experiment.budget:
-            sentences += [f"Weights, KV cache and activations at {experiment.context_words} are to fit in {room}."]
+            sentences += [f"Weights, KV cache and activations at {experiment.context_words} must fit in {room}."]
         elif experiment.room:
             sentences += [
-                f"The weights are to fit in the {room} of memory of {experiment.model.device or 'the machine'}."
+                f"The weights must fit in the {room} of memory of {experiment.model.device or 'the machine'}."
             ]
         return " ".join([*sentences, "A preset replaces all current rules."])
 

@@ -45,7 +45,7 @@ TOOLS = {
     "modelopt": "the recipe as quant_cfg of NVIDIA ModelOpt",
     "comfyui": "pipelines of pictures: the recipe as ComfyUI's metadata",
 }
-"""What is written for each of `TARGET_SUFFIXES`."""
+"""What is written for each tool, keyed by the tool's name. The keys are those of `TARGET_SUFFIXES`."""
 KINDS: tuple[tuple[str, str], ...] = (
     ("checkpoint", "safetensors that load back in just these dtypes"),
     ("recipe", "rules, settings and the measurement, to use again"),

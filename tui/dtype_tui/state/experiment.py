@@ -67,7 +67,7 @@ class ModelFacts:
     no_text: str | None = None
     """Why the model can't generate text. None if it can, or if this is not known yet."""
     memory_bytes: int | None = None
-    """The bytes of memory of the device that the model is on or would be on, or None while this is unknown."""
+    """The bytes of memory on the device of the model, also if the model is not loaded yet. None while this is unknown."""
     live: bool = False
     """Whether the engine has opened the model, so that the model's modules exist in memory."""
     has_tree: bool = True
@@ -186,12 +186,14 @@ class Experiment:
 
     @property
     def room(self) -> int | None:
-        """The bytes in which the model is to fit: the budget or, without one, the memory of the device. None if it is unknown."""
+        """The bytes of memory in which the model must fit: the budget or, if none is set, the memory of the device. None if both
+        are unknown.
+        """
         return self.budget or self.model.memory_bytes
 
     def needed_bytes(self, plan: Plan) -> int:
-        """Return the bytes that are to fit in `room` under a plan: of weights, KV cache and activations together if there is a
-        budget, otherwise of the weights.
+        """Return the bytes that must fit in `room` under a plan. With a budget, these are the bytes of weights, KV cache and
+        activations together; without one, those of the weights.
         """
         return self._serving_under(plan).total_bytes if self.budget else plan.planned_bytes
 

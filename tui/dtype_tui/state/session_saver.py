@@ -50,7 +50,7 @@ class SessionSaver:
 
     @property
     def works(self) -> bool:
-        """Whether the session could be written until now."""
+        """Whether no attempt to write the session has failed."""
         return self._trouble is None
 
     def update(self, experiment: Experiment, cursor: str) -> None:

@@ -23,7 +23,7 @@ otherwise have another background than the rest of the line.
 
 def cursor_style(widget: Widget) -> Style:
     """Return the style of the line under the cursor: the theme's tint or, in a theme of the terminal's own colors, reversed. No
-    text is dim on it, because each change of style costs bytes when the cursor moves.
+    text is dim on this line, because each change of style costs bytes when the cursor moves.
     """
     if widget.app.native_ansi_color:
         return _REVERSED

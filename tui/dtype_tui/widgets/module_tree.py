@@ -108,7 +108,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.hidden: frozenset[str] = frozenset()
         self._match_set: frozenset[str] = frozenset()
         self.figures = TreeFigures(self, self.line)
-        """The widget that shows the columns of drift."""
+        """The widget that draws the columns of drift over the right end of the lines."""
         self._painted: dict[int, Strip] = {}
         self._needed = (0, 0)
         """The widths in cells that the names of all rows need, as `needed_width` returns them."""
@@ -472,7 +472,7 @@ class ModuleTree(ScrollView, can_focus=True):
             self._refresh_line(y)
 
     def _place_figures(self) -> None:
-        """Let `figures` cover the lines from the columns of drift on, up to the last cell, where a scroll bar may be."""
+        """Let `figures` cover the columns of drift of each line. The last cell stays free, because a scroll bar may be there."""
         columns = self._columns
         self.figures.styles.width = self.size.width - 1 - columns.before_figures if columns.figures else 0
 
@@ -550,5 +550,7 @@ class ModuleTree(ScrollView, can_focus=True):
 
 @lru_cache(maxsize=256)
 def _strip_of(segments: tuple[Segment, ...], width: int, base: Style) -> Strip:
-    """Return a line of the tree, `width` cells wide. Most lines stay as they are when the screen is drawn again."""
+    """Return a line of the tree that is `width` cells wide. Results are cached, because most lines are the same when the screen is
+    drawn again.
+    """
     return Strip(Segment.adjust_line_length(list(segments), width, PLAIN)).simplify().apply_style(base)

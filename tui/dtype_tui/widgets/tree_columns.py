@@ -42,7 +42,7 @@ class Columns:
 
     @property
     def figures(self) -> int:
-        """The total width of the columns that a measurement or a scan changes, which are the last ones."""
+        """The total width of the columns that change with a measurement or a scan. They are the rightmost columns."""
         return self.drift + self.track + self.other + self.change + self.scan + self.heat
 
     @property

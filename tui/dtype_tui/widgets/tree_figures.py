@@ -12,12 +12,12 @@ from dtype_tui.rendering.changed_cells import changed_cells
 
 
 class TreeFigures(Widget):
-    """Shows the columns of drift of the lines that the tree shows, over the end of these lines.
+    """Draws the columns of drift over the right end of the tree's lines.
 
-    They are a widget of their own because Textual writes a changed line from the left edge of its widget on. A new measurement
-    would write every name again.
+    They are a separate widget because Textual writes a changed line from the left edge of its widget on. In the tree's own widget,
+    a new measurement would write every name again.
 
-    tree: the tree. line: returns the whole line that a row of the tree shows, given the row.
+    tree: the tree. line: a function that returns the whole line in a row of the tree, given the number of the row.
     """
 
     DEFAULT_CSS = "TreeFigures { dock: right; width: 0; height: 100%; margin-right: 1; }"
@@ -43,7 +43,7 @@ class TreeFigures(Widget):
         return line.crop(start, start + self.size.width)
 
     async def on_event(self, event: events.Event) -> None:
-        """Pass clicks and the wheel of the mouse to the tree, whose lines these are."""
+        """Pass clicks and turns of the mouse wheel to the tree, because its lines continue here."""
         if isinstance(event, events.Click | events.MouseScrollDown | events.MouseScrollUp):
             self._tree.post_message(event)
         elif isinstance(event, events.MouseDown):

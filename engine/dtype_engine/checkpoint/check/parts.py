@@ -111,7 +111,7 @@ def _required_suffixes(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...
     if weight.layout is SCALED:
         return ("_scale_2",) if nvfp4 else ()
     if weight.layout is GPTQ:
-        return () if codes.dtype == "int16" else ("qzeros",)  # which may have another name in AWQ's "gemv_fast"
+        return () if codes.dtype == "int16" else ("qzeros",)  # AWQ's "gemv_fast" may name the zero points otherwise
     if weight.layout is BNB_4BIT:
         return (".quant_map", *((".nested_absmax", ".nested_quant_map") if scale.dtype == "uint8" else ()))
     return ()

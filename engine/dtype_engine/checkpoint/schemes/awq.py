@@ -10,7 +10,7 @@ entries in a row than the weight has groups.
 
 "gemv_fast", also of llm-awq: `x.qweight` [out / 4, in] holds words of 16 bits, in the order of a CUDA kernel (see
 `runtime/formats/schemes/awq.py`). `x.scales` and `x.qzeros` or `x.scaled_zeros`, padded to [8 * words, out], hold a scale and an
-offset for each group. The offset is added: it is minus the zero point, times the scale.
+offset for each group and output. The offset is added: it is the negative product of the zero point and the scale.
 
 The shapes tell which layout a weight has.
 """
@@ -87,7 +87,9 @@ def _read_fast(tensors: Mapping[str, CheckpointTensor], method: str, sizes: set[
 
 
 def _padded_size(sizes: set[int], columns: int, places: int) -> int | None:
-    """Return the declared group size for which a row has `places` places for scales, some of which are padding, or None."""
+    """Return the group size, among the declared `sizes`, for which a row of `columns` values has `places` scales including padding.
+    Returns None if there is no such size.
+    """
     for size in sorted(sizes):
         if size > 0 and columns % size == 0 and 0 <= places - columns // size < 8 * max(128 // size, 1):
             return size

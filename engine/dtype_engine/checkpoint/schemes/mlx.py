@@ -70,8 +70,9 @@ def read(
 
 
 def settings_of(config: Mapping[str, Any], module: str) -> tuple[str, Any, Any]:
-    """Return (the mode, the bits of a code, the size of a group) that config.json gives for a module, such as ("affine", 4, 64), or
-    else for the model. The mode decides what is not given; what is given can be anything. config: the content of config.json.
+    """Return (the mode, the bits of a code, the size of a group) of a module, such as ("affine", 4, 64). They are the module's own
+    settings in config.json or, if it has none, those of the model. Each mode has defaults for the bits and the size. The settings
+    are not validated, so they can have any type. config: the content of config.json.
     """
     whole = config.get("quantization")
     whole = whole if isinstance(whole, Mapping) else declared(config)

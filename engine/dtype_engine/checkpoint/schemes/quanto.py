@@ -1,10 +1,12 @@
 """Weights quantized by optimum-quanto. For a layer `x` with 8 bits, `x.weight._data` holds int8 or float8 codes, and
 `x.weight._scale` holds a scale for each output channel.
 
-With 4 or 2 bits, `x.weight._data._data` holds the codes of a matrix [groups, group size] of the weight's values, row by row. A byte
-has codes of two or four of its rows: the first half (quarter) of the rows is in the lowest bits. `x.weight._scale` and
-`x.weight._shift` [groups, 1] hold factors, and offsets that are subtracted. The file does not have the weight's shape. It follows
-from the layer's bias or, for the names that most language models have, from the configuration. Other weights are not read.
+With 4 or 2 bits, the values of a weight, row by row, form a matrix [groups, group size], and `x.weight._data._data` holds the codes
+of this matrix. With 4 bits, a byte holds codes of two rows of the matrix: the low bits belong to the first half of the rows. With 2
+bits, it holds codes of four rows, and the lowest bits belong to the first quarter. `x.weight._scale` [groups, 1] holds factors, and
+`x.weight._shift` [groups, 1] holds offsets that are subtracted. The file does not contain the weight's shape. It is computed from
+the length of the layer's bias or, for layers with names that are usual in language models, from the configuration. Weights whose
+shape can't be found in this way are not read.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ def _bits(
 
 
 def _columns(name: str, config: Mapping[str, Any]) -> int | None:
-    """Return the number of inputs of a linear layer of a language model by its name, or None."""
+    """Return the number of inputs of a linear layer of a language model, or None if it is unknown. The layer's name, such as
+    `q_proj`, tells which entry of the configuration has this number. name: the name of the layer's weight.
+    """
     text = config.get("text_config")
     settings = {**config, **(text if isinstance(text, Mapping) else {})}
     hidden, heads = size(settings.get("hidden_size")), size(settings.get("num_attention_heads"))
@@ -93,7 +97,7 @@ def _columns(name: str, config: Mapping[str, Any]) -> int | None:
 
 
 def _group_size(columns: int) -> int:
-    """Return how many values of a row have a common scale. optimum-quanto gives a whole row one scale if no group size divides it
-    or if it has at most 128 values.
+    """Return how many values of a row share a scale. A whole row shares one if it has at most 128 values, or if none of
+    optimum-quanto's group sizes divides its length. columns: the number of values in a row.
     """
     return next((each for each in (128, 96, 64, 32) if columns > 128 and columns % each == 0), columns)

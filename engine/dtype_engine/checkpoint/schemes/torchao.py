@@ -8,8 +8,8 @@ layer. The layer multiplies its inputs by these factors. Here, the columns of th
 the same effect.
 
 `Int4Tensor` is stored in another way: `x._weight_qdata` [out, in / 2] holds two codes in a byte, and `x._weight_scale` and
-`x._weight_zero_point` [groups, out] hold factors, and offsets that are added. The packings for tensor cores, such as
-`Int4TilePackedTo4dTensor`, are not read.
+`x._weight_zero_point` [groups, out] hold factors and offsets, respectively; the offsets are added. The packings for tensor cores,
+such as `Int4TilePackedTo4dTensor`, are not read.
 """
 
 from __future__ import annotations

@@ -102,7 +102,9 @@ class Target:
     of one. None if the tool has no order of precedence.
     """
     write: Callable[[Context], Conversion]
-    """A function that converts the context's plan. Call `convert`, which also lists what `write` leaves out."""
+    """A function that converts the context's plan into the tool's format. Callers use `convert` instead, which also lists the
+    formats of KV caches that `write` leaves out.
+    """
     matchable: Callable[[Context], frozenset[str]]
     """A function that takes the context (plan and model) and returns the canonical names of all tensors that the tool's patterns
     can affect.
@@ -112,10 +114,10 @@ class Target:
     raises PatternError for an invalid regular expression.
     """
     writes_caches: bool = False
-    """Whether `write` knows the formats of KV caches."""
+    """Whether `write` converts the plan's formats of KV caches, too. If False, they are left out."""
 
     def convert(self, context: Context) -> Conversion:
-        """Return the context's plan in the format of the tool."""
+        """Return the context's plan in the format of the tool, with a list of what this format can't express."""
         written, losses = self.write(context), UnsupportedList()
         if not self.writes_caches:
             for name, form in context.plan.caches.items():

@@ -96,9 +96,11 @@ def export(
 
 
 class _Count:
-    """Reports the progress of an export whose weights are written once or twice.
+    """Reports the progress of an export to one file. A PyTorch file counts its weights twice, because they are first written to a
+    safetensors file.
 
-    on_bytes: called with the number of bytes written and `total`. cancelled: checked before each block.
+    on_bytes: called with (the number of bytes written until now, `total`). total: the number of bytes to write in all. cancelled:
+    checked before each block.
     """
 
     def __init__(self, on_bytes: OnBytes, total: int, cancelled: IsCancelled) -> None:
@@ -119,8 +121,11 @@ class _Count:
 
 
 def _save_pickle(weights: Path, contents: Contents, target: Path, count: _Count) -> None:
-    """Write the state dict in a safetensors file as `torch.save` does. A tied weight has all of its names, as in a module's state
-    dict, and its values are stored once.
+    """Write the weights in the safetensors file `weights` to `target` as a state dict, by `torch.save`. A tied weight is an entry
+    under each of its names, as in a module's state dict, but its values are stored only once.
+
+    contents: what is exported, which gives the order of the weights and the names of tied ones. count: is told each block that is
+    written.
     """
     state = load_file(weights)  # mapped, not read
     ordered = {item.name: state[item.name] for item in contents.items if item.name in state}
@@ -130,7 +135,7 @@ def _save_pickle(weights: Path, contents: Contents, target: Path, count: _Count)
         write = file.write
 
         class Counted:
-            """The file, as `torch.save` uses it."""
+            """The file with the methods that `torch.save` calls. Each write is added to `count`."""
 
             def write(self, data: bytes) -> int:
                 count.add(len(data))
@@ -141,7 +146,7 @@ def _save_pickle(weights: Path, contents: Contents, target: Path, count: _Count)
 
         try:
             torch.save(ordered, Counted())  # type: ignore[arg-type]
-        except RuntimeError as error:  # torch fails to end the archive of a write that has failed
+        except RuntimeError as error:  # torch raises it after a failed write, whose error is its context
             raise error.__context__ or error from None
 
 
@@ -163,7 +168,7 @@ def _reason_against(contents: Contents) -> str | None:
 
 
 def _left_out(contents: Contents) -> tuple[str, ...]:
-    """Return a notice of the files that an export to a folder has besides the weights, if the source has such files."""
+    """Return a notice that names the files which only an export to a folder contains, or () if the source has no config.json."""
     if contents.config is None:
         return ()
     return ("only the weights are written: config.json and the tokenizer's files are in an export to a folder",)

@@ -35,8 +35,8 @@ from dtype_engine.runtime.model.torch_private import SAFE_SOFTMAX, FakeTensorMod
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 _LOOPED = (64, 128, 256)
-"""The context lengths from which estimates for longer ones are extrapolated if a model loops over tokens, as Mamba does without its
-kernels. To follow such a loop takes milliseconds for each token.
+"""Context lengths in tokens. If a model loops over tokens, as Mamba does without its kernels, only these lengths are estimated by
+following a pass, and estimates for longer contexts are extrapolated from them. Following such a loop takes milliseconds per token.
 """
 _MODULE = "dtype_engine.module:"
 """The prefix of the marks in a record of allocations that say which module begins to run."""
@@ -158,7 +158,7 @@ class ActivationEstimator:
 
     @functools.cached_property
     def _loops(self) -> bool:
-        """Whether most operations of a pass are in a loop over tokens."""
+        """Whether the model loops over tokens: whether the number of operations of a pass grows with the context."""
         with suppress(NoForward):
             few, more = (self._estimate(context, 1)[1] for context in _LOOPED[:2])
             return more > 1.5 * few
@@ -189,7 +189,9 @@ def estimator_of(checkpoint: Checkpoint, options: Options, dtype: str) -> Activa
 def _pass(
     module: nn.Module, inputs: Mapping[str, Any], context: int, batch: int, estimated: bool
 ) -> tuple[ActivationMemory, int]:
-    """Return the memory of a pass, and the number of its operations if they were followed one by one, otherwise 0."""
+    """Return (the memory that a pass needs, the number of its operations). The number is 0 if the memory is measured, because only
+    an estimate follows the operations one by one.
+    """
     operations = 0
     known = [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, inputs.values())]
     what = f"the memory of a pass over {context:,} tokens can't be {'estimated' if estimated else 'measured'}"
@@ -202,7 +204,7 @@ def _pass(
         else:
             if known[0].device.type == "cuda":
                 module(**_inputs(module, 1, 1))  # cuBLAS keeps the workspace that its first product allocates
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would write to standard error
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise, torch's profiler writes to standard error
             with (
                 _naming_modules(module, _mark),
                 profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
@@ -221,16 +223,19 @@ def _mark(module: str) -> None:
 
 
 def _peak_of(profiler: profile) -> tuple[int, str]:
-    """Return the peak of the bytes that torch's allocators handed out, and the name of the module that ran then.
+    """Return (the peak of the bytes that torch's allocators handed out, the name of the module that ran at the peak).
 
-    The trace file is the only public record that has every allocation, workspace inside kernels included.
+    They are read from the profiler's trace file, because no other public interface reports every allocation, including the
+    workspace inside kernels.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_bytes())["traceEvents"]
     held: dict[tuple[int, int], int] = {}
-    """The bytes at each address. Memory from before the pass, which the pass may free, is not in it."""
+    """The bytes allocated at each address, keyed by (number of the device type, address). Memory that was allocated before the pass
+    has no entry, also when the pass frees it.
+    """
     now = peak = 0
     running = at_peak = ""
     for event in sorted(events, key=lambda event: event.get("ts", 0.0)):

@@ -53,7 +53,9 @@ parameters.
 """
 
 MOST_UNSAVED = 8
-"""How many sequences run side by side at most if the measurement is saved: an interrupt loses the running ones."""
+"""The maximum number of sequences that run side by side if the measurement is saved. An interrupt loses the results of the
+sequences that are running.
+"""
 _BYTES_SIDE_BY_SIDE = 12
 """How many bytes each element of an output needs while sequences run side by side: the float32 outputs of the reference and the
 candidate run, and temporary tensors.
@@ -125,7 +127,8 @@ class DriftMeter:
         """Measure until all inputs have been run, or until the metrics are as precise as the listener requires. Returns the totals.
 
         cancelled: a function that returns True to stop the measurement; it is ignored if a listener is given. begun: the totals of
-        an earlier measurement that was stopped, to which the missing sequences are added. Raises NoForward, KernelError, Cancelled.
+        an earlier measurement that was interrupted; only the sequences that they lack are run, and are added to them. Raises
+        NoForward, KernelError, Cancelled.
         """
         listener = MeasurementListener(cancelled=cancelled) if listener is None else listener
         totals = begun
@@ -239,8 +242,8 @@ class DriftMeter:
 
     def _groups(self, steps: Iterable[Step], most: int | None) -> Iterator[list[Step]]:
         """Yield each step alone or, if a model is larger than memory, groups of steps whose sequences run side by side. The outputs
-        of a group take at most `working` bytes, as estimated from the largest dimension of a weight. most: how many steps a group
-        has at most.
+        of a group take at most `working` bytes, as estimated from the largest dimension of a weight. most: the maximum number of
+        steps in a group, or None if only the bytes limit it.
         """
         models = (self.model, self.candidate or self.model)
         over_memory = any(model.visits is not None for model in models)

@@ -35,7 +35,9 @@ class MeasurementListener:
     on_sequence: OnSequence | None = None
     """A function that is called after every sequence with the running totals. Later sequences change the same object."""
     saves: bool = False
-    """Whether `on_sequence` saves the totals. Fewer sequences of a model that is larger than memory then run side by side."""
+    """Whether `on_sequence` saves the totals. If True, fewer sequences of a model that is larger than memory run side by side, so
+    that an interrupt loses fewer results.
+    """
     cancelled: IsCancelled = never
     """A function that is called between module calls. If it returns True, the measurement raises Cancelled."""
     precision: Callable[[], float | None] | None = None

@@ -31,7 +31,7 @@ class ReferenceRecord:
     output: torch.Tensor
     seconds: float
     attended: AttendedPositions
-    """The padding masks that torch's attention modules got."""
+    """The padding masks that the model passed to torch's attention modules (`nn.MultiheadAttention`)."""
     modules: dict[tuple[str, int], torch.Tensor] | None
     """The outputs of modules by (module, number of its call), or None if modules are not compared. One of them may be `output`
     itself.
@@ -51,24 +51,29 @@ class ReferenceRecord:
 
 
 class SavedSequence(msgspec.Struct):
-    """The results of one sequence, as they are saved."""
+    """The results of one sequence, in the form in which they are written to a file."""
 
     number: int
+    """The index of the sequence among the inputs."""
     rows: int
+    """How many positions of the output were compared."""
     left_out: int
+    """How many positions were left out as padding."""
     sums: ElementSums
     positions: tuple[list[float], list[bool], list[float], list[float]] | None
-    """The fields of `PositionFigures`."""
+    """The fields `kl`, `same_top`, `log_p` and `log_q` of `PositionFigures` as lists, or None if the output is no distribution."""
     modules: dict[str, ModuleSums] | None
 
 
 class SavedTotals(msgspec.Struct):
-    """`RunningTotals` of outputs that are not pictures, as they are saved."""
+    """The content of a `RunningTotals`, in the form in which it is written to a file. Pictures are not included."""
 
     output_name: str
     dimensions: int
+    """The number of dimensions of the output."""
     classes_dim: int | None
     seconds: tuple[float, float]
+    """The durations of all reference runs and of all candidate runs, in seconds."""
     modules_left_out: list[str]
     left_wide: list[str]
     sequences: list[SavedSequence]
@@ -150,7 +155,9 @@ class RunningTotals:
             self._kl_means.append(float(positions.kl.mean()))
 
     def has(self, number: int, with_modules: bool) -> bool:
-        """Return whether the sequence with the index `number` was added and, if `with_modules` is set, its modules too."""
+        """Return whether the results of the sequence with the index `number` were added. with_modules: whether the results of its
+        modules must have been added, too.
+        """
         return number in self.numbers and (not with_modules or number in self._modules)
 
     def saved(self) -> SavedTotals:

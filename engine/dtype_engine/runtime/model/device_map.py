@@ -34,9 +34,10 @@ class MovesInputs:
 
 
 def places_of(module: nn.Module, wanted: str, device: torch.device, limits: Mapping[str, int]) -> Places:
-    """Return on which device each module is. wanted: "auto", or the path of a JSON file that maps names of modules to devices, as
-    Accelerate writes it. device: the device that the user chose; "auto" fills all devices of its type, then the CPU. limits: the
-    most bytes that weights may take on a device, keyed by its name. Raises UserError.
+    """Return on which device each module is to be. wanted: "auto", or the path of a JSON file that maps names of modules to
+    devices, as Accelerate writes it. device: the device that the user chose; "auto" fills all devices of its type, then the CPU.
+    limits: the most bytes that weights may take on a device, keyed by its name. Raises UserError if the file is not such a map, or
+    if the model does not fit on the devices.
     """
     return automatic(module, _budgets(device, limits)) if wanted == "auto" else _from_file(module, Path(wanted), device)
 
@@ -63,8 +64,9 @@ def _from_file(module: nn.Module, file: Path, device: torch.device) -> Places:
 
 
 def _budgets(device: torch.device, limits: Mapping[str, int]) -> dict[torch.device, int]:
-    """Return how many bytes weights may take on each device, in the order in which the devices are filled. If the user limits some
-    accelerators, only these are used. Without limits, 90% of the memory that is free on each.
+    """Return how many bytes weights may take on each device, in the order in which the devices are filled. If `limits` names
+    accelerators, only these are used. Otherwise, weights may take 90% of the free memory of each accelerator. device: a device of
+    the type to use. limits: the most bytes that weights may take, keyed by the name or the type of a device.
     """
     every = [torch.device(device.type, index) for index in range(max(1, device_count(device)))]
     chosen = [each for each in every if device.type != "cpu" and str(each) in limits] or every
@@ -79,11 +81,12 @@ def _budgets(device: torch.device, limits: Mapping[str, int]) -> dict[torch.devi
 
 def automatic(module: nn.Module, budgets: Mapping[torch.device, int]) -> Places:
     """Fill one device after the other in the order of the modules, as Accelerate's `infer_auto_device_map` does. A module that does
-    not fit into the rest of a device is divided into its submodules. A layer, which is a module in an `nn.ModuleList` or in another
-    list of modules, stays whole, because its code may add what two of its submodules return.
+    not fit into the remaining memory of a device is divided into its submodules. A layer, which is a module in an `nn.ModuleList`,
+    `nn.ModuleDict` or `nn.Sequential`, is never divided, because its code may add the outputs of two submodules, which would then
+    be on different devices.
 
-    budgets: the most bytes of weights for each device, in the order in which the devices are filled. Raises UserError if they are
-    too small.
+    budgets: the most bytes of weights for each device, in the order in which the devices are filled. Raises UserError if the model
+    does not fit.
     """
     places: dict[str, torch.device] = {}
     counted: set[int] = set()
@@ -116,7 +119,7 @@ def automatic(module: nn.Module, budgets: Mapping[torch.device, int]) -> Places:
 
 def distribute(module: nn.Module, places: Places, main: torch.device) -> None:
     """Move the modules to their devices. From then on, a module moves its arguments to the device of its weights, and the model
-    moves its output to `main`. A weight that several modules have in common is on the device of the first. Raises UserError if the
+    moves its output to `main`. A weight that several modules share is on the device of the first of them. Raises UserError if the
     memory of a device is too small.
     """
     where: dict[int, torch.device] = {}

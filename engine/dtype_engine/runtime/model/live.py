@@ -260,7 +260,9 @@ class LiveModel:
     stored dtypes. Any other text is the path or name of another checkpoint.
     """
     side_settings: tuple[SideSettings, ...] = ()
-    """The numbers and other settings of modules in which a reference that is another checkpoint differs from this model."""
+    """The settings of modules, such as the `eps` of a norm, in which the reference differs from this model if the reference is
+    another checkpoint. Otherwise empty.
+    """
     coverage: Coverage | None = None
     """Which of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
     visits: BlockVisits | None = None
@@ -300,9 +302,9 @@ class LiveModel:
 
         title: the name of the model. quantized: the dtype and scales of each weight that is stored with scales, keyed by any of the
         weight's names. encoded: the values of each weight for which the module has a placeholder, also keyed by any of its names.
-        placements: maps the name of each tensor of the checkpoint to where it is loaded in the module. places: the devices of
-        single modules; None if all are on `device`. rest: values for other fields of `LiveModel`. Raises UserError if tensors have
-        no data, a module is compiled by TorchScript, or the module does not fit on the device.
+        placements: maps the name of each tensor of the checkpoint to where it is loaded in the module. places: maps the
+        names of modules to their devices; None if all modules are on `device`. rest: values for other fields of `LiveModel`. Raises
+        UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the device.
         """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")

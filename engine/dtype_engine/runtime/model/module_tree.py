@@ -49,7 +49,9 @@ def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torc
 
 
 def _if_sparse(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the fields of `TensorInfo` that say that a tensor is sparse and how many bytes its values and indices take, or {}."""
+    """Return fields of `TensorInfo` for a sparse tensor: the bytes of its values and indices, and why it can't be cast. Returns {}
+    for a dense tensor.
+    """
     if tensor.layout is torch.strided:
         return {}
     entries = tensor.to_sparse().coalesce()

@@ -1,8 +1,8 @@
 """Lets another checkpoint of the same architecture be the reference model, against which drift is measured.
 
-The open model is the candidate. A reference run uses the same module, but each weight gets the values that the other checkpoint has
-for it, and so does each number that the configuration sets, such as the `eps` of a norm. Both runs therefore execute the same code.
-A checkpoint that needs another structure is refused.
+The open model is the candidate. A reference run uses the same module, but each weight has the values of the other checkpoint, and
+each number that a configuration sets, such as the `eps` of a norm, has the other checkpoint's value. Both runs therefore execute
+the same code. A checkpoint that needs another structure is refused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SHOWN = 3
 
 def use_reference(live: LiveModel, source: Source, options: Options, on_step: OnStep = lambda step: None) -> None:
     """Make another checkpoint the reference model of an open one: each weight gets the values that this checkpoint has for it as
-    its `other_reference`, and each module its settings.
+    its `other_reference`, and the settings of modules in which the checkpoints differ are stored in `live.side_settings`.
 
     live: the open model, which is the candidate. source: the other checkpoint. options: how to open it. on_step: called with a
     description of each step. Raises UserError if the tensors or shapes of the two checkpoints differ, or if one module
@@ -119,10 +119,11 @@ def _shapes(model: LiveModel) -> dict[str, tuple[int, ...]]:
 
 
 def _use_other_configuration(other: LiveModel, live: LiveModel, sides: tuple[str, str]) -> frozenset[str]:
-    """Let each side run with its own settings, and add a notice that names them. Returns the names of the buffers that are computed
-    from the configuration and differ. other: the reference. live: the candidate. sides: their titles, in this order.
+    """Let the reference and the candidate each run with the settings of its own configuration, and add a notice that names the
+    settings that differ. Returns the names of the differing buffers that are computed from the configuration.
 
-    Raises UserError if a module can't run with the settings of both.
+    other: the reference. live: the candidate. sides: their titles, in this order. Raises UserError if a module can't run with the
+    settings of both.
     """
     theirs, ours = (dict(_entries(_configuration(model))) for model in (other, live))
     scaled = any(
@@ -207,5 +208,7 @@ def _different_buffers(other: LiveModel, live: LiveModel) -> list[str]:
 
 
 def _fit(theirs: Weight, ours: Weight | None) -> bool:
-    """Return whether a buffer can have the values of another one in a pass."""
+    """Return whether a reference run can use the values of the buffer `theirs` in place of those of `ours`: both must have numbers
+    and the same shape.
+    """
     return ours is not None and ours.stored.shape == theirs.stored.shape and _has_numbers(ours) and _has_numbers(theirs)

@@ -1,7 +1,8 @@
 """Finds the numbers and other settings in which the modules of two checkpoints differ, such as the `variance_epsilon` of a norm, so
-that a pass can run with those of either checkpoint.
+that a pass can run with the settings of either checkpoint.
 
-They come from the configurations. Most modules copy what they need into attributes; some read the configuration in a pass.
+The settings come from the configurations of the checkpoints. Most modules copy what they need into attributes when they are
+created. Some read the configuration during a pass, so its own attributes are compared, too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, FunctionType)
 
 @dataclass(frozen=True, slots=True)
 class SideSettings:
-    """The attributes of one object in which the reference model and the candidate differ."""
+    """The attributes of one module or configuration in which the reference model and the candidate differ."""
 
     module: str
     """The name of the module that has the attributes, or "" for the configuration of the model."""
@@ -28,7 +29,9 @@ class SideSettings:
     """The `__dict__` of the module or the configuration. It has the candidate's values between passes."""
     candidate: Mapping[str, Any]
     reference: Mapping[str, Any]
-    """The differing attributes with the values of each of the two. A mapping lacks an attribute that its side lacks."""
+    """`candidate` and `reference` hold the differing attributes with the values of each of the two models, keyed by name. An
+    attribute that one of the models does not have is missing from its mapping.
+    """
 
     def use(self, of_reference: bool) -> None:
         """Give the attributes the values of the reference or those of the candidate."""
@@ -39,8 +42,8 @@ class SideSettings:
 
 
 def side_settings(reference: nn.Module, candidate: nn.Module, ignored: frozenset[str]) -> list[SideSettings] | str:
-    """Return the settings in which two models of the same architecture differ. If they differ in more than settings, return the
-    name of the first such module or attribute instead.
+    """Return the settings in which two models of the same architecture differ. If they differ in anything else, such as the class
+    of a module, return the name of the first module or attribute that differs so.
 
     ignored: names of entries of the configuration that change no output.
     """
@@ -80,8 +83,8 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal. Tensors are compared by their values. Other objects without an own `==` are compared by
-    their type, and functions by their name.
+    """Return whether two values are equal. Tensors are compared by their values. Functions are compared by their names, and
+    objects whose class does not define `==` by their types.
     """
     if type(one) is not type(other):
         return False

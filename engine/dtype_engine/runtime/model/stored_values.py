@@ -371,7 +371,7 @@ class VisitedValues(StoredValues):
 
     def part(self, index: int, device: torch.device) -> torch.Tensor | None:
         def read() -> torch.Tensor | None:
-            if 4 * math.prod(self.shape) > self.visits.most:  # the block's own ranges leave this weight out
+            if 4 * math.prod(self.shape) > self.visits.most:  # `blocks` leaves such a weight out of its block's ranges
                 self.visits.count((self, index), self.nbytes // self.shape[0])
             return self.values.part(index, device)
 

@@ -92,7 +92,9 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def has_forward_hooks(module: nn.Module, except_for: type) -> bool:
-    """Return whether a module has forward hooks or forward pre-hooks. except_for: the class of hooks that do not count."""
+    """Return whether a module has forward hooks or forward pre-hooks. except_for: a class; hooks that are its instances are
+    ignored.
+    """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(not isinstance(hook, except_for) for hook in hooks)
 

@@ -53,7 +53,7 @@ class BlockVisits:
         blocks: the ranges of the files that each block reads, keyed by the name of its module. `use_blocks` sets it.
         most: how many bytes a block takes at most, in float32.
         keeps_pages: True if the files stay in memory, because only an accelerator's memory is too small for the weights.
-        cancelled: asked before values are read in a block. If it returns True, Cancelled is raised.
+        cancelled: called before a block reads values. If it returns True, Cancelled is raised.
         bytes_read: how many bytes all blocks have read since the last measurement began; a block counts each time that it runs.
     """
 
@@ -137,7 +137,9 @@ class BlockVisits:
         return made
 
     def count(self, key: Any, nbytes: int) -> None:
-        """Add to `bytes_read` what a block reads beside its ranges. In one visit, each `key` is counted once."""
+        """Add `nbytes` to `bytes_read`, for bytes that the current block reads in addition to its ranges in `blocks`. key:
+        identifies what is read; within one visit, a key is counted only once.
+        """
         if key not in self._counted:
             self._counted.add(key)
             self.bytes_read += nbytes

@@ -154,7 +154,7 @@ def tensors_in(args: Arguments, kwargs: Mapping[str, Any]) -> list[torch.Tensor]
     """Return all tensors among the arguments of a torch call, including those in lists, tuples and dicts."""
     tensors: list[torch.Tensor] = []
     values = [*args, *kwargs.values()]
-    for value in values:  # what is appended to a list while a loop runs over it is visited, too
+    for value in values:  # a loop over a list also visits items that are appended meanwhile
         if isinstance(value, torch.Tensor):
             tensors.append(value)
         elif isinstance(value, (list, tuple)):

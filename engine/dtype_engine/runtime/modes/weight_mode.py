@@ -194,7 +194,7 @@ class WeightMode(TorchFunctionMode):
                         as_given = False
                     dtype = own
             elif isinstance(value, (list, tuple)):
-                values += value  # the loop visits them, too
+                values += value  # the loop also visits items that are appended meanwhile
             elif isinstance(value, dict):
                 as_given = False
         if not as_given:
@@ -234,8 +234,8 @@ class WeightMode(TorchFunctionMode):
         return self.written[key].dtype if key in self.written else self.dtype_of(weight)
 
     def like_reference(self, module: str) -> bool:
-        """Return whether a module runs with the settings of the reference model, such as its `eps`, in this pass. module: its name,
-        or "" for the whole model.
+        """Return whether a module runs with the settings of the reference model, such as its `eps`, in this pass, and not with
+        those of the candidate. module: the module's name, or "" for the whole model.
         """
         return False
 

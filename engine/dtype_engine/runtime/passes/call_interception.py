@@ -118,7 +118,9 @@ class ModuleCalls:
         return call
 
     def _arguments_of(self, run: ForwardPass, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the positional arguments with which a module is called. Records the padding masks of torch's attention."""
+        """Return the positional arguments with which to call a module. `args` are returned unless the mode replaces those of an
+        RNN. If the module is torch's attention, its padding mask is recorded in `run.attended`.
+        """
         if isinstance(module, nn.RNNBase):
             with WithoutModes():
                 return run.mode.arguments_of(module, args)

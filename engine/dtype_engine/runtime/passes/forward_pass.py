@@ -55,7 +55,7 @@ class ForwardPass:
         finished: the module names of all ended calls, in order.
         spans: for each entry of `finished`, the number of calls that had ended when it began, if all modules are watched.
         effects: detects side effects, or None.
-        attended: the padding masks that torch's attention modules get.
+        attended: the padding masks that the model passes to torch's attention modules.
         observing_seconds: time spent on observers in seconds, which is not counted as time of the pass.
     """
 

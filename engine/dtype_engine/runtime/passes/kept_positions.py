@@ -4,8 +4,8 @@ A mask has the shape [batch, positions], with 1 for each position to compare. In
 positions. Some of them are left out by the decoder's mask, and by labels of -100. A mask that leaves out no position is replaced by
 None. Outputs are then compared without copying the positions to compare.
 
-If the inputs contain no mask, the padding is what the model tells torch's own attention (`nn.MultiheadAttention`) in the reference
-run, which `AttendedPositions` collects.
+If the inputs contain no mask, the masks are used that the model passes to torch's own attention (`nn.MultiheadAttention`) in the
+reference run. `AttendedPositions` collects these.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _CROSS_ATTENTION = re.compile(
 
 
 class AttendedPositions:
-    """The positions that no `key_padding_mask` of a self-attention in `nn.MultiheadAttention` leaves out during one forward pass.
+    """Collects the `key_padding_mask` of each call of `nn.MultiheadAttention` that is self-attention, during one forward pass.
 
     Attributes:
-        masks: for the first two dimensions of an output, a bool mask of this shape, or None if two calls have different masks. With
-            `batch_first=False`, both orders of the dimensions are included, because the model may change the order itself.
+        masks: bool masks that are True at the positions that are not padding, keyed by shape. If two calls had different masks of
+            one shape, the entry is None. With `batch_first=False`, each mask is included as [batch, positions] and as
+            [positions, batch], because the model's output may have either order.
     """
 
     def __init__(self) -> None:
@@ -82,18 +83,18 @@ class KeptPositions:
     """The mask of the decoder's positions in an encoder-decoder model, or None if all are compared. None in other models."""
     has_decoder: bool
     attended: Mapping[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
-    """Masks that the model gave to torch's attention, by their shape. They are used if the batch contains no mask."""
+    """Masks that the model passed to torch's attention, keyed by shape. They are used if the batch contains no mask."""
 
     @classmethod
     def of(
         cls, module: nn.Module, batch: Batch, device: torch.device, attended: AttendedPositions
     ) -> KeptPositions | None:
-        """Return the positions to compare according to the masks in `batch` or, without such masks, to those of torch's attention.
-        Returns None if these are all positions.
+        """Return the positions to compare according to the masks in `batch`. If it has none, the masks that the model passed to
+        torch's attention are used. Returns None if all positions are to be compared.
 
         The masks are the attention mask and, in an encoder-decoder model, the decoder's attention mask and the labels: a label of
         -100 leaves out its position. module: the model, whose signature names the batch's positional arguments. attended: the masks
-        in a reference run of the batch.
+        that the model passed to torch's attention in the reference run of the batch.
         """
         given = _arguments(module, batch)
         has_decoder = bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))

@@ -59,7 +59,7 @@ class PassResult(Generic[Output]):
     first_use: dict[str, int]
     """How many module calls had ended before a weight was first used, keyed by the name of the weight."""
     attended: AttendedPositions
-    """The padding masks that torch's attention modules got."""
+    """The padding masks that the model passed to torch's attention modules (`nn.MultiheadAttention`)."""
     added: bool
     """Whether the forward pass did more than plain torch would: it dequantized a weight, or cast an operation's arguments."""
     reused: bool = False

@@ -76,7 +76,7 @@ class ForwardRunner:
         self._state: SavedState | None = None
         """The state of the model that was saved before the last pass."""
         self.attended = AttendedPositions()
-        """The padding masks of the last pass by `under`."""
+        """The padding masks that the model passed to torch's attention in the last pass by `under`."""
         self.last_seconds = 0.0
         """The duration in seconds of the last pass by `under`, without the time in which it waited for passes that ran side by side
         with it.
@@ -98,8 +98,8 @@ class ForwardRunner:
         """Call all functions in `works`, each of which runs one forward pass by this runner, and return their results.
 
         If the model is larger than memory, the passes take turns, so that each block of weights is read once for all of them. If
-        one pass changes state on which another depends, or if the reference has other settings, all passes run one after the other
-        instead. Raises what the functions raise.
+        one pass changes state on which another depends, or if reference and candidate have different settings
+        (`LiveModel.side_settings`), all passes run one after the other instead. Raises what the functions raise.
         """
         visits = self.model.visits
         one = len(works) < 2 or self.behavior.stateful or self._together is not None or bool(self.model.side_settings)

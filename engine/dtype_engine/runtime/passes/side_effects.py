@@ -69,7 +69,7 @@ def _collect(value: Any, found: Found, seen: set[int], depth: int) -> None:
     if isinstance(value, torch.Tensor):
         found.append((value, version_of(value)))
         return
-    if type(value) in _PLAIN:  # most values are; the questions below take several times as long
+    if type(value) in _PLAIN:  # most values are plain, and the checks below take several times as long
         found.append((value, 0))
         return
     if isinstance(value, dict):

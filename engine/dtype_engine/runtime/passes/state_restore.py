@@ -281,9 +281,10 @@ class SavedState:
 
 
 class _Unchanged:
-    """Compares many containers with their saved copies, in a fifth of the time that `_has_same` takes for each of them.
+    """Tells whether any of many containers has changed since they were copied. This takes a fifth of the time of calling
+    `_has_same` for each container.
 
-    pairs: (container, copy).
+    pairs: pairs (container, its copy).
     """
 
     def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:

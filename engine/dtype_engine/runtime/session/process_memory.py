@@ -20,8 +20,9 @@ from dtype_engine.runtime.model.live import LiveModel
 
 _KIB = 1024
 _ENTRY = 8
-"""The bytes of an entry of /proc/self/pagemap."""
+"""The size in bytes of an entry of /proc/self/pagemap."""
 _PAGES_AT_ONCE = 1 << 20
+"""How many entries are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def memory_stats(
     """Return the current number of bytes of a model's weights under a plan, of this process, and of the model's device.
 
     kept_outputs: the number of bytes of the module outputs that are kept for later measurements, and the limit for this number;
-    None if nothing was measured yet. limits: the most bytes that weights may take, keyed by device.
+    None if nothing was measured yet. limits: the most bytes that weights may take on a device, keyed by its name.
     """
     process = process_memory(model.files)
     kept, budget = kept_outputs or (None, None)
@@ -116,10 +117,11 @@ def _status() -> dict[str, int]:
 
 
 def _mapped(files: Iterable[Path]) -> int | None:
-    """Return the number of resident bytes mapped from the given files, or None if the system does not tell. In /proc/self/maps, the
-    line of a mapping begins with its addresses and ends with the path of its file; /proc/self/pagemap holds eight bytes for each
-    page, of which the highest bit tells whether the page is in RAM (see proc(5)). /proc/self/smaps has the same figure, but takes
-    3 to 6 times as long to read, because the kernel then counts the pages of every library as well.
+    """Return the number of resident bytes mapped from the given files, or None if the system does not report it.
+
+    In /proc/self/maps, the line of a mapping begins with its addresses and ends with the path of its file. /proc/self/pagemap has
+    an entry of eight bytes for each page, whose highest bit says whether the page is in RAM (see proc(5)). /proc/self/smaps has the
+    number itself, but takes 3 to 6 times as long to read, because the kernel then also counts the pages of every library.
     """
     wanted = {str(path.resolve()) for path in files}
     page, pages = mmap.PAGESIZE, 0
@@ -134,6 +136,6 @@ def _mapped(files: Iterable[Path]) -> int | None:
                 for start in range(first, end, _PAGES_AT_ONCE):
                     entries = bytearray(pagemap.read(_ENTRY * min(end - start, _PAGES_AT_ONCE)))
                     pages += int((torch.frombuffer(entries, dtype=torch.int64) < 0).sum())
-    except (OSError, ValueError):  # ValueError: nothing could be read of a mapping that has just ended
+    except (OSError, ValueError):  # ValueError: the mapping has just ended, so its entries could not be read
         return None
     return pages * page

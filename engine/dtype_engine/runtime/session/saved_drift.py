@@ -1,4 +1,6 @@
-"""Reads and writes saved measurements: JSON files with the results of each finished sequence, and what they are valid for."""
+"""Reads and writes saved measurements of drift. A JSON file has the results of each finished sequence, and a fingerprint of the
+model, the inputs, the rules and the settings with which they were measured.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _OTHER = {"model": "another model", "inputs": "other inputs", "dtypes": "other r
 
 
 class SavedDrift(msgspec.Struct):
-    """The content of the file. `fingerprint.dtypes` are the rules."""
+    """The content of the file of a saved measurement. `fingerprint.dtypes` holds the rules of the recipe."""
 
     fingerprint: Fingerprint
     totals: SavedTotals
@@ -28,14 +30,16 @@ class SavedDrift(msgspec.Struct):
 
 
 def write(path: Path, fingerprint: Fingerprint, totals: SavedTotals) -> None:
-    """Save a measurement atomically. Raises UserError if the file can't be written."""
+    """Save a measurement to the file `path`, which is replaced atomically. fingerprint: what was measured. totals: the results
+    until now. Raises UserError if the file can't be written.
+    """
     # The json module is used because msgspec's JSON can't represent infinity.
     write_text_atomic(path, json.dumps(as_plain(SavedDrift(fingerprint, totals))), replace=True)
 
 
 def read(path: Path, expected: Fingerprint, sequences: int) -> SavedTotals:
-    """Read the results of a saved measurement. Raises UserError if the file is none, or if its model, inputs, rules or settings
-    differ from those of `expected`. sequences: the number of the inputs.
+    """Return the results in the file of a saved measurement. Raises UserError if the file is not a saved measurement, or if its
+    model, inputs, rules or settings differ from those of `expected`. sequences: the number of sequences in the inputs.
     """
     with reading(f"the saved drift {path}"):
         text = read_regular(path, _LARGEST)

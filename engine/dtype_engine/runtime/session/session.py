@@ -458,7 +458,8 @@ class Session:
         Args:
             listener: Receives the progress of the measurement, and decides how precise it has to be.
             cancelled: Checked between module calls; ignored if there is a listener.
-            save: A file in which finished sequences are saved, and from which the measurement continues.
+            save: A file to which the results of finished sequences are saved. If the file exists, the measurement continues from
+                it.
 
         Returns:
             Metrics of the main output and of every module, `Options.metrics`, memory in bytes, times in seconds. `sequences` is the
@@ -499,7 +500,9 @@ class Session:
         return dataclasses.replace(report, metrics=changes)
 
     def _saving(self, listener: MeasurementListener, save: Path) -> tuple[MeasurementListener, RunningTotals | None]:
-        """Return (a listener that also saves the measurement after each sequence, the saved totals or None)."""
+        """Return (a listener that does what `listener` does and also saves the measurement to the file `save` after each sequence,
+        the totals in this file or None if it does not exist).
+        """
         assert self._meter is not None
         if picture_range(self.model.module) is not None:
             raise UserError("--save: the pictures that this model makes are not saved")
@@ -710,8 +713,8 @@ class Session:
     def activation_memory(self, context: int, batch: int = 1) -> ActivationMemory:
         """Measure the memory that a forward pass over a prompt needs in addition to the weights and the KV cache.
 
-        The pass computes in the dtype of most weights under the recipe if torch computes in it, otherwise in that of the model's
-        configuration.
+        The pass computes in the dtype that most weights have under the recipe. If torch can't compute in this dtype, the pass
+        computes in the dtype that the model's configuration names.
 
         Args:
             context: The number of tokens in each sequence. The tokens are random.

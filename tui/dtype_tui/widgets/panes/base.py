@@ -64,7 +64,7 @@ class Pane(Widget, can_focus=True):
         """The text at the right end of the upper edge."""
         self._painted: list[Strip] = []
         self._painted_look: tuple[object, ...] = ()
-        """All that `_painted` was made of."""
+        """Everything on which `_painted` depends. If it is unchanged, no line has to be made again."""
 
     def draw(self, activity: str, node: str) -> RenderableType:
         """Return what the pane shows, for a width of `columns` cells. activity: what the engine is doing, or "" if it is idle.

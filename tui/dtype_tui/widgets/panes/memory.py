@@ -19,9 +19,11 @@ from dtype_tui.widgets.panes.drift import rows_table
 
 _LABEL = len("resident ")
 _MOST_BY_KIND = 5_000
-"""Maximum number of tensors in a model whose bytes are shown by kind of layer. Sorting more takes too long after a key."""
+"""The bytes are shown by kind of layer only if the model has at most this many tensors. For more, computing them would delay the
+response to a key too much.
+"""
 _BAR = 8
-"""The width of the bar of a device in cells."""
+"""The width, in cells, of the bar that shows how full a device is."""
 
 
 class MemoryPane(Pane):
@@ -35,8 +37,9 @@ class MemoryPane(Pane):
         "resident: all tensors of the live model now, with a bar for each device that --max-memory limits. "
         "process: the resident set; anonymous is the process's private memory, mapped are pages of the checkpoint's files, which "
         "the system can reclaim. peak: of the process since the last measurement began. "
-        "read: what this measurement has read of a model that is larger than the memory. cache: outputs of modules that the next "
-        "measurement reuses, and their limit (--keep); they are part of the process or, if the model is on a device, of the device."
+        "read: how much this measurement has read from the disk, for a model that is larger than the memory. "
+        "cache: outputs of modules that the next measurement reuses, and their limit (--keep); they are part of the process or, if "
+        "the model is on a device, of the device."
     )
 
     def corner(self, activity: str) -> Text:
@@ -104,7 +107,9 @@ class MemoryPane(Pane):
         return Text("\n").join(lines)
 
     def _by_kind(self) -> list[Text]:
-        """Return an empty line, then a line for each kind of layer, such as attention, with the share of the planned bytes."""
+        """Return an empty line, and then a line for each kind of layer, such as attention, with its planned bytes and their share
+        of the model's.
+        """
         whole, lines = max(1, self.experiment.plan.planned_bytes), [Text()]
         for kind, totals in totals_by_kind(self.experiment.tree, self.experiment.plan.dtypes).items():
             share = totals.total_bytes / whole

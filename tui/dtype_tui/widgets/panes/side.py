@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from dtype_tui.widgets.panes.recipe import RecipePane
 
 _MOST_LINES, _MOST_TALL_LINES = (15, 8), (20, 14)
-"""Maximum heights of the panes Drift and Memory, in a terminal of fewer than `_TALL` lines and in a taller one."""
+"""Maximum numbers of lines of (the Drift pane, the Memory pane): `_MOST_TALL_LINES` where these panes have at least `_TALL` lines
+in all, otherwise `_MOST_LINES`.
+"""
 _TALL = 44
-"""From this height on, there is room for twice as many of the worst modules, and for the bytes by kind of layer."""
+"""From this number of lines on, there is room for twice as many of the worst modules, and for the bytes by kind of layer."""
 
 
 class SidePanes(Vertical):

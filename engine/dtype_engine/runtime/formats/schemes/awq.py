@@ -28,10 +28,10 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
 
 def decode_fast(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight [out, in] in the "gemv_fast" layout: code times scale plus offset, in
-    float32. parts: its stored tensors, keyed by role.
+    float32. parts: the weight's stored tensors, keyed by role.
 
-    The codes of four rows alternate: 64 codes of each row follow each other. Of 32 codes of a row, code 8 i + 2 j + t is stored at
-    8 j + 4 t + i, for i, j below 4 and t below 2.
+    Four rows are stored together: first 64 codes of each of them, then the next 64 codes of each, and so on. Within 32 codes of a
+    row, code 8 i + 2 j + t is stored at position 8 j + 4 t + i, for i, j in 0..3 and t in 0..1.
     """
     columns = weight.shape[1]
     groups = columns // weight.settings["block"][1]  # the file may have more, which are padding

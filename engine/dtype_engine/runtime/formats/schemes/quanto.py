@@ -25,9 +25,9 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
 
 
 def decode_bits(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in] of 4 or 2 bits in float32. A value is its code times its
-    group's scale minus its group's shift or, if shifts are integers, the difference of code and shift times the scale. parts: the
-    weight's stored tensors, keyed by role.
+    """Return the rows from `first` up to `last` of a weight [out, in] of 4 or 2 bits in float32. If the shifts are
+    floating-point numbers, a value is code * scale - shift. If they are integers, it is (code - shift) * scale. Scale and shift are
+    those of the value's group. parts: the weight's stored tensors, keyed by role.
     """
     bits, codes = weight.settings["bits"], parts[CODES]
     scale, shift = (parts[role].reshape(weight.shape[0], -1) for role in ("scale", "shift"))

@@ -13,7 +13,7 @@ _SIGNED = pairs(torch.arange(16, dtype=torch.float32).add_(8).remainder_(16).sub
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight [out, in]: code times scale plus offset, in float32. A byte holds two
-    codes in two's complement, the first in the low bits. parts: its stored tensors, keyed by role.
+    codes in two's complement, the first in the low bits. parts: the weight's stored tensors, keyed by role.
     """
 
     def fill(out: torch.Tensor, start: int, stop: int) -> None:
