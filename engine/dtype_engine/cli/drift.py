@@ -141,7 +141,7 @@ def drift(
     try:
         report = session.drift(MeasurementListener(on_progress=say_progress), save=save)
     except KeyboardInterrupt:
-        if save is not None:
+        if save is not None and save.expanduser().exists():
             print_stderr(
                 f"{printable(str(save), 200)} has the finished sequences; run the same command again to continue"
             )

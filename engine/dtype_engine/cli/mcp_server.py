@@ -129,7 +129,7 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
                 raise UserError(f"{command} took over {seconds} seconds and was ended") from None
         said, notes = (without_controls(text.decode(errors="replace")).strip() for text in (ended.stdout, ended.stderr))
         if ended.returncode not in (0, 1):
-            raise UserError(notes[:_MOST_OF_AN_ERROR] or f"{command} ended with status {ended.returncode}")
+            raise UserError(_shortened(notes) or f"{command} ended with status {ended.returncode}")
         if len(said) > _MOST_CHARACTERS:
             said = f"{said[:_MOST_CHARACTERS]}\n... and {len(said) - _MOST_CHARACTERS:,} more characters"
         return said if json or not notes else f"{said}\n{notes}"
@@ -254,3 +254,11 @@ def _option(name: str, value: object) -> list[str]:
 
 def _options(name: str, values: Sequence[str] | None) -> list[str]:
     return [f"--{name}={value}" for value in values or ()]
+
+
+def _shortened(text: str) -> str:
+    """Return the beginning and the end of a text if it is too long for an error message. The error itself comes last, after the
+    warnings of libraries.
+    """
+    half = _MOST_OF_AN_ERROR // 2
+    return text if len(text) <= _MOST_OF_AN_ERROR else f"{text[:half]} … {text[-half:]}"

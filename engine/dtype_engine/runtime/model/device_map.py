@@ -12,6 +12,7 @@ from torch import nn
 
 from dtype_engine.checkpoint.memory_fit import usable_memory
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.regular_files import read_regular, reading
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.runtime.device import device_count, enough_memory, free_bytes, pick_device
@@ -20,6 +21,8 @@ from dtype_engine.runtime.model.containers import with_tensors
 Places = Mapping[str, torch.device]
 """The device of each module, keyed by the module's name. A module without an entry is on the device of the module around it."""
 
+_LARGEST = 1 << 26
+"""Maximum size of the file of a device map, in bytes."""
 _OF_LAYERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -44,8 +47,10 @@ def places_of(module: nn.Module, wanted: str, device: torch.device, limits: Mapp
 
 def _from_file(module: nn.Module, file: Path, device: torch.device) -> Places:
     try:
-        given = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        with reading(f"the device map {file}"):
+            text = read_regular(file, _LARGEST)
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: this is no device map: {error}") from error
     if not isinstance(given, dict):
         raise UserError(

@@ -91,7 +91,9 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
     if checkpoint.form == "pickle" and source.trust_pickle and checkpoint.path.is_file():
         whole = load_pickle(checkpoint.path, trust=True)
         if isinstance(whole, nn.Module):
-            return LiveModel.wrap(whole, source.title, device)
+            wanted, limits = options.device_map, options.max_memory
+            places = places_of(whole, wanted, device, limits) if wanted else None
+            return LiveModel.wrap(whole, source.title, device, places=places)
     return _from_checkpoint(checkpoint, source, options, device, on_step, visits)
 
 

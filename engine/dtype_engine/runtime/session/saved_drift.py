@@ -26,7 +26,7 @@ class SavedDrift(msgspec.Struct):
 
     fingerprint: Fingerprint
     totals: SavedTotals
-    drift_version: int = _VERSION
+    drift_version: int
 
 
 def write(path: Path, fingerprint: Fingerprint, totals: SavedTotals) -> None:
@@ -34,7 +34,7 @@ def write(path: Path, fingerprint: Fingerprint, totals: SavedTotals) -> None:
     until now. Raises UserError if the file can't be written.
     """
     # The json module is used because msgspec's JSON can't represent infinity.
-    write_text_atomic(path, json.dumps(as_plain(SavedDrift(fingerprint, totals))), replace=True)
+    write_text_atomic(path, json.dumps(as_plain(SavedDrift(fingerprint, totals, _VERSION))), replace=True)
 
 
 def read(path: Path, expected: Fingerprint, sequences: int) -> SavedTotals:
@@ -49,6 +49,8 @@ def read(path: Path, expected: Fingerprint, sequences: int) -> SavedTotals:
         raise UserError(f"{path} is not a saved drift; remove it or give another file") from None
     except UserError as error:
         raise UserError(f"{path} is not a saved drift ({error}); remove it or give another file") from None
+    if saved.drift_version != _VERSION:
+        raise UserError(f"{path} was saved by another version of this program; remove it or give another file")
     numbers = {one.number for one in saved.totals.sequences}
     if differing := different(saved.fingerprint, expected):
         what = " and ".join(_OTHER[each] for each in differing)

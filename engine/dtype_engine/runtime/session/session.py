@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from dtype_engine.checkpoint import unchanged
+from dtype_engine.core.atomic_write import check_target
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
@@ -504,6 +505,7 @@ class Session:
         the totals in this file or None if it does not exist).
         """
         assert self._meter is not None
+        save = check_target(save, replace=True)  # before hours of measuring
         if picture_range(self.model.module) is not None:
             raise UserError("--save: the pictures that this model makes are not saved")
         batches, saved, on_sequence = self._meter.inputs.batches, None, listener.on_sequence
@@ -733,8 +735,8 @@ class Session:
             with stored_values(self.model):
                 return measured(self.model.module, context, batch)
         recipe = self.recipe
-        self.use_recipe(Recipe.of([Rule.parse(f"*={dtype}")]))
         try:
+            self.use_recipe(Recipe.of([Rule.parse(f"*={dtype}")]))
             return measured(self.model.module, context, batch)
         finally:
             self.use_recipe(recipe)

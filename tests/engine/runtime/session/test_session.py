@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,17 @@ def test_undo_of_a_whole_model_cast_frees_the_cast_tensors(tmp_path: Path, make_
     assert session.memory().resident_bytes == sum(tensor.nbytes for tensor in session.tree.tensors.values())
     if before.anonymous is not None and after.anonymous is not None:
         assert after.anonymous - before.anonymous < 0.1 * planned
+
+
+def test_a_saved_drift_is_checked_before_the_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = de.open(options=de.Options(sequences=2, sequence_length=16))
+    with pytest.raises(de.UserError, match="there is no folder"):
+        session.drift(save=tmp_path / "none" / "run.json")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    whole = session.drift(save=Path("~/run.json")).output
+    saved = json.loads((tmp_path / "run.json").read_text())
+    again = de.open(options=de.Options(sequences=2, sequence_length=16))
+    assert again.drift(save=Path("~/run.json")).output == whole
+    (tmp_path / "run.json").write_text(json.dumps(saved | {"drift_version": 2}))
+    with pytest.raises(de.UserError, match="saved by another version of this program"):
+        again.drift(save=Path("~/run.json"))
