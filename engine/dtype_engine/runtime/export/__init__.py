@@ -5,7 +5,7 @@ and the tokenizer and processor files. Its `recipe.yaml` and `README.md` state w
 """
 
 from dtype_engine.runtime.export.contents import Contents
-from dtype_engine.runtime.export.one_file import export
+from dtype_engine.runtime.export.export import export
 from dtype_engine.runtime.export.plan import of_checkpoint, of_live
 
 __all__ = ["Contents", "export", "of_checkpoint", "of_live"]

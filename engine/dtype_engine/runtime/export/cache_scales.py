@@ -57,7 +57,7 @@ def with_cache_scales(
         served = cache_serving(tree, caches, "vllm")
         how = f"start vLLM with {' '.join(served.flags)}" if served.flags else served.problems[0].why
         notice = f"the formats of KV caches are in recipe.yaml, not in the checkpoint: {how}"
-        return dataclasses.replace(contents, notices=(*contents.notices, notice))
+        return dataclasses.replace(contents, has_cache_formats=True, notices=(*contents.notices, notice))
     items = {item.name: item for item in contents.items}
     for tensor in tree.kv_cache.tensors:
         if tensor.castable:
@@ -67,7 +67,7 @@ def with_cache_scales(
             name = f"{file_name(tensor.module)}.{tensor.part}_scale"
             of_file = partial(torch.clone, scale)
             items[name] = ExportTensor(name, tuple(scale.shape), "float32", "float32", False, False, (), of_file)
-    return dataclasses.replace(contents, items=tuple(items.values()), cache_scheme=scheme)
+    return dataclasses.replace(contents, items=tuple(items.values()), has_cache_formats=True, cache_scheme=scheme)
 
 
 def module_in_files(model: LiveModel, module: str) -> str:

@@ -185,6 +185,8 @@ class Contents:
     """
     incomplete: tuple[str, ...] = ()
     """Sentences for the user that name the tensors which the source lacks."""
+    has_cache_formats: bool = False
+    """Whether the recipe gives KV caches a format."""
     cache_scheme: dict[str, Any] | None = None
     """compressed-tensors' `kv_cache_scheme`, if the export has scales of KV caches; otherwise None."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dtype_engine.checkpoint import refuse_changed, unchanged
-from dtype_engine.checkpoint.export_folder import check_folder
+from dtype_engine.checkpoint.export_folder import check_folder, is_one_file
 from dtype_engine.checkpoint.prequantized import SCALED_KEY, SHAPE_KEY
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
@@ -24,19 +24,19 @@ from dtype_engine.runtime.export.config import changed_configs, export_dtype
 from dtype_engine.runtime.export.contents import Contents, ExportTensor
 from dtype_engine.runtime.export.input_scales import refuse_uncalibrated
 from dtype_engine.runtime.export.layout import Part
+from dtype_engine.runtime.export.one_file import export_file
 from dtype_engine.runtime.export.readme import by_dtype, readme
 from dtype_engine.runtime.export.staging import copy_sidecars, staged
-from dtype_engine.runtime.export.write import Progress, copy_file, write_file
+from dtype_engine.runtime.export.write import OnBytes, Progress, copy_file, write_file
 
-OnBytes = Callable[[int, int], None]
 SHARD_SIZE = "5GB"
 Files = dict[str, tuple[ExportTensor, ...]]
 """The weights in each weights file of one folder of the export, by file name."""
 
 
-def export_folder(
+def export(
     contents: Contents,
-    folder: Path,
+    target: Path,
     max_shard_size: int | str = SHARD_SIZE,
     on_bytes: OnBytes = lambda done, total: None,
     cancelled: IsCancelled = never,
@@ -44,19 +44,26 @@ def export_folder(
     lost: Sequence[ValueLoss] | None = None,
     incomplete: bool = False,
 ) -> ExportReport:
-    """Write an export to a new folder, which gets its name only after everything is written. Memory holds at most one tensor at a
-    time, and for plain casts only a block of a tensor.
+    """Write an export to the path `target`, which gets its name only after everything is written. If the name ends in
+    `.safetensors`, `.pth`, `.pt`, `.bin` or `.ckpt`, the export is one file of weights, and otherwise a folder. Memory holds at
+    most one tensor at a time, and for plain casts only a block of a tensor.
 
-    max_shard_size: the maximum size of each weights file, in bytes or as in "5GB". on_bytes: called with the number of bytes
-    written and the total. force: whether to replace an existing export, once everything is written; the source is never replaced.
-    lost: the weights in which a cast makes values infinite or zero (see `ValueLoss`), if they are known; if None, they are found
-    while writing. incomplete: whether to export a source that lacks tensors. Raises Cancelled, and UserError if the source lacks
-    tensors, the disk has too little space, the folder is not empty or a dtype can't be stored. After an error, nothing is left on
-    the disk.
+    max_shard_size: the maximum size of each weights file in a folder, in bytes or as in "5GB". on_bytes: called with the number of
+    bytes written and the total. force: whether to replace an existing export, once everything is written; the source is never
+    replaced. lost: the weights in which a cast makes values infinite or zero (see `ValueLoss`), if they are known; if None, they
+    are found while writing. incomplete: whether to export a source that lacks tensors. Raises Cancelled, and UserError if the
+    source lacks tensors, the disk has too little space, the target exists, or the target can't hold a dtype. After an error,
+    nothing is left on the disk.
     """
+    if is_one_file(target):
+
+        def write_folder(folder: Path, told: OnBytes) -> ExportReport:
+            return export(contents, folder, contents.nbytes + 1, told, cancelled, lost=lost, incomplete=incomplete)
+
+        return export_file(contents, target, force, on_bytes, cancelled, write_folder)
     started = time.perf_counter()
-    recover_stale(folder.expanduser().absolute())
-    target = check_folder(folder, force, contents.files)
+    recover_stale(target.expanduser().absolute())
+    target = check_folder(target, force, contents.files)
     refuse_uncalibrated(contents)
     if contents.incomplete and not incomplete:
         share = f"{contents.coverage}: " if contents.coverage is not None else ""

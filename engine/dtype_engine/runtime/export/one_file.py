@@ -1,6 +1,6 @@
-"""Writes an export to the path that the user names: to a folder or, if the name ends like that of a weights file, to one file.
+"""Writes an export to one file instead of a folder, if the name that the user gave ends like that of a weights file.
 
-One file holds weights and nothing else: `net.safetensors` is a safetensors file, and `net.pth` is a state dict that `torch.load`
+The file holds weights and nothing else: `net.safetensors` is a safetensors file, and `net.pth` is a state dict that `torch.load`
 reads. Formats with scales are refused, because loaders need a `config.json` to use the scales.
 """
 
@@ -10,75 +10,56 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from dtype_engine.checkpoint.export_folder import check_export, is_one_file
+from dtype_engine.checkpoint.export_folder import check_export
 from dtype_engine.checkpoint.weight_files import PICKLES
 from dtype_engine.core.atomic_write import fsync_dir, rename_new, umask
-from dtype_engine.core.cancellation import IsCancelled, never
+from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.export_lock import PARTIAL, locked, recover_stale, sibling
-from dtype_engine.core.kv_formats import names_caches
-from dtype_engine.core.units import human_bytes
 from dtype_engine.results.export import ExportReport
-from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.contents import Contents
-from dtype_engine.runtime.export.export import SHARD_SIZE, OnBytes, export_folder
+from dtype_engine.runtime.export.staging import need_space
+from dtype_engine.runtime.export.write import OnBytes
 
-_SLACK = 2 << 20
-"""The number of bytes that must be free on the disk in addition to the weights, for headers and small files."""
+WriteFolder = Callable[[Path, OnBytes], ExportReport]
+"""Writes an export to a folder that does not exist, and reports the bytes written to the given function."""
 
 
-def export(
-    contents: Contents,
-    target: Path,
-    max_shard_size: int | str = SHARD_SIZE,
-    on_bytes: OnBytes = lambda done, total: None,
-    cancelled: IsCancelled = never,
-    force: bool = False,
-    lost: Sequence[ValueLoss] | None = None,
-    incomplete: bool = False,
+def export_file(
+    contents: Contents, target: Path, force: bool, on_bytes: OnBytes, cancelled: IsCancelled, write_folder: WriteFolder
 ) -> ExportReport:
-    """Write an export to the folder `target`, as `export_folder` does, or to one file if `target` ends in `.safetensors`, `.pth`,
-    `.pt`, `.bin` or `.ckpt`. The arguments are those of `export_folder`; one file has no shards, so `max_shard_size` is not used
-    for it.
+    """Write an export to one file, `target`. First, `write_folder` writes it to a temporary folder next to `target`, whose only
+    weights file is then renamed to `target` or, for a PyTorch file, mapped and written once more. So the weights need not fit in
+    memory, but for a PyTorch file the disk must have space for them twice.
 
-    A PyTorch file is made from a safetensors file that is written next to it, mapped, and removed afterwards. So the weights need
-    not fit in memory, but the disk must have space for both. Raises what `export_folder` raises, and UserError if one file can't
-    hold the export.
+    on_bytes: called with the number of bytes written and the total. force: whether to replace an existing file. Raises Cancelled,
+    and UserError if one file can't hold the export or can't be written. After an error, nothing is left on the disk.
     """
-    if not is_one_file(target):
-        return export_folder(contents, target, max_shard_size, on_bytes, cancelled, force, lost, incomplete)
     started = time.perf_counter()
     target = check_export(target, force, contents.files)
     if (reason := _reason_against(contents)) is not None:
         raise UserError(f"{target.name} would be one file of weights, but {reason}; name a folder instead")
     pickled = target.name.endswith(PICKLES)
     count = _Count(on_bytes, contents.nbytes * (2 if pickled else 1), cancelled)
-    free = shutil.disk_usage(target.parent).free
-    if free < count.total + _SLACK:
-        raise UserError(
-            f"exporting to {target} needs {human_bytes(count.total)} and {human_bytes(free)} are free there; free some space or "
-            "name a file elsewhere"
-        )
+    need_space(target, count.total)
     recover_stale(target)
     work = sibling(target, PARTIAL)
     written = work / target.name
     try:
         work.mkdir(0o700)
         with locked(work):
-            report = export_folder(
-                contents, work / "folder", contents.nbytes + 1, count.of_folder, cancelled, False, lost, incomplete
-            )
-            weights = work / "folder" / report.files[0]
+            report = write_folder(work / "folder", count.of_folder)
+            (name,) = report.files
             if pickled:
-                _save_pickle(weights, contents, written, count)
+                _save_pickle(work / "folder" / name, contents, written, count)
             else:
-                os.rename(weights, written)
+                os.rename(work / "folder" / name, written)
             os.chmod(written, 0o666 & ~umask())
             with open(written, "rb") as file:
                 os.fsync(file.fileno())
@@ -162,7 +143,7 @@ def _reason_against(contents: Contents) -> str | None:
         return (
             f"{len(coded)} weights (first {coded[0].name}) stay as codes ({coded[0].stored}), which need a config.json"
         )
-    if any(names_caches(rule.pattern) for rule in contents.recipe.rules):
+    if contents.has_cache_formats:
         return "the formats of KV caches need the files of a folder"
     return None
 

@@ -53,8 +53,9 @@ def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: O
     source = Source("checkpoint", title, checkpoint.path, trust_pickle=options.trust_pickle)
     known = describe(source, options, checkpoint)
     require_matches(known.tree, recipe)
-    planned = make_plan(known.tree, recipe).dtypes
-    contents = _placed_contents(checkpoint, title, recipe, known.tree, known.placements, planned, options.settings)
+    plan = make_plan(known.tree, recipe)
+    contents = _placed_contents(checkpoint, title, recipe, known.tree, known.placements, plan.dtypes, options.settings)
+    contents = dataclasses.replace(contents, has_cache_formats=bool(plan.caches))
     return _with_coverage(contents, checkpoint, known.coverage, known.class_name)
 
 

@@ -34,6 +34,18 @@ _SLACK = 1 << 20
 """The number of bytes that must be free on the disk in addition to the size of the weights, for headers and small files."""
 
 
+def need_space(target: Path, needed: int) -> None:
+    """Raise UserError if the disk of an export's target has less free space than the export needs. needed: the bytes of the
+    weights.
+    """
+    free = shutil.disk_usage(target.parent).free
+    if free < needed + _SLACK:
+        raise UserError(
+            f"exporting to {target} needs {human_bytes(needed)} and {human_bytes(free)} are free there; free some space or name "
+            "a path elsewhere"
+        )
+
+
 @contextmanager
 def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
     """Yield a new folder next to `target` to write into. It is renamed to `target` if the `with` block ends without an error, and
@@ -43,12 +55,7 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
     replace an existing folder, which is moved aside first and removed once the new one is in place. Raises UserError if too little
     space is free or writing fails.
     """
-    free = shutil.disk_usage(target.parent).free
-    if free < needed + _SLACK:
-        raise UserError(
-            f"exporting to {target} needs {human_bytes(needed)} and {human_bytes(free)} are free there; free some space or name "
-            "a folder elsewhere"
-        )
+    need_space(target, needed)
     stage, named = sibling(target, PARTIAL), False
     try:
         stage.mkdir(0o700)

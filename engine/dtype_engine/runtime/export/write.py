@@ -35,6 +35,8 @@ from dtype_engine.runtime.model.pread_reader import FileValues
 from dtype_engine.runtime.numerics.overflow_underflow import LossCounter
 from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, torch_dtype
 
+OnBytes = Callable[[int, int], None]
+"""A function that is called with the number of bytes written and the total."""
 _BLOCK = 1 << 20
 """The number of bytes of a tensor that are cast and written at once. They fit into a processor's cache."""
 _MOST_THREADS = 4
@@ -51,7 +53,7 @@ class Progress:
     def __init__(
         self,
         total: int,
-        on_bytes: Callable[[int, int], None],
+        on_bytes: OnBytes,
         cancelled: IsCancelled,
         files: Iterable[FileIdentity] = (),
     ) -> None:

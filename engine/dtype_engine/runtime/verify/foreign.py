@@ -24,7 +24,7 @@ from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.results.export import CastReport, ComparedTensor, TensorDifference
-from dtype_engine.runtime.export.export import OnBytes
+from dtype_engine.runtime.export.write import OnBytes
 from dtype_engine.runtime.model.describe import describe
 from dtype_engine.runtime.model.load import load
 from dtype_engine.runtime.model.mmap_reader import read_tensor

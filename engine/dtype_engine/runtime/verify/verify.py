@@ -25,8 +25,8 @@ from dtype_engine.recipe.file import RecipeFile, read_recipe_file
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.export import TensorDifference, VerifyReport
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, TensorEntry
-from dtype_engine.runtime.export.export import OnBytes
 from dtype_engine.runtime.export.plan import of_checkpoint, of_live
+from dtype_engine.runtime.export.write import OnBytes
 from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.load import load, load_into, load_module
