@@ -331,9 +331,20 @@ def export(job: Job) -> str:
     return "safetensors.torch.load_file"
 
 
+def export_file(job: Job) -> str:
+    target = job.work / "out.pth"
+    program("export", *job.model, "--cast", ALL_BF16, "-o", str(target))
+    check_values(job.made, torch.load(target, weights_only=True))
+    return "torch.load"
+
+
 def check_export(made: Made, target: Path) -> None:
     """Every tensor of the source is in the export, cast by plain torch, to the last bit, and nothing else is."""
-    found = read_export(target)
+    check_values(made, read_export(target))
+
+
+def check_values(made: Made, found: dict[str, torch.Tensor]) -> None:
+    """The same of the tensors that a loader found in an export."""
     castable = made.castable
     for name, tensor in distinct(made.tensors).items():
         expected = tensor.to(BF16) if name in castable else tensor
@@ -569,6 +580,7 @@ COMMANDS: dict[str, Way] = {
     "flow": flow,
     "scan": scan,
     "export": export,
+    "export .pth": export_file,
     "verify": verify,
     "verify theirs": verify_theirs,
     "load back": load_back,
@@ -649,6 +661,15 @@ def _live_export(job: Job) -> str:
     return "safetensors.torch.load_file"
 
 
+def _live_export_file(job: Job) -> str:
+    session = job.session()
+    session.cast("*", "bfloat16")
+    session.export(job.work / "out.pth")
+    session.undo()
+    check_values(job.made, torch.load(job.work / "out.pth", weights_only=True))
+    return "torch.load"
+
+
 def _live_load_back(job: Job) -> str:
     loaded = de.load_pretrained(job.work / "out", module=_net())
     for name, tensor in loaded.state_dict().items():
@@ -663,6 +684,7 @@ LIVE: dict[str, Way] = {
     "flow": _live_flow,
     "scan": _live_scan,
     "export": _live_export,
+    "export .pth": _live_export_file,
     "load back": _live_load_back,
 }
 
