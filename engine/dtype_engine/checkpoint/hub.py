@@ -263,8 +263,8 @@ class HubModel:
 
     @property
     def download_bytes(self) -> int:
-        """The number of bytes of the weights that `download` fetches."""
-        return sum(self.sizes[name] or 0 for name in self._to_download())
+        """The number of bytes of the weights that `download` fetches. Raises UserError if the hub does not say their sizes."""
+        return sum(map(self._size, self._to_download()))
 
     @property
     def headers_alone(self) -> str:

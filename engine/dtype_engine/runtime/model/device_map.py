@@ -119,19 +119,31 @@ def automatic(module: nn.Module, budgets: Mapping[torch.device, int]) -> Places:
         places[name] = device
 
     place("", module, False)
+    accelerators = [str(device) for device in budgets if device.type != "cpu"]
+    if accelerators and all(device.type == "cpu" for device in places.values()):
+        raise UserError(
+            f"no part of the model that can be on a device of its own fits on {', '.join(accelerators)}; give a file that says "
+            "where each module is to be instead of auto"
+        )
     return places
 
 
 def distribute(module: nn.Module, places: Places, main: torch.device) -> None:
     """Move the modules to their devices. From then on, a module moves its arguments to the device of its weights, and the model
-    moves its output to `main`. A weight that several modules share is on the device of the first of them. Raises UserError if the
-    memory of a device is too small.
+    moves its output to `main`. A weight that several modules share is on the device of the first of them, together with the
+    other tensors of these modules. Raises UserError if the memory of a device is too small.
     """
+    own = {name: [id(tensor) for _, tensor in _own(child)] for name, child in module.named_modules()}
+    together: dict[int, list[int]] = {}  # tensors that are on one device because a module computes with both
+    for ids in own.values():
+        group = list(dict.fromkeys(each for key in ids for each in together.get(key, [key])))
+        together |= dict.fromkeys(group, group)
     where: dict[int, torch.device] = {}
-    of_module: dict[str, torch.device] = {}
-    for name, child in module.named_modules():
-        for _, tensor in _own(child):
-            of_module[name] = where.setdefault(id(tensor), _place(name, places) or main)
+    for name, ids in own.items():
+        for key in ids:
+            if key not in where:
+                where |= dict.fromkeys(together[key], _place(name, places) or main)
+    of_module = {name: where[ids[0]] for name, ids in own.items() if ids}
 
     def move(name: str, child: nn.Module) -> None:
         inside = f"{name}." if name else ""

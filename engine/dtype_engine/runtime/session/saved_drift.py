@@ -4,20 +4,29 @@ model, the inputs, the rules and the settings with which they were measured.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
-from dtype_engine.core.atomic_write import write_text_atomic
+from dtype_engine.core.atomic_write import check_target, write_text_atomic
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import read_regular, reading
+from dtype_engine.core.throttle import INTERVAL_S, Throttle
 from dtype_engine.core.typed_data import as_plain, as_type
-from dtype_engine.runtime.measure.running_totals import SavedTotals
+from dtype_engine.runtime.measure.drift import DriftMeter
+from dtype_engine.runtime.measure.listener import MeasurementListener
+from dtype_engine.runtime.measure.running_totals import RunningTotals, SavedTotals
+from dtype_engine.runtime.numerics.compare.pictures import picture_range
 from dtype_engine.runtime.scan.saved import Fingerprint, different
 
 _VERSION = 1
 _LARGEST = 4 << 30
+_BETWEEN_S = 5.0
+"""Seconds between two writes. Each one writes the results of all finished sequences."""
 _OTHER = {"model": "another model", "inputs": "other inputs", "dtypes": "other rules", "settings": "other settings"}
 
 
@@ -27,6 +36,40 @@ class SavedDrift(msgspec.Struct):
     fingerprint: Fingerprint
     totals: SavedTotals
     drift_version: int
+
+
+@contextmanager
+def saving(
+    path: Path, fingerprint: Fingerprint, meter: DriftMeter, listener: MeasurementListener
+) -> Iterator[tuple[MeasurementListener, RunningTotals | None]]:
+    """Save a measurement to the file `path` while the `with` block measures, every few seconds and when it ends for any reason.
+    Yields (a listener that does what `listener` does and also saves, the totals in the file or None if it does not exist).
+
+    fingerprint: what is measured. Raises UserError if the file can't be written or is that of another measurement, or if the model
+    makes pictures, which are not saved.
+    """
+    path = check_target(path, replace=True)  # before hours of measuring
+    if picture_range(meter.model.module) is not None:
+        raise UserError("--save: the pictures that this model makes are not saved")
+    sequences, on_sequence = len(meter.inputs.batches), listener.on_sequence
+    begun = (
+        RunningTotals.restored(read(path, fingerprint, sequences), sequences, meter.routed) if path.exists() else None
+    )
+    finished: list[RunningTotals] = []
+    throttle = Throttle(every=_BETWEEN_S / INTERVAL_S)
+
+    def keep(totals: RunningTotals) -> None:
+        finished[:] = [totals]
+        if throttle.due():
+            write(path, fingerprint, totals.saved())
+        if on_sequence is not None:
+            on_sequence(totals)
+
+    try:
+        yield dataclasses.replace(listener, on_sequence=keep, saves=True), begun
+    finally:
+        for totals in finished:
+            write(path, fingerprint, totals.saved())
 
 
 def write(path: Path, fingerprint: Fingerprint, totals: SavedTotals) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from dtype_engine.checkpoint import unchanged
-from dtype_engine.core.atomic_write import check_target
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
@@ -48,12 +47,10 @@ from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remedy
 from dtype_engine.runtime.measure.noise_floor import measure_noise_floor
 from dtype_engine.runtime.measure.nonfinite import diagnose_nonfinite
-from dtype_engine.runtime.measure.running_totals import RunningTotals
 from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
 from dtype_engine.runtime.measure.user_metrics import MetricMeter, load_metrics
 from dtype_engine.runtime.measure.weight_errors import reference_differences
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.numerics.compare.pictures import picture_range
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.passes.state_restore import stored_values
@@ -492,35 +489,19 @@ class Session:
         reset_peaks(self.model.device)
         if self.model.visits is not None:
             self.model.visits.bytes_read = 0
-        listener, begun = (listener, None) if save is None else self._saving(listener, save)
-        totals = self._meter.measure(listener, begun=begun)
+        if save is None:
+            totals = self._meter.measure(listener)
+        else:
+            fingerprint = Fingerprint.of(
+                self.model, self._meter.inputs, list(map(str, self.recipe.rules)), self.settings
+            )
+            with saved_drift.saving(save, fingerprint, self._meter, listener) as (listener, begun):
+                totals = self._meter.measure(listener, begun=begun)
         report = self._meter.report(totals, self.recipe, self.memory(), self.lost_values(listener.cancelled))
         changes = (
             metrics.measure(self.settings, listener.on_progress, listener.cancelled) if metrics is not None else ()
         )
         return dataclasses.replace(report, metrics=changes)
-
-    def _saving(self, listener: MeasurementListener, save: Path) -> tuple[MeasurementListener, RunningTotals | None]:
-        """Return (a listener that does what `listener` does and also saves the measurement to the file `save` after each sequence,
-        the totals in this file or None if it does not exist).
-        """
-        assert self._meter is not None
-        save = check_target(save, replace=True)  # before hours of measuring
-        if picture_range(self.model.module) is not None:
-            raise UserError("--save: the pictures that this model makes are not saved")
-        batches, saved, on_sequence = self._meter.inputs.batches, None, listener.on_sequence
-        rules = [str(rule) for rule in self.recipe.rules]
-        fingerprint = Fingerprint.of(self.model, self._meter.inputs, rules, self.settings)
-        if save.exists():
-            saved = saved_drift.read(save, fingerprint, len(batches))
-
-        def keep(totals: RunningTotals) -> None:
-            saved_drift.write(save, fingerprint, totals.saved())
-            if on_sequence is not None:
-                on_sequence(totals)
-
-        begun = None if saved is None else RunningTotals.restored(saved, len(batches), self._meter.routed)
-        return dataclasses.replace(listener, on_sequence=keep, saves=True), begun
 
     def _metric_meter(self) -> MetricMeter | None:
         if self._metrics is None and self.options.metrics:

@@ -12,7 +12,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
-from dtype_engine.runtime.model.device_map import automatic, places_of
+from dtype_engine.runtime.model.device_map import automatic, distribute, places_of
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 
@@ -71,6 +71,35 @@ def test_a_file_that_is_no_map_of_the_model_is_refused_in_a_sentence(text: str, 
     file.write_text(text)
     with pytest.raises(de.UserError, match=words):
         places_of(Layered(), str(file), FIRST, {})
+
+
+def test_a_model_of_which_no_part_fits_on_an_accelerator_is_told() -> None:
+    root = nn.Sequential(Layered())
+    root.register_buffer("steps", torch.zeros(3))  # so it is not divided
+    with pytest.raises(de.UserError, match=r"no part of the model .* fits on cuda:0, cuda:1; give a file"):
+        automatic(root, {FIRST: 5_000, SECOND: 5_000, CPU: 99_999})
+
+
+class Head(nn.Module):
+    """As in BERT for masked words: the decoder's bias is its parent's, and its weight is that of the embedding."""
+
+    def __init__(self, embed: nn.Embedding) -> None:
+        super().__init__()
+        self.transform, self.decoder = nn.Linear(10, 10), nn.Linear(10, 100)
+        self.decoder.weight = embed.weight
+        self.bias = self.decoder.bias
+
+
+def test_what_a_module_computes_with_is_on_one_device() -> None:
+    embed = nn.Embedding(100, 10)
+    model = nn.ModuleDict({"embed": embed, "head": Head(embed)})
+    meta = torch.device("meta")
+    distribute(model, {"embed": CPU, "head": meta}, CPU)
+    assert {name: weight.device for name, weight in model.named_parameters(remove_duplicate=False)} == {
+        "embed.weight": CPU, "head.decoder.weight": CPU, "head.decoder.bias": CPU, "head.bias": CPU,
+        "head.transform.weight": meta, "head.transform.bias": meta,
+    }  # fmt: skip
+    assert model["head"].decoder.weight is model["embed"].weight
 
 
 def test_a_map_to_one_device_changes_no_figure(make_llama: Callable[..., Path]) -> None:
