@@ -74,7 +74,9 @@ class Controller:
         self.open_error: str | None = None
         """Why the model could not be opened, or None if it is open or still opening."""
         self._saved_recipe = Recipe()
-        """The recipe that the user has last asked to save to a file. Before that, the one from the command line."""
+        """The recipe that was last saved to a recipe file or with a checkpoint, or is being saved. Before that, the recipe from the
+        command line.
+        """
         self._preset: str | None = None
         """Name of the preset to apply once the module classes are known, or None if no preset is waiting."""
         self._after_preset = Recipe()
