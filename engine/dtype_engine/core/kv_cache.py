@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.text import Name
+from dtype_engine.core.text import Name, printable
 
 KV_CACHE = "kv_cache"
 """The name of the child that an attention module has in the tree for its cache, as in `model.layers.0.self_attn.kv_cache.k`."""
@@ -62,7 +62,16 @@ class KVCacheTensor:
     @property
     def castable(self) -> bool:
         """Whether a rule may give the tensor a format."""
-        return self.shared_with is None and self.part in ("k", "v", "latent", "rope")
+        return self.why_no_format is None
+
+    @property
+    def why_no_format(self) -> str | None:
+        """Words for the user that say why no rule may give the tensor a format, or None if a rule may."""
+        if self.shared_with is not None:
+            return f"the layer has no cache of its own, it reads {printable(self.shared_with)}"
+        if self.part == "indexer":
+            return "the keys of an indexer stay as they are"
+        return None if self.part in ("k", "v", "latent", "rope") else "the state of a recurrent layer stays as it is"
 
     def tokens(self, context: int, encoder_tokens: int | None = None) -> int:
         """Return for how many tokens of each sequence the tensor keeps values. context: how many tokens the decoder has seen.

@@ -324,7 +324,14 @@ def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -
     if compiled.by_class and not tree.has_classes:
         return f"pattern {shortened(pattern)} matches module classes, {NO_CLASSES}"
     with time_limit(MATCHING_S):
+        caches = tree.kv_cache.tensors if may_name_caches(pattern) else ()
+        no_format = next((tensor for tensor in caches if _names_cache(compiled, tensor.name)), None)
         partly = [tensor for tensor in tree.renamed if any(map(compiled.selects, tensor.stored_as))]
+    if no_format is not None and no_format.why_no_format is not None:
+        return (
+            f"pattern {shortened(pattern)} matches only KV caches that take no format "
+            f"(first {printable(no_format.name)}: {no_format.why_no_format})"
+        )
     if partly:
         return (
             f"pattern {shortened(pattern)} matches only a part of {partly[0].name}, which the model packs from "

@@ -122,3 +122,26 @@ def test_a_model_without_a_cache_says_why() -> None:
     with pytest.raises(UserError) as raised:
         require_matches(bare, Recipe.of([Rule.parse("*.kv_cache=fp8")]))
     assert "names KV caches: BertModel does not generate text" in str(raised.value)
+
+
+def test_a_cache_that_is_another_layers_says_whose_it_is(tree: Tree) -> None:
+    """In Gemma 3n, the last layers read the cache of an earlier one."""
+    shares = from_tensors(tree.tensors.values())
+    shares.kv_cache = kv_cache(shares, CONFIG | {"num_kv_shared_layers": 2})
+    with pytest.raises(UserError) as raised:
+        require_matches(shares, Recipe.of([Rule.parse("*.11.*.kv_cache=fp8")]))
+    attention = "model.layers.{}.self_attn.kv_cache.k"
+    assert str(raised.value) == (
+        f"pattern '*.11.*.kv_cache' matches only KV caches that take no format (first {attention.format(11)}: the layer has no "
+        f"cache of its own, it reads {attention.format(9)})"
+    )
+
+
+def test_the_state_of_a_recurrent_layer_says_what_it_is(tree: Tree) -> None:
+    convolution = TensorInfo("model.layers.12.mixer.conv1d.weight", (64, 1, 4), "bfloat16")
+    hybrid = from_tensors([*tree.tensors.values(), convolution])
+    hybrid.kv_cache = kv_cache(hybrid, CONFIG | {"num_hidden_layers": 13})
+    with pytest.raises(
+        UserError, match=r"first model\.layers\.12\.mixer\.kv_cache\.conv_state: the state of a recurrent"
+    ):
+        require_matches(hybrid, Recipe.of([Rule.parse("*.mixer.kv_cache=fp8")]))
