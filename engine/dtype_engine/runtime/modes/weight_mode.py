@@ -280,7 +280,8 @@ class WeightMode(TorchFunctionMode):
         return InputFormat(weight.dtype) if self.is_quantized(weight) else None
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a weight, replaces a weight, or is a view of one of these."""
+        """Return whether a tensor is a weight, replaces a weight, or is a view of one of these, also inside `torch.vmap`."""
+        tensor, _ = unwrapped(tensor)
         if isinstance(tensor, nn.Parameter):
             return True  # a parameter that the model created during the pass
         base = base_of(tensor)

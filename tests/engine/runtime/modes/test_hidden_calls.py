@@ -277,6 +277,30 @@ def test_what_torch_refuses_is_asked_again_inside_of_a_transform() -> None:
     assert found.max_abs == pytest.approx(float((narrow - by_hand(x).double()).abs().max()), rel=1e-6)
 
 
+class Ensemble(nn.Module):
+    """Runs one layer with the weights of each member, as the tutorial on model ensembling does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda weight: functional.linear(x, weight))(self.members).float().sum(0)
+
+
+def test_an_input_gets_the_dtype_of_a_weight_inside_of_vmap() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 8)
+    session = de.open(Ensemble(), inputs=(x,))
+    session.cast("*", "bfloat16")
+    found = session.drift().output
+    members = session.model.module.members  # in bfloat16 now
+    by_hand = torch.stack([functional.linear(x.bfloat16(), weight) for weight in members]).float().sum(0)
+    stored = session.model.weights["members"].stored.read()
+    error = by_hand - torch.stack([functional.linear(x, weight) for weight in stored]).sum(0)
+    assert found.mean_abs == pytest.approx(float(error.abs().mean()), rel=0.05)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_an_estimated_scan_sees_what_torchscript_runs() -> None:
     torch.manual_seed(0)
