@@ -8,6 +8,7 @@ afterwards, so that every weight has the dtype of its file.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -93,7 +94,10 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
         if isinstance(whole, nn.Module):
             wanted, limits = options.device_map, options.max_memory
             places = places_of(whole, wanted, device, limits) if wanted else None
-            return LiveModel.wrap(whole, source.title, device, places=places)
+            code = sys.modules.get(type(whole).__module__)
+            return LiveModel.wrap(
+                whole, source.title, device, example_inputs=getattr(code, "example_inputs", None), places=places
+            )
     return _from_checkpoint(checkpoint, source, options, device, on_step, visits)
 
 

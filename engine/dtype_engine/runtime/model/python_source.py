@@ -20,7 +20,9 @@ from dtype_engine.checkpoint.source import Source
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.foreign_code import failures_as, with_type
 from dtype_engine.core.options import Options
+from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
+from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.model.device_map import places_of
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.mmap_reader import read_tensor
@@ -33,11 +35,12 @@ OnStep = Callable[[str], None]
 
 def _load_weights(
     module: nn.Module, file: Path, trust: bool, title: str
-) -> tuple[tuple[str, ...], tuple[FileIdentity, ...]]:
+) -> tuple[tuple[str, ...], Coverage, tuple[FileIdentity, ...]]:
     """Load a checkpoint's tensors into a module, memory-mapped and in their stored dtypes.
 
-    trust: whether a pickle may run any code. title: the model's name, for errors. Returns notices for the user, and the size,
-    modification time and inode of each file, recorded before the files were read. Raises UserError if the checkpoint does not fit.
+    trust: whether a pickle may run any code. title: the model's name, for errors. Returns notices for the user, how many of the
+    module's tensors the checkpoint has, and the size, modification time and inode of each file, recorded before the files were
+    read. Raises UserError if the checkpoint does not fit.
     """
     checkpoint = open_checkpoint(file, trust)
     values = {name: read_tensor(checkpoint, name) for name in checkpoint.weights}
@@ -58,15 +61,19 @@ def _load_weights(
     if checkpoint.encoded:
         notices.append(f"decoded to float32: {plural(len(checkpoint.encoded), 'quantized weight')} of {file.name}")
     tied = _tie_again(module, ties, values)
-    if missing := [name for name in mismatch.missing_keys if name not in tied]:
-        notices.append(f"{len(missing)} weights are not in {file.name}, first {missing[0]}")
+    missing = tuple(name for name in mismatch.missing_keys if name not in tied)
+    coverage = Coverage(sum(info.persistent for info in collect_tensors(module)[0]), missing)
+    if missing:
+        notices.append(
+            f"{plural(len(missing), 'tensor')} of the model not in {file.name}, first {printable(missing[0])}: the model's code "
+            "made the values"
+        )
     if apart := [names for names in ties if not tied.issuperset(names) and any(name in values for name in names)]:
         notices.append(f"the model ties {' and '.join(apart[0])}, and {file.name} has different values for them")
     if mismatch.unexpected_keys:
-        notices.append(
-            f"{len(mismatch.unexpected_keys)} tensors of {file.name} are not used, first {mismatch.unexpected_keys[0]}"
-        )
-    return tuple(notices), checkpoint.identities
+        unused = mismatch.unexpected_keys
+        notices.append(f"{plural(len(unused), 'tensor')} of {file.name} not used, first {printable(unused[0])}")
+    return tuple(notices), coverage, checkpoint.identities
 
 
 def _tie_again(
@@ -109,15 +116,17 @@ def load_python(source: Source, options: Options, device: torch.device, on_step:
     if not isinstance(module, nn.Module):
         raise UserError(f"{source.title}: {source.attribute}() gave a {type(module).__name__}, not an nn.Module")
     notices: tuple[str, ...] = ()
+    coverage: Coverage | None = None
     identities: tuple[FileIdentity, ...] = ()
     if options.weights is not None:
         on_step(f"reading {options.weights}")
-        notices, identities = _load_weights(module, options.weights, options.trust_pickle, source.title)
+        notices, coverage, identities = _load_weights(module, options.weights, options.trust_pickle, source.title)
     return LiveModel.wrap(
         module,
         source.title,
         device,
         notices=notices,
+        coverage=coverage,
         identities=identities,
         files=(options.weights,) if options.weights is not None and options.weights.is_file() else (),
         folder=source.path.parent if source.path else None,

@@ -135,6 +135,19 @@ def test_a_whole_module_needs_trust(tmp_path: Path) -> None:
     assert type(live.module) is nn.Sequential
 
 
+def test_a_whole_module_runs_on_the_inputs_that_its_code_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_net.py").write_text(
+        "import torch\nclass Net(torch.nn.Linear):\n    pass\ndef example_inputs():\n    return (torch.ones(3, 2),)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    save = "import my_net, torch; torch.save(my_net.Net(2, 2), 'whole.pth')"
+    subprocess.run([sys.executable, "-c", save], check=True)
+    with pytest.raises(UserError, match=r"my_net\.Net"):
+        de.open("whole.pth")
+    session = de.open("whole.pth", options=de.Options(trust_pickle=True))
+    assert session.drift().inputs == "example_inputs()"
+
+
 class Evil:
     """Writes a file when it is unpickled."""
 
@@ -172,6 +185,14 @@ def test_a_state_dict_goes_into_the_users_own_code(tmp_path: Path) -> None:
         assert torch.equal(session.model.module.state_dict()[name], tensor)
     session.cast("*", "bfloat16")
     assert session.drift().output.max_abs > 0
+    first, *others = state
+    torch.save({**{name: state[name] for name in others}, "other": torch.zeros(1)}, tmp_path / "part.pth")
+    part = de.open(f"{TINYNET}:TinyNet", options=de.Options(weights=tmp_path / "part.pth"))
+    assert part.model.notices == (
+        f"1 tensor of the model not in part.pth, first {first}: the model's code made the values",
+        "1 tensor of part.pth not used, first other",
+    )
+    assert str(part.drift().coverage) == f"{len(others)} of {len(state)} tensors found"
     torch.save({"other": torch.zeros(1)}, tmp_path / "other.pth")
     with pytest.raises(UserError, match="has none of the tensors"):
         de.open(f"{TINYNET}:TinyNet", options=de.Options(weights=tmp_path / "other.pth"))
