@@ -223,11 +223,13 @@ def _move(module: nn.Module, move: Callable[[], object], originals: dict[int, to
             for name, tensor in held.items():
                 places.setdefault(id(tensor), []).append((held, name))
     move()
+    moved: dict[int, torch.Tensor] = {}
     for key, ((held, name), *others) in places.items():
         for other, other_name in others:
             other[other_name] = held[name]
         if key in originals:
-            originals[id(held[name])] = originals[key]
+            moved[id(held[name])] = originals[key]
+    originals.update(moved)  # not before the loop ends: a new object may have the `id` of an old one that is gone
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.quantize import values_in
 
 
@@ -212,3 +213,22 @@ def test_a_sparse_tensor_stays_as_it_is(dtype: str) -> None:
     assert session.drift().output.mean_abs == pytest.approx(float((c - r).abs().mean()), rel=1e-3)
     with pytest.raises(de.UserError, match="is sparse, and is never cast"):
         session.cast("neighbors", "bfloat16")
+
+
+class Moving(nn.Module):
+    """Gets new tensor objects when it is moved, the first of which has the `id` of an old one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
+
+    def to(self, *to: object, **rest: object) -> Moving:
+        reused, values = self.second, (self.first.data, self.second.data)
+        reused.data = values[0]
+        self.first, self.second = reused, nn.Parameter(values[1])
+        return self
+
+
+def test_values_stay_with_their_tensors_where_moving_makes_new_objects() -> None:
+    live = LiveModel.wrap(Moving(), "a model", torch.device("meta"))
+    assert [weight.stored.read().tolist() for weight in live.weights.values()] == [[0, 0, 0], [1, 1, 1]]
