@@ -60,7 +60,7 @@ REFUSED = {
     r"in float64, which \S+ does not have|can't be cast to float64, which": "it lacks float64, and says so",
     r"Tried to use AMP with the `fake` backend": "the fake accelerator has no autocast",
     r"Cannot set version_counter for inference tensor": "the fake accelerator has no inference mode",
-    r"Cannot access storage of SparseTensorImpl": "the fake accelerator has no sparse tensors",
+    r"Cannot access storage of SparseTensorImpl|from the 'Sparsefake' backend": "the fake accelerator has no sparse tensors",
 }
 """Why a test that ends with such an error on an accelerator can't run there."""
 FEWER_FUSED = (

@@ -221,7 +221,7 @@ class Ignorant(Tagger):
 
 class AddsMinusInfinity(Tagger):
     def padding(self, input_ids: torch.Tensor) -> torch.Tensor | None:
-        return torch.zeros(input_ids.shape).masked_fill(input_ids == 0, -torch.inf)
+        return torch.zeros(input_ids.shape, device=input_ids.device).masked_fill(input_ids == 0, -torch.inf)
 
 
 class TwoMasks(Tagger):
