@@ -138,6 +138,7 @@ def drift(
         raise UserError("drift --workers goes with --causes: one recipe is measured in one process")
     source = request.locate()
     session = request.open_session(source)
+    _refuse_before_measuring(session, tokens, save_pictures, force)
     try:
         report = session.drift(MeasurementListener(on_progress=say_progress), save=save)
     except KeyboardInterrupt:
@@ -251,6 +252,20 @@ def _measure_details(
     nonfinite = session.nonfinite(report, partial(say_share, "trying remedies"))
     remedy = session.loss_remedy(report, partial(say_share, "trying what keeps the values")) if suggest else None
     return _Details(floor, nonfinite, attribution, meaning(report.output, floor, report.modules), suggest, remedy)
+
+
+def _refuse_before_measuring(session: Session, tokens: int | None, pictures: Path | None, force: bool) -> None:
+    """Raise UserError if what --generate or --save-pictures ask for can't be done after the measurement, which may take hours.
+
+    tokens, pictures, force: the values of --generate, --save-pictures and --force.
+    """
+    from dtype_engine.runtime.measure.generation import why_no_text
+    from dtype_engine.runtime.session.saved_pictures import check_pictures
+
+    if tokens and (reason := why_no_text(session.model.module)):
+        raise UserError(reason)
+    if pictures is not None:
+        check_pictures(session, pictures, force)
 
 
 def _exit_status(reached: Sequence[Verdict]) -> int:

@@ -195,3 +195,25 @@ def test_versions_name_what_a_figure_depends_on(capsys: pytest.CaptureFixture[st
         assert {"transformers", "safetensors", "platform", "processor", "kernels", "accelerator"} <= found.keys()
     assert run(cli, "dtype-engine", ["--verbose", "inspect"]) == 2
     assert "--version" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("--generate", "4"), "a Linear does not generate text"),
+        (("--save-pictures", "pictures"), "net.py:Net makes no pictures to save"),
+    ],
+)
+def test_what_can_not_follow_a_measurement_is_refused_before_it(
+    asked: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = "import torch\nNet = lambda: torch.nn.Linear(2, 2)\nexample_inputs = lambda: (torch.ones(1, 2),)\n"
+    (tmp_path / "net.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    assert run(cli, "dtype-engine", ["drift", "net.py:Net", *asked, "--save", "drift.json"]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "drift.json").exists()

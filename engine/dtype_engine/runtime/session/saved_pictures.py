@@ -13,6 +13,21 @@ from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.session.session import Session
 
+_SIDES = ("reference", "candidate")
+
+
+def check_pictures(session: Session, folder: Path, force: bool) -> None:
+    """Raise UserError if the model produces no pictures, or if a file exists that `save_pictures` would write.
+
+    folder, force: as for `save_pictures`.
+    """
+    if picture_range(session.model.module) is None:
+        raise UserError(f"{session.model.title} makes no pictures to save")
+    for number in range(1, len(session.need_inputs().batches) + 1):
+        for side in _SIDES:
+            if not force and (file := _file(folder, number, side)).exists():
+                raise UserError(f"{file} exists; replace it with --force")
+
 
 def save_pictures(session: Session, folder: Path, force: bool) -> list[Path]:
     """Do a reference run and a candidate run on every input, and write their pictures to `folder` as `1-reference.png`,
@@ -21,22 +36,25 @@ def save_pictures(session: Session, folder: Path, force: bool) -> list[Path]:
     force: whether to replace existing files. Raises UserError if the model produces no pictures, or if a file exists or can't be
     written.
     """
+    check_pictures(session, folder, force)
     pixels = picture_range(session.model.module)
-    if pixels is None:
-        raise UserError(f"{session.model.title} makes no pictures to save")
+    assert pixels is not None
     written = []
     with ForwardRunner(session.model, session.settings, never, watch=False) as runner:
         for number, batch in enumerate(session.need_inputs().batches, 1):
-            for side, run, call in (
-                ("reference", runner.reference, runner.reference_call(batch)),
-                ("candidate", runner.candidate, runner.candidate_call(batch)),
-            ):
-                file = folder / f"{number}-{side}.png"
-                if file.exists() and not force:
-                    raise UserError(f"{file} exists; replace it with --force")
+            runs = (
+                (runner.reference, runner.reference_call(batch)),
+                (runner.candidate, runner.candidate_call(batch)),
+            )
+            for side, (run, call) in zip(_SIDES, runs, strict=True):
+                file = _file(folder, number, side)
                 _write(file, main_output(run(call).output)[1], *pixels)
                 written.append(file)
     return written
+
+
+def _file(folder: Path, number: int, side: str) -> Path:
+    return folder / f"{number}-{side}.png"
 
 
 def _write(file: Path, output: torch.Tensor, low: float, high: float) -> None:
