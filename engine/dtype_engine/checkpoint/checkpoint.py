@@ -36,6 +36,11 @@ codes, or a tensor that describes them.
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
+def is_diffusers(config: Mapping[str, Any] | None) -> bool:
+    """Return whether a `config.json` is that of a model of diffusers. config: its content, or None if there is none."""
+    return config is not None and isinstance(config.get("_class_name"), str) and "model_type" not in config
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint: the headers of its files and its configuration, but not the weights."""
@@ -74,6 +79,11 @@ class Checkpoint:
     """The differences between the checkpoint's index and its shards, or None if the checkpoint has no index."""
     headers_alone: str = ""
     """If the values are on a hub and not on this machine: a sentence that says so, and how they are downloaded. Otherwise ""."""
+
+    @property
+    def runs_in_parts(self) -> bool:
+        """Whether the model can run from the disk, block by block: its architecture is known and not one of diffusers."""
+        return self.config is not None and self.form not in ("adapter", "diffusers") and not is_diffusers(self.config)
 
     @cached_property
     def quantized(self) -> dict[str, QuantizedWeight]:

@@ -11,6 +11,7 @@ import psutil
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core.hints import hint
+from dtype_engine.core.options import Options
 from dtype_engine.core.units import human_bytes, time_left
 
 _STEP, _MOST_TIMED, _TIMED_S = 1 << 20, 256 << 20, 0.3
@@ -19,9 +20,18 @@ this number of bytes or seconds.
 """
 
 
+def why_no_pass(checkpoint: Checkpoint, options: Options) -> str | None:
+    """Return a sentence that says why a checkpoint is not run with these options: only its headers are here, or it is larger than
+    memory and is not to be run from the disk. Returns None if neither is so.
+    """
+    if options.over_memory and not checkpoint.headers_alone:
+        return None
+    return shortfall(checkpoint, options.max_memory)
+
+
 def shortfall(checkpoint: Checkpoint, limits: Mapping[str, int]) -> str | None:
-    """Return a sentence that says why a checkpoint does not fit into memory, and how long it would take to run it from the disk.
-    Returns None if it fits. limits: the most bytes to use, keyed by "cpu" or the name of another device.
+    """Return a sentence that says why a checkpoint does not fit into memory and, if it can be run from the disk, how long that
+    would take. Returns None if it fits. limits: the most bytes to use, keyed by "cpu" or the name of another device.
 
     Weights are mapped from their files, so the limit is the machine's total memory, not the free memory. If the checkpoint is
     larger than the total memory, every pass would read the whole checkpoint from disk again.
@@ -36,6 +46,8 @@ def shortfall(checkpoint: Checkpoint, limits: Mapping[str, int]) -> str | None:
         f"no forward pass: the weights take {human_bytes(checkpoint.stored_bytes)} and this machine {limited} "
         f"{human_bytes(most)} of memory. Planning, patterns, weights and export work"
     )
+    if not checkpoint.runs_in_parts:
+        return sentence
     speed = disk_speed(max(checkpoint.files, key=lambda file: file.stat().st_size))
     if speed is None:
         return sentence

@@ -155,9 +155,9 @@ def _opened(
         if read_headers:
             # The tree may be large, so it is not kept here.
             emit(events.HeadersRead(model.checkpoint.tree(), model.checkpoint.notices, model.provenance))
-        from dtype_engine.checkpoint.memory_fit import shortfall
+        from dtype_engine.checkpoint.memory_fit import why_no_pass
 
-        if not model.options.over_memory and (reason := shortfall(model.checkpoint, model.options.max_memory)):
+        if reason := why_no_pass(model.checkpoint, model.options):
             raise NoForward(f"{source.title}: {reason}")
     on_step("importing torch")
     finish_imports()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.helpers.hub_server import hub_of
 
 import dtype_engine as de
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
@@ -233,6 +234,36 @@ def test_it_is_refused_with_an_estimate(llama: Path) -> None:
         de.open(str(llama), options=de.Options(max_memory={"cpu": 1 << 20}))
     assert "this machine may use 1.00 MiB of memory" in str(refused.value)
     assert "--over-memory runs it from the disk" in str(refused.value)
+
+
+def test_a_model_on_a_hub_is_not_run_on_placeholders(llama: Path, tmp_path: Path) -> None:
+    with (
+        hub_of(tmp_path / "cache", org__name=llama),
+        pytest.raises(NoForward, match="only the headers of hf://org/name"),
+    ):
+        de.open("hf://org/name", options=de.Options(over_memory=True))
+
+
+def test_without_an_architecture_the_disk_is_not_offered(llama: Path) -> None:
+    (llama / "config.json").unlink()
+    with pytest.raises(NoForward, match=r"Planning, patterns, weights and export work$"):
+        de.open(str(llama), options=de.Options(max_memory={"cpu": 1 << 20}))
+
+
+@pytest.mark.parametrize("limit", [100, 1000])
+def test_a_module_of_python_code_obeys_the_limit(tmp_path: Path, limit: int) -> None:
+    """A linear layer of 5 x 6 weights and 5 biases takes 140 bytes."""
+    net = "import torch\nNet = lambda: torch.nn.Linear(6, 5)\nexample_inputs = lambda: (torch.ones(1, 6),)\n"
+    (tmp_path / "net.py").write_text(net)
+    torch.save(torch.nn.Linear(6, 5), tmp_path / "whole.pt")
+    inputs = {"input": torch.ones(1, 6)}
+    for model in (f"{tmp_path / 'net.py'}:Net", str(tmp_path / "whole.pt")):
+        options = de.Options(device="cpu", max_memory={"cpu": limit}, trust_pickle=True, over_memory=True)
+        if limit > 140:
+            assert de.open(model, options=options, inputs=inputs).drift().output.max_abs == 0
+            continue
+        with pytest.raises(NoForward, match="its weights take 140 B and may take 100 B on cpu; a module that Python"):
+            de.open(model, options=options, inputs=inputs)
 
 
 def test_bytes_of_experts_count_as_they_are_read(tmp_path: Path) -> None:

@@ -22,11 +22,6 @@ from dtype_engine.runtime.model.silence_libraries import quiet
 from dtype_engine.runtime.model.torch_private import tensor_slots
 
 
-def is_diffusers(config: Mapping[str, Any] | None) -> bool:
-    """Return whether a `config.json` is that of a model of diffusers. config: its content, or None if there is none."""
-    return config is not None and isinstance(config.get("_class_name"), str) and "model_type" not in config
-
-
 def make_diffusers(checkpoint: Checkpoint, title: str) -> tuple[nn.Module, Mapping[str, Placement]]:
     """Construct a diffusers model with parameters on the meta device. Buffers have the values that the constructor computes.
 

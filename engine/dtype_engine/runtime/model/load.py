@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import ByteRange, Checkpoint, open_checkpoint
+from dtype_engine.checkpoint.checkpoint import is_diffusers
 from dtype_engine.checkpoint.completeness import what_is_missing
 from dtype_engine.checkpoint.kv_settings import declared_formats, is_cache_scale
-from dtype_engine.checkpoint.memory_fit import shortfall, usable_memory
+from dtype_engine.checkpoint.memory_fit import usable_memory, why_no_pass
 from dtype_engine.checkpoint.pickle_zip import is_compressed
 from dtype_engine.checkpoint.pickles import load_pickle
 from dtype_engine.checkpoint.prequantized import OWN_SUFFIX
@@ -39,10 +40,10 @@ from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.device import pick_device
 from dtype_engine.runtime.model.architecture import Misfit, architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.constructed_buffers import construct_buffers
+from dtype_engine.runtime.model.device_limits import limit_of, require_fit
 from dtype_engine.runtime.model.device_map import places_of
 from dtype_engine.runtime.model.diffusers_models import (
     import_diffusers,
-    is_diffusers,
     make_diffusers,
     run_decoder,
     with_placeholders,
@@ -80,19 +81,23 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
     checkpoint = source.open()
     assert checkpoint is not None
     visits = None
-    if reason := shortfall(checkpoint, options.max_memory):
-        if not options.over_memory:
-            raise NoForward(reason)
+    if reason := why_no_pass(checkpoint, options):
+        raise NoForward(reason)
+    if checkpoint.stored_bytes > usable_memory(options.max_memory):
         visits = BlockVisits(usable_memory(options.max_memory) // BLOCKS)
         return_large_memory()  # passes run side by side in threads, and glibc has memory for each
-    elif not options.device_map and checkpoint.stored_bytes > (
-        most := _limit(device, options.max_memory, checkpoint.stored_bytes)
+    elif (
+        device.type != "cpu"
+        and not options.device_map
+        and (most := limit_of(device, options.max_memory)) is not None
+        and checkpoint.stored_bytes > most
     ):
         visits = BlockVisits(most // BLOCKS, keeps_pages=True)
     if checkpoint.form == "pickle" and source.trust_pickle and checkpoint.path.is_file():
         whole = load_pickle(checkpoint.path, trust=True)
         if isinstance(whole, nn.Module):
             wanted, limits = options.device_map, options.max_memory
+            require_fit(whole, source.title, device, options)
             places = places_of(whole, wanted, device, limits) if wanted else None
             code = sys.modules.get(type(whole).__module__)
             return LiveModel.wrap(
@@ -147,14 +152,6 @@ def _from_checkpoint(
             choose("eager")  # this implementation reads only the experts to which tokens are sent
             live.notices += ("experts are computed one by one, which rounds results differently from grouped products",)
     return live
-
-
-def _limit(device: torch.device, limits: Mapping[str, int], default: int) -> int:
-    """Return how many bytes of an accelerator's memory weights may take. limits: the user's limits, keyed by device name, such as
-    "cuda:0" or "cuda". default: the result if none of them is for this device.
-    """
-    names = () if device.type == "cpu" else (f"{device.type}:{device.index or 0}", device.type)
-    return next((limits[name] for name in names if name in limits), default)
 
 
 def blocks(live: LiveModel, most: int) -> dict[str, tuple[ByteRange, ...]]:

@@ -23,6 +23,7 @@ from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
+from dtype_engine.runtime.model.device_limits import require_fit
 from dtype_engine.runtime.model.device_map import places_of
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.mmap_reader import read_tensor
@@ -105,7 +106,7 @@ def load_python(source: Source, options: Options, device: torch.device, on_step:
     result.
 
     on_step: called with a description of each step, such as "importing net.py". Raises UserError if the user's code fails or does
-    not make an `nn.Module`, or if the weights do not fit.
+    not make an `nn.Module`, or if the weights do not fit, and NoForward if they take more memory than the options allow.
     """
     on_step(f"importing {source.path or source.module}")
     with quiet():
@@ -121,6 +122,7 @@ def load_python(source: Source, options: Options, device: torch.device, on_step:
     if options.weights is not None:
         on_step(f"reading {options.weights}")
         notices, coverage, identities = _load_weights(module, options.weights, options.trust_pickle, source.title)
+    require_fit(module, source.title, device, options)
     return LiveModel.wrap(
         module,
         source.title,
