@@ -15,7 +15,7 @@ from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
-from dtype_tui.process.short_styles import shortened
+from dtype_tui.process.short_frames import ShownCells
 from dtype_tui.widgets.module_tree import ModuleTree
 
 
@@ -30,7 +30,8 @@ async def say_recipe(app: DtypeApp, recipe: Recipe) -> None:
 async def test_a_reading_a_move_and_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     monkeypatch.setenv("COLORTERM", "truecolor")
-    monkeypatch.setattr(HeadlessDriver, "write", lambda driver, data: written.append(data))
+    cells = ShownCells()  # the headless driver writes all
+    monkeypatch.setattr(HeadlessDriver, "write", lambda driver, data: written.append(cells.shortened(data)))
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await mixed(app, pilot)
@@ -44,7 +45,7 @@ async def test_a_reading_a_move_and_a_page(monkeypatch: pytest.MonkeyPatch) -> N
             written.clear()
             await change()
             await pilot.pause(0.15)  # a clock collects what the engine tells
-            return sum(len(shortened(each).encode()) for each in written)  # the headless driver writes all
+            return sum(len(each.encode()) for each in written)
 
         async def read(recipe: Recipe, decibels: float, rest: float) -> int:
             app.controller.apply_recipe(recipe)
@@ -54,9 +55,9 @@ async def test_a_reading_a_move_and_a_page(monkeypatch: pytest.MonkeyPatch) -> N
             return await bytes_of(lambda: say(app, pilot, measured, events.Idle()))
 
         fewer = Recipe((*MIXED.rules, Rule("model.layers.5", "float32")))
-        assert 0 < await read(fewer, 2.0, 0.0) < 4600, "other rows, and figures where there were none"
-        assert 0 < await read(MIXED, 0.7, 0.7) < 2500, "every module has another figure"
-        assert 0 < await bytes_of(lambda: say_recipe(app, fewer)) < 6000
-        for key, most in (("j", 850), ("k", 850), ("pagedown", 12 << 10), ("pageup", 12 << 10)):
+        assert 0 < await read(fewer, 2.0, 0.0) < 3000, "other rows, and figures where there were none"
+        assert 0 < await read(MIXED, 0.7, 0.7) < 1300, "every module has another figure"
+        assert 0 < await bytes_of(lambda: say_recipe(app, fewer)) < 3000
+        for key, most in (("j", 600), ("k", 600), ("pagedown", 1000), ("pageup", 1000)):
             assert 0 < await bytes_of(partial(pilot.press, key)) < most
         monkeypatch.undo()

@@ -27,8 +27,7 @@ from dtype_tui.config.config import Config
 from dtype_tui.config.themes import HIGH_CONTRAST
 from dtype_tui.process.crash_log import recorded
 from dtype_tui.process.key_parser import install_key_parser
-from dtype_tui.process.short_styles import with_short_styles
-from dtype_tui.rendering.merged_styles import MergedStyles
+from dtype_tui.process.short_frames import with_short_frames
 from dtype_tui.rendering.palette import DARK, LIGHT, THEMES, cursor_variables
 from dtype_tui.rendering.printable_lines import PrintableLines
 from dtype_tui.widgets.message_line import MessageLine
@@ -59,15 +58,15 @@ class BaseApp(App[ReturnType]):
         self.set_reactive(App.ansi_theme_dark, DARK)  # applied when `self.theme` is set below
         self.set_reactive(App.ansi_theme_light, LIGHT)
         self.theme = config.theme or THEMES[0].name
-        self._filters += [MergedStyles(), PrintableLines()]
+        self._filters += [PrintableLines()]
         if wants_ascii(config.ascii):
             self._filters.append(AsciiFilter())
         self._read: Notification | None = None
         """The last message that the user has read."""
 
     def get_driver_class(self) -> type[Driver]:
-        """Return the driver for this platform, made to write styles in fewer bytes."""
-        return with_short_styles(super().get_driver_class())
+        """Return the driver for this platform, made to write frames in fewer bytes."""
+        return with_short_frames(super().get_driver_class())
 
     def get_css_variables(self) -> dict[str, str]:
         """Return the variables of the style sheets. Unless the theme uses the terminal's own colors, these variables make the

@@ -120,9 +120,7 @@ class MainScreen(Screen[None]):
         yield Line("header")
         with Container(id="main"):
             with Vertical(id="left"):
-                with Container(id="lines"):
-                    yield self.tree_view
-                    yield self.tree_view.figures
+                yield self.tree_view
                 yield Horizontal(id="below")
             yield self.side
         yield Line("status")

@@ -8,8 +8,6 @@ from textual import events
 from textual.strip import Strip
 from textual.widget import Widget
 
-from dtype_tui.rendering.changed_cells import changed_cells
-
 ACTION = "key_action"
 """The entry of a style's metadata that holds the action of a key in the line. Textual's own entry `@click` is not used, because
 Textual draws such text as a link.
@@ -17,7 +15,7 @@ Textual draws such text as a link.
 
 
 class Line(Widget):
-    """A line of text. Only the cells that have changed are redrawn. A click on a key, or on the words after it, runs the action of
+    """A line of text. A click on a key, or on the words after it, runs the action of
     the key.
     """
 
@@ -34,8 +32,8 @@ class Line(Widget):
             return
         self.text = text
         before, self._painted = self._painted, self._drawn()
-        if changed := changed_cells(before, self._painted):
-            self.refresh(*changed)
+        if before != self._painted:
+            self.refresh()
 
     def _drawn(self) -> Strip:
         return Strip(self.text.render(self.app.console)).adjust_cell_length(self.size.width, Style()).simplify()

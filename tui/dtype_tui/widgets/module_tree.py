@@ -15,20 +15,18 @@ from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
-from textual.geometry import Offset, Size
+from textual.geometry import Offset, Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from dtype_engine.core.tree import ancestors
 from dtype_tui.config.key_names import with_ids
-from dtype_tui.rendering.changed_cells import changed_cells
 from dtype_tui.state.folds import Folds, Members, fold_members, fold_name
 from dtype_tui.state.node_rules import cast_nodes
 from dtype_tui.widgets.cursor import over_cursor
 from dtype_tui.widgets.tree_columns import Columns, columns_for, needed_width
 from dtype_tui.widgets.tree_drawing import DIM, PLAIN, RowState, heading, row_segments
-from dtype_tui.widgets.tree_figures import TreeFigures
 from dtype_tui.widgets.tree_rows import (
     MOST_MATCHES,
     ORDERS,
@@ -63,7 +61,7 @@ class ModuleTree(ScrollView, can_focus=True):
     )
 
     DEFAULT_CSS = """
-    ModuleTree { height: 1fr; layer: names; overflow-x: hidden; scrollbar-size-vertical: 1; }
+    ModuleTree { height: 1fr; overflow-x: hidden; scrollbar-size-vertical: 1; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = with_ids(
@@ -107,8 +105,6 @@ class ModuleTree(ScrollView, can_focus=True):
         self.order = ORDERS[0]
         self.hidden: frozenset[str] = frozenset()
         self._match_set: frozenset[str] = frozenset()
-        self.figures = TreeFigures(self, self.line)
-        """The widget that draws the columns of drift over the right end of the lines."""
         self._painted: dict[int, Strip] = {}
         self._needed = (0, 0)
         """The widths in cells that the names of all rows need, as `needed_width` returns them."""
@@ -437,15 +433,6 @@ class ModuleTree(ScrollView, can_focus=True):
 
     def on_resize(self) -> None:
         self._show_cursor()
-        self._place_figures()
-
-    def watch_show_vertical_scrollbar(self) -> None:
-        self._place_figures()
-        self.figures.refresh()
-
-    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        super().watch_scroll_y(old_value, new_value)
-        self.figures.refresh()
 
     # -- drawing -------------------------------------------------------------------------------------------------
 
@@ -467,29 +454,16 @@ class ModuleTree(ScrollView, can_focus=True):
         self._repaint_changed()
 
     def _repaint_changed(self) -> None:
-        self._place_figures()
         for y in range(self.size.height):
             self._refresh_line(y)
 
-    def _place_figures(self) -> None:
-        """Let `figures` cover the columns of drift of each line. The last cell stays free, because a scroll bar may be there."""
-        columns = self._columns
-        self.figures.styles.width = self.size.width - 1 - columns.before_figures if columns.figures else 0
-
     def _refresh_line(self, y: int) -> None:
-        painted, line = self._painted.get(y), self.line(y)
-        self.figures.show(y, line)
-        if painted is not None and (changed := changed_cells(painted, self._part(line), y)):
-            self.refresh(*changed)
+        if y in self._painted and self._painted[y] != self.line(y):
+            self.refresh(Region(0, y, self.size.width, 1))
 
     def render_line(self, y: int) -> Strip:
-        line = self.line(y)
-        self._painted[y] = self._part(line)
-        return line
-
-    def _part(self, line: Strip) -> Strip:
-        columns = self._columns  # not the size of `figures`, which changes only with the next layout
-        return line.crop(0, columns.before_figures if columns.figures else self.size.width - 1)
+        self._painted[y] = self.line(y)
+        return self._painted[y]
 
     @property
     def _columns(self) -> Columns:
@@ -498,7 +472,7 @@ class ModuleTree(ScrollView, can_focus=True):
         return columns_for(room, self._needed, self.hidden, scanned, compares)
 
     def line(self, y: int) -> Strip:
-        """Return the whole line that the row `y` of the widget shows, with the columns that `figures` draws over its end."""
+        """Return the line that the row `y` of the widget shows."""
         width, columns, base = self.size.width, self._columns, self._base
         if y == 0:
             return (

@@ -41,18 +41,10 @@ class Columns:
     heat: int = 0
 
     @property
-    def figures(self) -> int:
-        """The total width of the columns that change with a measurement or a scan. They are the rightmost columns."""
-        return self.drift + self.track + self.other + self.change + self.scan + self.heat
-
-    @property
-    def before_figures(self) -> int:
-        return self.name + self.dtype + self.parameters + self.size + self.share
-
-    @property
     def numbers(self) -> int:
         """The total width of all columns but the name."""
-        return self.before_figures - self.name + self.figures
+        figures = self.drift + self.track + self.other + self.change + self.scan + self.heat
+        return self.dtype + self.parameters + self.size + self.share + figures
 
 
 _LESS: tuple[Callable[[Columns], Columns], ...] = (

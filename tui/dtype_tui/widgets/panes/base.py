@@ -10,11 +10,11 @@ from rich.style import Style
 from rich.text import Text
 from textual import events
 from textual.binding import Binding, BindingType
+from textual.geometry import Region
 from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from dtype_tui.rendering.changed_cells import changed_cells
 from dtype_tui.rendering.palette import ACCENT, TRACK
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Pane(Widget, can_focus=True):
     """A frame with a title and, inside it, lines about the experiment, which a subclass draws. If panes are shown one at a time
     below a line of tabs, they have no frame.
 
-    Only the cells that have changed are painted again. The height of a pane does not depend on its lines. If there are more lines
+    Only the lines that have changed are painted again. The height of a pane does not depend on its lines. If there are more lines
     than fit, the lower edge says how many, and keys and the mouse wheel scroll.
     """
 
@@ -142,8 +142,8 @@ class Pane(Widget, can_focus=True):
             self.refresh()
             return
         for y, (old, new) in enumerate(zip(before, self._painted, strict=True)):
-            if changed := changed_cells(old, new, y):
-                self.refresh(*changed)
+            if old != new:
+                self.refresh(Region(0, y, self.size.width, 1))
 
     def render_line(self, y: int) -> Strip:
         base = self.rich_style

@@ -1,0 +1,193 @@
+"""Draws on the terminal in fewer bytes than Textual does, for slow connections.
+
+Textual writes a changed line from the left edge of its widget on, and the complete style of each piece of text. Here cells that the
+terminal shows already are left out, and of a style only those parts are written that change.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+from textual.driver import Driver
+
+_MODE = r"\x1b\[\?(?:25|2026)[hl]"
+_MOVE = r"\x1b\[(\d+);(\d+)H"
+_PIECE = re.compile(rf"({_MODE})|\n?{_MOVE}|\x1b\[([\d;]*)m|([^\x00-\x1f\x7f-\x9f]+)")
+"""A mode that changes no cell, a move of the cursor, the style of the text after it, or text (ECMA-48: DECSET, CUP, SGR)."""
+_FRAME = re.compile(rf"(?:{_MODE})*(?:{_MOVE}(?:{_PIECE.pattern})*)?")
+_NARROW = re.compile(r"[ -~\u2500-\u259f▸▾▲▼○●✓✗←↑→↓…–·×±≈≤≥Δ\u2800-\u28ff]*")
+"""Characters that are one cell wide: ASCII, lines, blocks, braille, and others that the app draws often."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Style:
+    """The parts of a style, as the parameters of a control sequence."""
+
+    colour: str = ""
+    background: str = ""
+    attributes: frozenset[str] = frozenset()
+    """Other parameters, such as 1 for bold."""
+
+
+_RESET = _Style()
+_BOLD_AND_DIM = {"1", "2"}
+"""The parameters for bold and dim text. The control sequence `ESC [ 22 m` switches both off, and leaves other attributes on."""
+_UNSEEN_ON_BLANKS = {"1", "2", "3"}
+"""The parameters for bold, dim and italic text."""
+
+
+def with_short_frames(driver: type[Driver]) -> type[Driver]:
+    """Return a driver that draws what `driver` draws, in fewer bytes. It is for one terminal."""
+    cells = ShownCells()
+
+    def write(self: Driver, data: str) -> None:
+        driver.write(self, cells.shortened(data))
+
+    return type(driver.__name__, (driver,), {"write": write})
+
+
+class ShownCells:
+    """The cells that a terminal shows, as far as they are known from what was written to it."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, dict[int, tuple[str, _Style]]] = {}
+        """(character, style) by row and column, which are counted from 1."""
+
+    def shortened(self, data: str) -> str:
+        """Return text with control sequences that looks the same on the terminal as `data`.
+
+        data: begins and ends in the terminal's own style. Unless it is text with moves and styles alone, it is returned as it is,
+        and no cell is known any more. A frame that begins every row from the first on may follow a change of the terminal's size,
+        or repair the screen, so it is written in full.
+        """
+        pieces = _PIECE.findall(data) if _FRAME.fullmatch(data) else []
+        begun = {int(row) for _, row, column, _, _ in pieces if column == "1"}
+        if not pieces or (len(begun) > 2 and len(begun) == max(begun)):
+            self._rows.clear()
+        if not pieces:
+            return data
+        pen, wanted = _Pen(), _RESET
+        row = column = 0  # column: where the next text begins, or 0 if it is unknown
+        for mode, to_row, to_column, style, text in pieces:
+            if to_row:
+                row, column = int(to_row), int(to_column)
+            elif text:
+                column = self._draw(pen, row, column, text, wanted)
+            elif mode:
+                pen.written.append(mode)
+            else:
+                wanted = _after(wanted, style)
+        if column:
+            pen.move_to(row, column)
+        return pen.end()
+
+    def _draw(self, pen: _Pen, row: int, column: int, text: str, style: _Style) -> int:
+        """Draw those cells of a text that have changed. From a character of unknown width on, draw everything, and the character
+        before it, with which it may combine.
+
+        Returns the column after the text, or 0 if it is unknown.
+        """
+        cells, blank = self._rows.setdefault(row, {}), _on_blank(style)
+        known = _narrow(text) if column else 0
+        drawn = [(character, blank if character == " " else style) for character in text[:known]]
+        changed = [cells.get(place) != cell for place, cell in enumerate(drawn, column)]
+        for is_changed, run in groupby(range(known), changed.__getitem__):
+            if is_changed:
+                places = list(run)
+                pen.move_to(row, column + places[0])
+                pen.write(text[places[0] : places[-1] + 1], style)
+        cells.update(enumerate(drawn, column))
+        if known == len(text):
+            return column + known
+        if column:
+            pen.move_to(row, column + known)
+            self._rows[row] = {place: cell for place, cell in cells.items() if place < column + known}
+        pen.write(text[known:], style)
+        return 0
+
+
+class _Pen:
+    """Writes text with control sequences, of which it leaves out those that change nothing."""
+
+    def __init__(self) -> None:
+        self.written: list[str] = []
+        self._style = _RESET
+        self._place: tuple[int, int] | None = None
+        """(row, column) of the terminal's cursor, or None if they are unknown."""
+
+    def move_to(self, row: int, column: int) -> None:
+        if self._place is not None and self._place[0] == row and column >= self._place[1]:
+            right = column - self._place[1]
+            self.written.append(f"\x1b[{right}C" if right else "")
+        else:
+            self.written.append(f"\x1b[{row};{column}H")
+        self._place = row, column
+
+    def write(self, text: str, style: _Style) -> None:
+        """Write text at the cursor. Blanks are written in the current style if they look the same there."""
+        if style != self._style and (text.strip(" ") or _on_blank(style) != _on_blank(self._style)):
+            self.written.append(_between(self._style, style))
+            self._style = style
+        self.written.append(text)
+        known = self._place is not None and _narrow(text) == len(text)
+        self._place = (self._place[0], self._place[1] + len(text)) if self._place and known else None
+
+    def end(self) -> str:
+        """Return all that was written, which ends in the terminal's own style."""
+        return "".join([*self.written, _between(self._style, _RESET)])
+
+
+def _narrow(text: str) -> int:
+    """Return how many of the first characters of a text are surely one cell wide, and combine with no other."""
+    match = _NARROW.match(text)
+    end = match.end() if match is not None else 0
+    return end if end == len(text) else max(0, end - 1)
+
+
+@lru_cache(4096)
+def _on_blank(style: _Style) -> _Style:
+    """Return what can be seen of a style on a blank."""
+    return _Style(background=style.background) if style.attributes <= _UNSEEN_ON_BLANKS else style
+
+
+@lru_cache(4096)
+def _after(style: _Style, parameters: str) -> _Style:
+    """Return the style after a control sequence with these parameters."""
+    colour, background, attributes = style.colour, style.background, set(style.attributes)
+    each = iter(parameters.split(";"))
+    for code in each:
+        if code in ("", "0"):
+            colour, background, attributes = "", "", set()
+        elif code in ("38", "48"):
+            kind = next(each, "")
+            whole = ";".join([code, kind, *(next(each, "") for _ in range(1 if kind == "5" else 3))])
+            colour, background = (whole, background) if code == "38" else (colour, whole)
+        elif len(code) > 1 and code[:-1] in ("3", "9"):
+            colour = code if code != "39" else ""
+        elif len(code) > 1 and code[:-1] in ("4", "10"):
+            background = code if code != "49" else ""
+        else:
+            attributes.add(code)
+    return _Style(colour, background, frozenset(attributes))
+
+
+@lru_cache(4096)
+def _between(one: _Style, other: _Style) -> str:
+    """Return the shortest control sequence that changes a style to another, or "" if they are equal."""
+    if one == other:
+        return ""
+    if other == _RESET:
+        return "\x1b[m"
+    codes, kept = [], one
+    lost = one.attributes - other.attributes
+    if lost and one.attributes <= _BOLD_AND_DIM:
+        codes, kept = ["22"], _Style(one.colour, one.background)
+    elif lost:
+        codes, kept = ["0"], _RESET
+    codes += sorted(other.attributes - kept.attributes)
+    codes += [other.colour or "39"] if other.colour != kept.colour else []
+    codes += [other.background or "49"] if other.background != kept.background else []
+    return f"\x1b[{';'.join(codes)}m"
