@@ -72,11 +72,11 @@ def shown(folder: Path, device: str) -> dict[str, Any]:
 
 
 def over_memory(folder: Path) -> list[Any]:
-    """Figures of a model on the accelerator with all of its memory, and with half of what the weights take."""
+    """Figures of a model on the accelerator with all of its memory, and with a quarter of what the weights take."""
     encoded_loading.SMALLEST = 1
     found = []
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    for limits in ({}, {fake_accelerator.NAME: stored // 2}):
+    for limits in ({}, {fake_accelerator.NAME: stored // 4}):
         options = de.Options(device=fake_accelerator.NAME, max_memory=limits, sequence_length=16, sequences=3)
         session = de.open(str(folder), options=options)
         session.apply(de.Recipe.of(map(de.Rule.parse, ("*=int8", "*.mlp=float16", "*norm*=float32"))))

@@ -197,6 +197,26 @@ def test_what_does_not_fit_is_named_and_the_session_goes_on(wide: Path) -> None:
     assert session.drift().output.sqnr_db > 20
 
 
+def test_a_byte_too_many_names_the_module(wide: Path) -> None:
+    if DEVICE != "fake":
+        pytest.skip("only the fake accelerator counts every byte")
+
+    def measure() -> Any:
+        gc.collect()
+        return de.open(str(wide), options=de.Options(sequence_length=64, sequences=1)).drift().output
+
+    gc.collect()
+    device = fake_accelerator.device
+    before = device.allocated
+    device.reset_peak_memory_stats()
+    expected = measure()
+    needed = device.max_memory_allocated() - before
+    with room_for(needed):
+        assert measure() == expected
+    with room_for(needed - 1), pytest.raises(NoForward, match=r"^lm_head: not enough memory on fake"):
+        measure()
+
+
 def test_a_cast_that_does_not_fit_names_the_weight_and_is_taken_back(wide: Path) -> None:
     session = de.open(str(wide))
     before = {name: weight.tensor.data_ptr() for name, weight in session.model.weights.items()}
