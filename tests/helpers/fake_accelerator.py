@@ -27,7 +27,7 @@ _MOVES = frozenset(
         "empty", "empty_strided", "_copy_from", "_copy_from_and_resize", "set_", "as_strided", "view", "_local_scalar_dense",
         "zero_", "fill_", "index_select", "slice", "select", "transpose", "permute", "expand", "cat", "resize_", "unfold",
         "copy_", "alias", "detach", "squeeze", "unsqueeze", "_reshape_alias", "split", "split_with_sizes", "t", "clone",
-        "diagonal", "_unsafe_view",
+        "diagonal", "_unsafe_view", "record_stream",
     }
 )  # fmt: skip
 """Operations that move bytes, and so work for every dtype but float64."""
@@ -68,6 +68,10 @@ class FakeDevice:
         self.missing: set[tuple[str, torch.dtype]] = set()
         """The operations, by torch's name, that have no kernel for a dtype, as no device has all of them."""
         self.generator = torch.Generator()
+        self.queued: Callable[[], list[Callable[[], object]] | None] = lambda: None
+        """Returns the copies that the current stream has not made yet, or None if it copies at once. See `fake_streams.py`."""
+        self.lent = 0
+        """How many tensors another stream than their own uses, as `record_stream` tells."""
 
     @property
     def allocated(self) -> int:
@@ -338,6 +342,16 @@ def _run(operation: Any, *args: Any, **kwargs: Any) -> Any:
     if own:
         index = own[0].device.index
     _refuse(name, own, [] if name in _INDEXED else others, kwargs.get("dtype"))
+    queued = device.queued()
+    if name == "_copy_from" and queued is not None and others and args[2]:
+        args[1].fill_(torch.nan if args[1].is_floating_point() else 0)
+        queued.append(partial(args[1].copy_, args[0]))
+        return next(iter(pairs.values()))[0]
+    while queued and name != "empty_strided":  # which makes room for a copy
+        queued.pop(0)()
+    if name == "record_stream":
+        device.lent += 1
+        return None
     if name in ("_copy_from", "_copy_from_and_resize"):
         copied = args[1].copy_(args[0])
         return pairs.get(id(copied), (copied,))[0]

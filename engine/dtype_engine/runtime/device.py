@@ -127,6 +127,20 @@ def has_float64(device: torch.device) -> bool:
         return False
 
 
+def has_streams(device: torch.device) -> bool:
+    """Return whether a device copies and computes at the same time, in different streams. The CPU and Apple's MPS do not."""
+    return device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream")
+
+
+def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device. If the device has streams, a tensor on the CPU is copied from pinned memory by the current
+    stream, and the CPU does not wait for it. torch keeps the pinned memory until the copy has ended.
+    """
+    if tensor.device.type != "cpu" or not has_streams(device):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def for_sums(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on a device that supports float64: the same tensor if its own device does, otherwise a copy on the CPU."""
     return tensor if tensor.device.type == "cpu" or has_float64(tensor.device) else tensor.cpu()

@@ -40,6 +40,7 @@ from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.device import pick_device
 from dtype_engine.runtime.model.architecture import Misfit, architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.constructed_buffers import construct_buffers
+from dtype_engine.runtime.model.copies_ahead import copies_ahead
 from dtype_engine.runtime.model.device_limits import limit_of, require_fit
 from dtype_engine.runtime.model.device_map import places_of
 from dtype_engine.runtime.model.diffusers_models import (
@@ -92,7 +93,7 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
         and (most := limit_of(device, options.max_memory)) is not None
         and checkpoint.stored_bytes > most
     ):
-        visits = BlockVisits(most // BLOCKS, keeps_pages=True)
+        visits = BlockVisits(most // BLOCKS, keeps_pages=True, copies=copies_ahead(device))
     if checkpoint.form == "pickle" and source.trust_pickle and checkpoint.path.is_file():
         whole = load_pickle(checkpoint.path, trust=True)
         if isinstance(whole, nn.Module):

@@ -22,6 +22,7 @@ from dtype_engine.checkpoint.schemes.input_activations import input_scale
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
+from dtype_engine.runtime.device import copied_to
 from dtype_engine.runtime.formats import schemes
 from dtype_engine.runtime.model.mmap_reader import read_part, read_quantized
 from dtype_engine.runtime.model.visits import BlockVisits
@@ -224,7 +225,7 @@ class InFileValues(StoredValues):
         return placeholder(self.shape, self.holds, device)
 
     def read(self, device: torch.device = _CPU) -> torch.Tensor:
-        return read_part(self.in_files[0]).to(device)
+        return copied_to(read_part(self.in_files[0]), device)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return functional.embedding(ids.cpu(), self.read()).to(ids.device)
@@ -257,18 +258,16 @@ class QuantizedInFile(StoredValues):
     def held(self, device: torch.device) -> torch.Tensor:
         return placeholder(self.shape, self.holds, device)
 
-    def coded(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def coded(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scale = read_quantized(self.weight)
-        return codes.to(device), scale.to(device)
+        return copied_to(codes, device), copied_to(scale, device)
 
     def read(self, device: torch.device = _CPU) -> torch.Tensor:
-        return self._values().read(device)
+        return dequantize(*self.coded(device), self.dtype, dtypes.BY_NAME[self.format].blocks)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._values().rows(ids.cpu()).to(ids.device)
-
-    def _values(self) -> QuantizedValues:
-        return QuantizedValues(*read_quantized(self.weight), self.format)
+        codes, scale = read_quantized(self.weight)
+        return dequantized_rows(codes, scale, self.format, ids.cpu(), self.dtype).to(ids.device)
 
 
 class StackedValues(StoredValues):
@@ -358,12 +357,19 @@ class VisitedValues(StoredValues):
         return self.values.held(device)
 
     def read(self, device: torch.device = _CPU) -> torch.Tensor:
-        return self.visits.once((self, device), lambda: self.values.read(device), self.values)
+        if self.scale is None:
+            return self.visits.once((self, device), lambda: self.values.read(device), self.values, ahead=True)
+        return self.visits.once((self, device), lambda: self._dequantized(device), self.values)
 
     def coded(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.scale is None:
             return self.read(device), None
-        return self.visits.once((self, device, "codes"), lambda: self.values.coded(device), self.values)
+        return self.visits.once((self, device, "codes"), lambda: self.values.coded(device), self.values, ahead=True)
+
+    def _dequantized(self, device: torch.device) -> torch.Tensor:
+        codes, scale = self.coded(device)
+        assert scale is not None
+        return dequantize(codes, scale, self.dtype, dtypes.BY_NAME[self.format].blocks)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         self.visits.note_use(self.values)

@@ -19,6 +19,7 @@ from torch import nn
 from dtype_engine.checkpoint import ByteRange, CheckpointTensor
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
+from dtype_engine.runtime.model.copies_ahead import CopiesAhead
 
 T = TypeVar("T")
 
@@ -53,14 +54,16 @@ class BlockVisits:
         blocks: the ranges of the files that each block reads, keyed by the name of its module. `use_blocks` sets it.
         most: how many bytes a block takes at most, in float32.
         keeps_pages: True if the files stay in memory, because only an accelerator's memory is too small for the weights.
+        copies: copies what the next block read last time to the accelerator ahead, or None if the device can't do so.
         cancelled: called before a block reads values. If it returns True, Cancelled is raised.
         bytes_read: how many bytes all blocks have read since the last measurement began; a block counts each time that it runs.
     """
 
-    def __init__(self, most: int, keeps_pages: bool = False) -> None:
+    def __init__(self, most: int, keeps_pages: bool = False, copies: CopiesAhead | None = None) -> None:
         self.blocks: dict[str, tuple[ByteRange, ...]] = {}
         self.most = most
         self.keeps_pages = keeps_pages
+        self.copies = copies
         self.cancelled: IsCancelled = never
         self.bytes_read = 0
         self._inside = ""
@@ -68,6 +71,8 @@ class BlockVisits:
         self._counted: set[Any] = set()
         self._kept = 0
         self._used: dict[int, _InFiles] = {}
+        self._reads: dict[str, dict[Any, Callable[[], Any]]] = {}
+        """What each block read to the accelerator in its last visit, keyed by the name of its module."""
         self._next: dict[str, str] = {}
         self._asked = ""
         self._ahead: Future[None] | None = None
@@ -87,13 +92,15 @@ class BlockVisits:
 
     def enter(self, name: str) -> None:
         """Begin the block `name` and end the previous one. Ask the operating system to read the pages of this block, and of the
-        block that followed it last time.
+        block that followed it last time, or begin to copy what these blocks read last time to the accelerator.
         """
         if name == self._inside:
             return
         if self._inside:
             self._next[self._inside] = name
-        self.leave()
+        self._end_block()
+        if self.copies is not None:
+            self.copies.keep(name)
         self._inside = name
         self.bytes_read += sum(part.nbytes for part in self.blocks[name])
         if self._asked != name:
@@ -101,11 +108,18 @@ class BlockVisits:
         following = self._next.get(name)
         if following is not None:
             self._ask(following)
+        self._reads[name] = {}
 
     def leave(self) -> None:
-        """End the current block: release the values that were kept, and tell the operating system that their pages are no longer
-        needed.
+        """End the current block, and forget what was copied ahead for the next one. Release the values that were kept, and tell the
+        operating system that their pages are no longer needed.
         """
+        self._end_block()
+        if self.copies is not None:
+            self.copies.keep()
+            self._asked = ""
+
+    def _end_block(self) -> None:
         ranges = set(self.blocks.get(self._inside, ()))
         for values in self._used.values():
             values.release()
@@ -118,9 +132,10 @@ class BlockVisits:
         if not self.keeps_pages:
             _each_file(ranges, _forget)
 
-    def once(self, key: Any, make: Callable[[], T], values: _InFiles) -> T:
+    def once(self, key: Any, make: Callable[[], T], values: _InFiles, ahead: bool = False) -> T:
         """Return the result of `make`. Inside a block, the result is kept under `key`, so that `make` is called only once until the
         block ends. Outside of all blocks, it is called each time. values: the object that reads from files what `make` needs.
+        ahead: whether `make` only reads, so that it may be called before the block's next visit, in another thread.
         """
         if not self._inside:
             return make()
@@ -129,7 +144,11 @@ class BlockVisits:
             return self._values[key]  # type: ignore[no-any-return]
         if self.cancelled():
             raise Cancelled
-        made = make()
+        if ahead and self.copies is not None:
+            self._reads[self._inside][key] = make
+            made = self.copies.take(self._inside, key, make)
+        else:
+            made = make()
         parts = made if isinstance(made, tuple) else (made,)
         self._kept += sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
         if self._kept <= _MOST_KEPT * self.most:
@@ -149,6 +168,9 @@ class BlockVisits:
         self._used[id(values)] = values
 
     def _ask(self, name: str) -> None:
+        if self.copies is not None:
+            self._asked = name
+            self.copies.start(name, self._reads.get(name, {}))
         if self.keeps_pages or not hasattr(os, "posix_fadvise"):
             return
         self._asked = name
