@@ -213,6 +213,7 @@ def parse_target(text: str) -> str:
         )
     if word in BY_NAME:
         raise UserError(f"can't cast to {word}: weights may be {', '.join(CASTABLE_DTYPES)}, or {STORED}")
+    variants = variants or [name for name in (*COMPUTE_DTYPES, *PER_CHANNEL_SCALES) if word and name.startswith(word)]
     near = " or ".join(variants) or (nearest(whole, names, cutoff=0.5) if word else None)
     hint = f"did you mean {near}?" if near else f"use one of {', '.join(CASTABLE_DTYPES)}, or {STORED}"
     raise UserError(f"unknown dtype {text.strip()!r}: {hint}")

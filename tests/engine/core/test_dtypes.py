@@ -51,6 +51,9 @@ def test_the_nearest_name_is_offered() -> None:
     for text in ("int4", "int4@g64"):
         with pytest.raises(UserError, match="did you mean int4@g128 or int4@g32 or int4@g128a"):
             dtypes.parse_target(text)
+    for text, names in (("bfloat", "bfloat16"), ("float8", "float8_e4m3fn or float8_e5m2")):
+        with pytest.raises(UserError, match=rf"did you mean {names}\?$"):
+            dtypes.parse_target(text)
 
 
 @pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES + dtypes.WHOLE_SCALE_DTYPES)
