@@ -24,7 +24,7 @@ from dtype_engine.worker.save_requests import (
     ReportRequest,
 )
 
-NICENESS = 5
+NICENESS = 10
 
 if TYPE_CHECKING:
     from dtype_engine.worker.frames import FrameReader, FrameWriter

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from dtype_engine.worker.run_commands import CommandRunner
     from dtype_engine.worker.save_requests import SaveRequest
 
-NICENESS = 5
+NICENESS = 10
 
 
 def _lower_priority() -> None:
-    """Raise this thread's niceness to 5, so that the thread that handles keys is scheduled first. Torch's threads inherit it.
+    """Raise this thread's niceness, so that the thread that handles keys is scheduled first. Torch's threads inherit it.
 
     Only Linux has a niceness for each thread; elsewhere this does nothing.
     """

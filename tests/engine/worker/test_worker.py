@@ -20,6 +20,7 @@ from dtype_engine.worker.commands import (
     SetSettings,
     TraceCasts,
 )
+from dtype_engine.worker.worker import NICENESS
 
 HALF = Recipe((Rule("*", "float16"),))
 BRAIN = Recipe((Rule("*", "bfloat16"),))
@@ -49,7 +50,7 @@ def test_the_engine_gives_way_to_the_thread_that_answers_keys() -> None:
         engine = next(thread.native_id for thread in threading.enumerate() if thread.name == "dtype-engine")
         assert engine is not None
         own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-        assert os.getpriority(os.PRIO_PROCESS, engine) == max(5, own)
+        assert os.getpriority(os.PRIO_PROCESS, engine) == max(NICENESS, own)
 
 
 def test_a_new_recipe_supersedes_the_one_under_way(demo: RecordedEngine) -> None:
