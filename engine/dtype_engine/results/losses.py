@@ -70,6 +70,22 @@ class ValueLoss:
         return not self.is_rounding or (self.vanished > 0 and self.dtype not in dtypes.STORAGE_DTYPES)
 
 
+def total(losses: Sequence[ValueLoss]) -> ValueLoss:
+    """Return the loss of a whole tensor. losses: those of its parts, at least one, such as the experts that it holds; all in the
+    same dtype.
+    """
+    return ValueLoss(
+        tensor=losses[0].tensor,
+        dtype=losses[0].dtype,
+        overflowed=sum(loss.overflowed for loss in losses),
+        vanished=sum(loss.vanished for loss in losses),
+        elements=sum(loss.elements for loss in losses),
+        channels=sum(loss.channels for loss in losses),
+        saturated=sum(loss.saturated for loss in losses),
+        nonfinite=sum(loss.nonfinite for loss in losses),
+    )
+
+
 def severe(losses: Sequence[ValueLoss]) -> list[ValueLoss]:
     """Return the entries of `losses` in which a cast did more than round small values to zero. Those with the largest fraction of
     values that became infinite come first, then those with the largest fraction that became zero.

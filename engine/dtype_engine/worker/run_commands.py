@@ -195,7 +195,11 @@ class CommandRunner:
 
         session.use_recipe(recipe, on_progress=on_cast, cancelled=token)
         self._emit_memory()
-        self._emit(events.CastDone(recipe, session.lost_values(token)))
+        over_memory = (
+            session.model.visits is not None
+        )  # then counting lost values reads weights, which the passes read anyway
+        if not over_memory:
+            self._emit(events.CastDone(recipe, session.lost_values(token)))
         if session.no_forward is not None:
             return (FindLossRemedy(None),)
         report: DriftReport = session.drift(
@@ -208,6 +212,8 @@ class CommandRunner:
                 all_modules=lambda: self._in_full() or session.options.modules == "exact",
             )
         )
+        if over_memory:
+            self._emit(events.CastDone(recipe, report.lost))
         self._emit(events.Measured(recipe, report, session.settings))
         floor = () if session.options.floor == "never" else (MeasureFloor(),)
         weights = () if session.options.reference_model is None else (CompareWeights(),)

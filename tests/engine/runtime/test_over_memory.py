@@ -17,6 +17,7 @@ import dtype_engine as de
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.runtime.measure import drift
 from dtype_engine.runtime.measure.listener import MeasurementListener
+from dtype_engine.runtime.model.stored_values import StackedValues
 from dtype_engine.runtime.scan import local_errors
 
 LENGTHS = (5, 16, 3, 9)
@@ -83,6 +84,22 @@ def test_experts_that_loading_stacks(tmp_path: Path) -> None:
         assert measured(over, rules) == measured(inside, rules)
     dtypes = ["float16", "nvfp4", "int8", "fp8@128x128"]
     assert over.scan(dtypes, draws=1).scores() == inside.scan(dtypes, draws=1).scores()
+
+
+def test_experts_are_cast_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**SIZES, num_hidden_layers=2, num_local_experts=8)
+    transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "moe")
+    inside, over = (opened(tmp_path / "moe", limit, (2,)) for limit in (None, 1 << 22))
+    inside.model.module.set_experts_implementation("eager")  # type: ignore[operator]
+    # All experts of a layer may take more memory than the machine has.
+    monkeypatch.setattr(StackedValues, "read", lambda *_: pytest.fail("all experts of a layer were read at once"))
+    for dtype in ("float16", "int8", "int8@tensor", "float8_e4m3fn", "nvfp4", "mxfp4", "int4@g128", "fp8@128x128"):
+        rules = (f"*.experts={dtype}",)
+        assert measured(over, rules) == measured(inside, rules), dtype
+    found = [session.causes().causes for session in (inside, over)]
+    assert found[0] == found[1]
+    assert over.generate(3)[0].candidate.ids == inside.generate(3)[0].candidate.ids
 
 
 def test_an_encoder_and_a_decoder_with_shared_weights(tmp_path: Path) -> None:

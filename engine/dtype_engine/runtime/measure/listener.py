@@ -28,7 +28,8 @@ class MeasurementListener:
 
     on_progress: OnProgress = lambda run, done, total: None
     """A function that is called at most ten times a second as `on_progress(run, done, total)`. run: "reference" or "candidate".
-    done, total: the number of finished input elements and the number of all, counted over all passes of the measurement.
+    done, total: the number of finished input elements and the number of all, counted over all passes of the measurement. For a
+    model that is larger than memory, run is "values that casts lose" at the end, and done and total are numbers of weights.
     """
     on_modules: OnModules | None = None
     """A function that is called with the drift of the modules whose metrics have changed, at most once a second within a pass."""

@@ -27,7 +27,7 @@ from dtype_engine.core.fused import scale_groups, whole_scale_group
 from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.coverage import Coverage
-from dtype_engine.results.losses import ValueLoss
+from dtype_engine.results.losses import ValueLoss, total
 from dtype_engine.runtime.device import cache_budget, enough_memory, has_float64
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.model.device_map import Places, distribute
@@ -45,7 +45,7 @@ from dtype_engine.runtime.model.stored_values import (
 from dtype_engine.runtime.model.torch_private import is_compiled
 from dtype_engine.runtime.model.visits import BLOCKS, BlockVisits
 from dtype_engine.runtime.numerics.activations import InputFormat
-from dtype_engine.runtime.numerics.overflow_underflow import count_losses
+from dtype_engine.runtime.numerics.overflow_underflow import all_losses, count_losses
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, torch_dtype
 
 T = TypeVar("T")
@@ -78,6 +78,8 @@ class Weight:
     """The names of the weights that currently have a common tensor scale with this one, including this one. In NVFP4, these are
     weights that runtimes fuse, such as q, k and v.
     """
+    part_losses: dict[tuple[str, int], ValueLoss] = field(default_factory=dict)
+    """Caches the same for parts of a weight that is cast in parts (`in_parts`), keyed by the dtype and the index of the part."""
     _sharing: tuple[Weight, ...] = ()
     _amax: float | None = None
 
@@ -129,6 +131,41 @@ class Weight:
             self.losses[self.dtype] = count_losses(self.info.name, stored, self.dtype, made[0], never)
         return made
 
+    def in_parts(self, dtype: str) -> bool:
+        """Return whether a cast to `dtype` can be made for one index of the weight's first dimension alone, such as for one expert,
+        because the model is larger than memory and no block of the format has values of two indexes.
+        """
+        shape, blocks = self.stored.shape, dtypes.BY_NAME[dtype].blocks
+        apart = blocks is None or blocks.rows == 1 or shape[-1] >= blocks.columns
+        return isinstance(self.stored, VisitedValues) and self.stored.has_parts and apart
+
+    def current_part(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the current data and scales at one index of the first dimension, as `current` returns those of the whole weight:
+        [1, ...]. The weight is cast, and `in_parts` is True for its dtype.
+        """
+        assert isinstance(self.stored, VisitedValues)
+        key = id(self), self.dtype, self.tensor.device, index
+        return self.stored.visits.once(key, lambda: self._cast_part(index, self.dtype), self.stored.values)
+
+    def _cast_part(self, index: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        stored = self._part(index)
+        made = cast_or_quantize(stored, dtype, self._scale_amax(dtype))
+        if (dtype, index) not in self.part_losses:
+            self.part_losses[dtype, index] = all_losses(self.info.name, stored, dtype, made[0])
+        return made
+
+    def _part(self, index: int) -> torch.Tensor:
+        part = self.stored.part(index, self.tensor.device)
+        assert part is not None
+        return part[None]
+
+    def _scale_amax(self, dtype: str) -> float | None:
+        """Return the |value| from which the scale of the whole tensor is computed in `dtype`, or None if there is no such scale."""
+        row = dtypes.BY_NAME[dtype]
+        if not row.per_tensor and (row.blocks is None or not row.blocks.tensor_scale):
+            return None
+        return max(weight.amax for weight in (self._sharing if dtype == self.dtype and self._sharing else (self,)))
+
     @property
     def input_format(self) -> InputFormat | None:
         """How runtimes round the activations that this weight multiplies in matrix products, or None if they do not. They round
@@ -145,8 +182,21 @@ class Weight:
     def amax(self) -> float:
         """The largest finite |value| of the stored data. It is computed once."""
         if self._amax is None:
-            self._amax = finite_amax(self.stored.read())
+            parts = isinstance(self.stored, VisitedValues) and self.stored.has_parts
+            numbers = range(self.stored.shape[0])
+            values = (self._part(index) for index in numbers) if parts else (self.stored.read(),)
+            self._amax = max(map(finite_amax, values), default=0.0)
         return self._amax
+
+    def _losses_of_parts(self, dtype: str, cancelled: IsCancelled) -> ValueLoss | None:
+        for index in range(self.stored.shape[0]):
+            if cancelled():
+                raise Cancelled
+            if (dtype, index) not in self.part_losses:  # such as an expert to which no token was sent
+                self._cast_part(index, dtype)
+        self.stored.release()
+        loss = total([self.part_losses[dtype, index] for index in range(self.stored.shape[0])])
+        return loss if loss.is_listed else None
 
     def cast_to(self, dtype: str, sharing: Sequence[Weight] = ()) -> None:
         """Cast the stored values to `dtype`. sharing: the weights that get a common tensor scale, including this one; by default,
@@ -155,6 +205,7 @@ class Weight:
         shares = tuple(weight.info.name for weight in sharing)
         if shares != self.shares:
             self.losses.pop(dtype, None)
+            self.part_losses = {key: loss for key, loss in self.part_losses.items() if key[0] != dtype}
         self.shares, self._sharing = shares, tuple(sharing)
         if self.visited and dtype != self.info.dtype:
             held = torch_dtype(dtype) if dtype in dtypes.COMPUTE_DTYPES else self.stored.holds
@@ -179,6 +230,9 @@ class Weight:
         if dtype == self.info.dtype:
             return None
         if dtype not in self.losses:
+            if self.in_parts(dtype):
+                self.losses[dtype] = self._losses_of_parts(dtype, cancelled)
+                return self.losses[dtype]
             if self.visited:
                 held = self.current()[0] if cast else None  # reading the cast values may already count their losses
             else:
@@ -443,17 +497,22 @@ class LiveModel:
         return sums
 
     def lost_values(
-        self, planned: Mapping[str, str] | None = None, cancelled: IsCancelled = never
+        self,
+        planned: Mapping[str, str] | None = None,
+        cancelled: IsCancelled = never,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> tuple[ValueLoss, ...]:
         """Return, for each weight in which a cast does more than round, how many values become infinite or zero, or saturate. The
         counts are cached.
 
-        planned: the dtype of each weight, keyed by name; by default, the current dtypes. Raises Cancelled.
+        planned: the dtype of each weight, keyed by name; by default, the current dtypes. on_progress: called before each weight
+        with the numbers of finished and of all weights. Raises Cancelled.
         """
-        losses = [
-            weight.count_loss(weight.dtype if planned is None else planned[name], cancelled, cast=planned is None)
-            for name, weight in self.weights.items()
-        ]
+        losses = []
+        for number, (name, weight) in enumerate(self.weights.items()):
+            on_progress(number, len(self.weights))
+            dtype = weight.dtype if planned is None else planned[name]
+            losses.append(weight.count_loss(dtype, cancelled, cast=planned is None))
         return tuple(loss for loss in losses if loss is not None)
 
     def known_losses(self, planned: Mapping[str, str]) -> tuple[ValueLoss, ...] | None:

@@ -55,6 +55,10 @@ class StoredValues(ABC):
     """How runtimes round the activations that the weight multiplies, as the files declare, or None if they do not."""
     decoded: bool = False
     """True if the module holds only a placeholder, so that each operation has to read or decode the values."""
+    has_parts: bool = False
+    """True if `part` can read the values at one index of the weight's first dimension, such as those of one expert, without the
+    others.
+    """
     in_files: tuple[CheckpointTensor, ...] = ()
     """The headers of the tensors that are read from files at each use of the values. Empty if the values stay in memory."""
 
@@ -85,8 +89,8 @@ class StoredValues(ABC):
         """
 
     def part(self, index: int, device: torch.device) -> torch.Tensor | None:
-        """Return the values at one index of the weight's first dimension, such as those of one expert. Returns None if they can't
-        be read without the others.
+        """Return the values at one index of the weight's first dimension, such as those of one expert. Returns None if there is
+        no such index, or if they can't be read without the others (`has_parts`).
         """
         return None
 
@@ -211,7 +215,7 @@ class InFileValues(StoredValues):
     def __init__(self, stored: CheckpointTensor) -> None:
         self.in_files = (stored,)
         self.shape, self.dtype = stored.shape, torch_dtype(stored.dtype)
-        self.holds = self.dtype
+        self.holds, self.has_parts = self.dtype, len(stored.shape) > 2
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
@@ -231,7 +235,7 @@ class InFileValues(StoredValues):
         return functional.embedding(ids.cpu(), self.read()).to(ids.device)
 
     def part(self, index: int, device: torch.device) -> torch.Tensor | None:
-        return self.read()[index].to(device) if len(self.shape) > 2 and index >= 0 else None
+        return self.read()[index].to(device) if self.has_parts and 0 <= index < self.shape[0] else None
 
 
 class QuantizedInFile(StoredValues):
@@ -284,6 +288,7 @@ class StackedValues(StoredValues):
         self.parts, self.shape, self.holds = tuple(parts), shape, holds
         self.format = next((part.format for part in parts if part.format), "")
         self.dtype = torch.float32 if self.format else holds
+        self.has_parts = len(shape) > 2 and len(self.parts) % shape[0] == 0
         self.in_files = tuple(tensor for part in parts for tensor in part.in_files)
 
     @cached_property
@@ -320,9 +325,9 @@ class StackedValues(StoredValues):
             part.release()
 
     def part(self, index: int, device: torch.device) -> torch.Tensor | None:
-        each, rest = divmod(len(self.parts), self.shape[0])
-        if rest or len(self.shape) < 3 or not 0 <= index < self.shape[0]:
+        if not self.has_parts or not 0 <= index < self.shape[0]:
             return None
+        each = len(self.parts) // self.shape[0]
         read = [part.read(device).to(self.dtype) for part in self.parts[index * each : (index + 1) * each]]
         return torch.cat([values.reshape(-1) for values in read]).view(self.shape[1:])
 
@@ -340,6 +345,8 @@ class VisitedValues(StoredValues):
         self.values, self.visits = values, visits
         self.shape, self.dtype, self.holds = values.shape, values.dtype, values.holds
         self.format, self.in_files, self.scale = values.format, values.in_files, values.scale
+        # Parts of a smaller weight are not worth reading alone: `blocks` counts on it being read as a whole.
+        self.has_parts = values.has_parts and 4 * math.prod(values.shape) > visits.most
 
     @property
     def input_format(self) -> InputFormat | None:  # type: ignore[override]

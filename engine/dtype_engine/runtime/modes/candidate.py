@@ -46,8 +46,7 @@ class CandidateMode(WeightMode):
         return candidate_rows(weight, ids, self.compute)
 
     def part_of(self, weight: Weight, index: int) -> torch.Tensor | None:
-        part = weight.stored.part(index, weight.tensor.device) if weight.scale is None else None
-        return None if part is None else part.to(weight.tensor.dtype)
+        return candidate_part(weight, index, self.compute)
 
     def is_quantized(self, weight: Weight) -> bool:
         return weight.scale is not None
@@ -72,6 +71,18 @@ def candidate_value(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
         return weight.stored.read(held.device).to(held.dtype)
     data, scale = weight.current()
     return data if scale is None else dequantize(data, scale, dtype, dtypes.BY_NAME[weight.dtype].blocks)
+
+
+def candidate_part(weight: Weight, index: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the values of a weight as it is currently cast at one index of its first dimension, such as those of one expert.
+    Returns None if they can't be made without the others. dtype: as for `candidate_value`.
+    """
+    if weight.cast and weight.in_parts(weight.dtype) and 0 <= index < weight.stored.shape[0]:
+        data, scale = weight.current_part(index)
+        values = data if scale is None else dequantize(data, scale, dtype, dtypes.BY_NAME[weight.dtype].blocks)
+        return values[0]
+    part = weight.stored.part(index, weight.tensor.device) if weight.scale is None else None
+    return None if part is None else part.to(weight.tensor.dtype)
 
 
 def candidate_rows(weight: Weight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -10,12 +10,13 @@ import torch
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.model.torch_private import base_of
 from dtype_engine.runtime.modes.activations import ActivationRounding
-from dtype_engine.runtime.modes.candidate import candidate_dtype, candidate_rows, candidate_value
+from dtype_engine.runtime.modes.candidate import candidate_dtype, candidate_part, candidate_rows, candidate_value
 from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
 from dtype_engine.runtime.modes.reference import (
     holds_reference,
     is_coded,
     reference_dtype,
+    reference_part,
     reference_rows,
     reference_value,
 )
@@ -69,6 +70,11 @@ class PartialCastMode(WeightMode):
         if not self.inside(self.module):
             return reference_rows(weight, ids, weight.tensor.device, self.compute)
         return candidate_rows(weight, ids, self.compute)
+
+    def part_of(self, weight: Weight, index: int) -> torch.Tensor | None:
+        if not self.inside(self.module):
+            return reference_part(weight, index)
+        return candidate_part(weight, index, self.compute)
 
     def is_quantized(self, weight: Weight) -> bool:
         return weight.scale is not None if self.inside(self.module) else is_coded(weight)

@@ -67,8 +67,7 @@ class ReferenceMode(WeightMode):
         return reference_rows(weight, ids, weight.tensor.device, self.compute)
 
     def part_of(self, weight: Weight, index: int) -> torch.Tensor | None:
-        part = None if is_coded(weight) else weight.reference.part(index, weight.tensor.device)
-        return None if part is None else part.to(reference_dtype(weight))
+        return reference_part(weight, index)
 
     def is_quantized(self, weight: Weight) -> bool:
         return is_coded(weight)
@@ -108,6 +107,14 @@ def reference_value(weight: Weight, device: torch.device, of_codes: torch.dtype 
     the result for a weight that the reference run uses as codes (`is_coded`).
     """
     return weight.reference.read(device).to(of_codes if is_coded(weight) else reference_dtype(weight))
+
+
+def reference_part(weight: Weight, index: int) -> torch.Tensor | None:
+    """Return the values with which a reference run uses a weight at one index of its first dimension, such as those of one expert.
+    Returns None if they can't be read without the others.
+    """
+    part = None if is_coded(weight) else weight.reference.part(index, weight.tensor.device)
+    return None if part is None else part.to(reference_dtype(weight))
 
 
 def reference_rows(

@@ -79,13 +79,15 @@ class LossCounter:
         """Return how many values of the whole tensor become infinite or zero, or saturate, or None if the cast only rounds. All
         elements must have been counted. Raises Cancelled.
         """
-        if not self._original.numel():
-            return None
-        total = _Counts(*map(sum, zip(*self._parts, strict=True)))
+        return _listed(self.counted(cancelled))
+
+    def counted(self, cancelled: IsCancelled = never) -> ValueLoss:
+        """Like `result`, but returns the counts also if the cast only rounds."""
+        total = _Counts(*map(sum, zip(*self._parts, strict=True))) if self._parts else _Counts()
         channels = total.channels
         if self.dtype not in dtypes.STORAGE_DTYPES and total.vanished and 2 * total.zeros > self._width:
             channels = _channels_lost_by_cast(self._original, self.dtype, cancelled)
-        loss = ValueLoss(
+        return ValueLoss(
             tensor=self.name,
             dtype=self.dtype,
             overflowed=total.overflowed,
@@ -95,7 +97,6 @@ class LossCounter:
             saturated=total.saturated,
             nonfinite=total.nonfinite,
         )
-        return loss if loss.is_listed else None
 
 
 def count_losses(
@@ -107,6 +108,13 @@ def count_losses(
     name: the name of the tensor. cast: the result of the cast, or the codes for a dtype with scales; if None, this function does
     the cast. Raises Cancelled.
     """
+    return _listed(all_losses(name, original, dtype, cast, cancelled))
+
+
+def all_losses(
+    name: str, original: torch.Tensor, dtype: str, cast: torch.Tensor | None = None, cancelled: IsCancelled = never
+) -> ValueLoss:
+    """Like `count_losses`, but returns the counts also if the cast only rounds values."""
     counter = LossCounter(name, original, dtype)
 
     def see(start: int, piece: torch.Tensor) -> None:
@@ -120,7 +128,7 @@ def count_losses(
         whole, target = cast.reshape(_rows(original, dtype).shape), cast.dtype
     else:
         _quantize(original, dtype, see)
-        return counter.result(cancelled)
+        return counter.counted(cancelled)
     width, pieces = math.prod(whole.shape[1:]), row_slices(whole)
 
     def some(numbers: range) -> None:
@@ -128,7 +136,11 @@ def count_losses(
             see(pieces[number].start * width, whole[pieces[number]].reshape(-1).to(target))
 
     parallel_map(some, len(pieces))
-    return counter.result(cancelled)
+    return counter.counted(cancelled)
+
+
+def _listed(loss: ValueLoss) -> ValueLoss | None:
+    return loss if loss.elements and loss.is_listed else None
 
 
 def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:

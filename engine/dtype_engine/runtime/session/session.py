@@ -19,6 +19,7 @@ from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.input_args import data_options
 from dtype_engine.core.options import ClassesDim, Options, RunSettings
 from dtype_engine.core.text import printable
+from dtype_engine.core.throttle import Throttle
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
@@ -497,7 +498,14 @@ class Session:
             )
             with saved_drift.saving(save, fingerprint, self._meter, listener) as (listener, begun):
                 totals = self._meter.measure(listener, begun=begun)
-        report = self._meter.report(totals, self.recipe, self.memory(), self.lost_values(listener.cancelled))
+        throttle, on_progress = Throttle(first=False), listener.on_progress
+
+        def on_weights(done: int, total: int) -> None:
+            if self.model.visits is not None and throttle.due():
+                on_progress("values that casts lose", done, total)
+
+        lost = self.model.lost_values(None, listener.cancelled, on_weights)
+        report = self._meter.report(totals, self.recipe, self.memory(), lost)
         changes = (
             metrics.measure(self.settings, listener.on_progress, listener.cancelled) if metrics is not None else ()
         )
