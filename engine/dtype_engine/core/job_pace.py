@@ -8,6 +8,9 @@ from collections.abc import Callable
 _PACE_S = 2.0
 _PACE_SHARE = 0.02
 """Fraction of a job that must be done before its remaining time is estimated. The job must also have run for `_PACE_S` seconds."""
+_LONG_S = 10.0
+_LONG_SHARE = 0.005
+"""The same for a job that has run for `_LONG_S` seconds. Of a job of an hour, `_PACE_SHARE` is more than a minute."""
 
 
 class JobPace:
@@ -37,6 +40,6 @@ class JobPace:
             return None
         since, first = self._begun
         gone, done = self._clock() - since, self._share - first
-        if gone < _PACE_S or done < _PACE_SHARE:
+        if gone < _PACE_S or done < (_PACE_SHARE if gone < _LONG_S else _LONG_SHARE):
             return None
         return gone * (1 - self._share) / done

@@ -113,6 +113,8 @@ class CommandRunner:
         return ()
 
     def _run_on(self, session: Session, command: Command, recipe: Recipe, token: CancelToken) -> Iterable[Command]:
+        if session.model.visits is not None and isinstance(command, TraceCasts | AttributeDrift | Generate | Scan):
+            session.model.visits.bytes_read = 0  # a drift does so itself
         match command:
             case SetInputs():
                 return self._set_inputs(session, recipe, command.line, token)

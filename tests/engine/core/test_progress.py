@@ -28,6 +28,19 @@ def test_the_time_left_begins_anew_with_every_job() -> None:
     assert pace.seconds_left is None
 
 
+def test_the_time_left_of_a_long_job_is_known_before_much_of_it_is_done() -> None:
+    seconds = [0.0]
+    pace = JobPace(lambda: seconds[0])
+    pace.follow("drift", 0.0)
+    seconds[0] = 5.0
+    pace.follow("drift", 0.004)
+    assert pace.seconds_left is None
+    seconds[0] = 20.0
+    assert pace.seconds_left is None
+    pace.follow("drift", 0.01)
+    assert pace.seconds_left == pytest.approx(20.0 * 99)
+
+
 def test_opening_tells_of_modules_as_they_are_imported_and_nothing_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, int, int]] = []
     heard = threading.Event()

@@ -93,6 +93,18 @@ def test_the_status_line_has_the_figure_so_far(experiment: Experiment) -> None:
     assert len(narrow) <= 80
 
 
+def test_the_status_line_says_how_much_a_model_larger_than_memory_has_read(experiment: Experiment) -> None:
+    memory = dataclasses.replace(report(BF16).memory, read_bytes=3 << 29)
+    experiment.take(events.Memory(BF16, memory))
+    activity = Activity()
+    activity.begin("measuring: reference", 0.4)
+    doing = "measuring: reference", 0.4, "Esc stops"
+    assert " 40 % ██▍     1.5 GiB read  Esc stops" in status_line(experiment, doing, activity, "", 80, {}).plain
+    assert "GiB" not in status_line(experiment, ("", None, ""), activity, "ready", 80, {}).plain
+    experiment.take(events.Memory(BF16, dataclasses.replace(memory, read_bytes=None)))
+    assert "GiB" not in status_line(experiment, doing, activity, "", 80, {}).plain
+
+
 def test_what_was_measured_before_is_shown_at_once_while_nothing_else_has_changed(experiment: Experiment) -> None:
     found = report(BF16)
     experiment.take(events.Measured(BF16, found))

@@ -11,6 +11,7 @@ from textual.binding import Binding
 
 from dtype_tui.config.bindings import KEYS
 from dtype_tui.config.key_names import keys_of, on_keyboard
+from dtype_tui.rendering.cells import short_bytes
 from dtype_tui.rendering.palette import ACCENT
 from dtype_tui.state.activity import Activity
 from dtype_tui.state.experiment import Experiment
@@ -98,7 +99,8 @@ def status_line(
     width: int,
     chosen: Mapping[str, str],
 ) -> Text:
-    """Return the status line: what the engine is doing, its progress, the waiting jobs, and what Esc does.
+    """Return the status line: what the engine is doing, its progress, the bytes that it has read if the model runs from the disk,
+    the waiting jobs, and what Esc does.
 
     If there is room, the keys for jobs, messages and history follow at the right end. doing: what the engine is doing, or "" if
     idle; the share (0 to 1) of it that is done; and what Esc does now. idle: the words to show while the engine is idle. chosen:
@@ -111,6 +113,8 @@ def status_line(
         line.append(activity)
         if share is not None:
             line.append(f" {working.progress_words(12 if width >= 100 else 6)}")
+        if experiment.memory is not None and experiment.memory.read_bytes:  # the model runs from the disk
+            line.append(f"  {short_bytes(experiment.memory.read_bytes)} read")
         waits = f"  next: {working.queue}" if working.queue else ""
         if experiment.results.partial_drift is not None:
             left = width - line.cell_len - len(f"  {waits}  {stops} ")
