@@ -69,7 +69,7 @@ def picture_and_text_inputs(model: LiveModel, options: Options) -> Inputs:
             rows["decoder_input_ids"] = rows["input_ids"]
         batches.append(Batch(kwargs=picture.kwargs | rows, text=shown, about=picture.about))
     whole = given or bool(options.images and tokenizer_of(model) is not None)
-    return Inputs(tuple(batches), described(pictures, options), made_of=(*made_of, how), prompts=whole)
+    return Inputs(tuple(batches), _with_texts(pictures, options, texts, given), made_of=(*made_of, how), prompts=whole)
 
 
 def text_rows(
@@ -106,6 +106,12 @@ def text_rows(
             f"text: {'yours' if given else 'built in'}, {printable(' | '.join(texts), 80)!r}",
         )
     return {key: value for key, value in rows.items() if key in names}, shown, how
+
+
+def _with_texts(pictures: list[Picture], options: Options, texts: list[str], given: bool) -> str:
+    """Return a few words for the user that describe all pictures and texts. given: whether the user provided the texts."""
+    yours = "your text" if len(texts) == 1 else f"{len(texts)} of your texts"
+    return f"{described(pictures, options)}, and {yours if given else 'a prompt'}"
 
 
 def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, str]]:
@@ -159,7 +165,7 @@ def _vision_language_inputs(
         batches.append(Batch(kwargs=kwargs, text=shown, about=picture.about))
     return Inputs(
         tuple(batches),
-        f"{described(pictures, options)}, and a prompt",
+        _with_texts(pictures, options, texts, given),
         made_of=(*made_of, *sorted(how)),
         prompts=True,
     )

@@ -63,6 +63,13 @@ def test_drift_of_the_logits_is_plain_transformers(folder: Path, picture: Path, 
     assert report.output.kl_mean == pytest.approx(kl.sum(-1).mean().item(), rel=1e-6)
 
 
+def test_the_summary_says_whose_text_it_is(folder: Path, picture: Path) -> None:
+    session = de.open(str(folder), options=de.Options(images=(picture,), prompts=(PROMPT,)))
+    assert session.drift().inputs.endswith(", and your text")
+    session.use_inputs(de.Options(prompts=(PROMPT, "two")))
+    assert session.drift().inputs == "a synthetic picture, 32 x 32, and 2 of your texts"
+
+
 def test_float32_under_autocast_drifts_as_plain_torch_does(folder: Path, picture: Path) -> None:
     options = de.Options(images=(picture,), prompts=(PROMPT,), settings=de.RunSettings(autocast="bfloat16"))
     report = de.open(str(folder), options=options).drift()
@@ -126,7 +133,7 @@ def test_the_command_says_what_it_ran_on(folder: Path, picture: Path, capsys: py
     arguments = ["drift", str(folder), "--image", str(picture), "--prompt", PROMPT, "--cast", "*=bf16", "--json"]
     assert run(cli, "dtype-engine", [*arguments, "--generate", "4"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["inputs"] == "your picture noise.png, 48 x 40"
+    assert found["inputs"] == "your picture noise.png, 48 x 40, and your text"
     (batch,) = found["calibration"]["batches"]
     assert batch["what"] == f"noise.png, 48 x 40: {PROMPT}"
     assert {tensor["name"]: tensor["shape"] for tensor in batch["tensors"]}["pixel_values"] == [1, 3, 32, 32]

@@ -35,7 +35,7 @@ MODALITIES = {
     "t5": "2 default prompts",
     "whisper": "a synthetic tone, 2.0 s",
     "vit": "a synthetic picture, 32 x 32",
-    "blip": "a synthetic picture, 32 x 32",
+    "blip": "a synthetic picture, 32 x 32, and a prompt",
     "clip": "a synthetic picture, 32 x 32, compared with 4 texts",
     "wav2vec2": "a synthetic tone, 2.0 s",
     "llava": "a synthetic picture, 32 x 32, and a prompt",
