@@ -64,16 +64,16 @@ def _load_weights(
     tied = _tie_again(module, ties, values)
     missing = tuple(name for name in mismatch.missing_keys if name not in tied)
     coverage = Coverage(sum(info.persistent for info in collect_tensors(module)[0]), missing)
-    if missing:
-        notices.append(
-            f"{plural(len(missing), 'tensor')} of the model not in {file.name}, first {printable(missing[0])}: the model's code "
-            "made the values"
-        )
     if apart := [names for names in ties if not tied.issuperset(names) and any(name in values for name in names)]:
         notices.append(f"the model ties {' and '.join(apart[0])}, and {file.name} has different values for them")
     if mismatch.unexpected_keys:
         unused = mismatch.unexpected_keys
         notices.append(f"{plural(len(unused), 'tensor')} of {file.name} not used, first {printable(unused[0])}")
+    if missing:  # last, since the app shows the last notice
+        notices.append(
+            f"{plural(len(missing), 'tensor')} of the model not in {file.name}, first {printable(missing[0])}: the model's code "
+            "made the values"
+        )
     return tuple(notices), coverage, checkpoint.identities
 
 

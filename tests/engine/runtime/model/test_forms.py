@@ -189,8 +189,8 @@ def test_a_state_dict_goes_into_the_users_own_code(tmp_path: Path) -> None:
     torch.save({**{name: state[name] for name in others}, "other": torch.zeros(1)}, tmp_path / "part.pth")
     part = de.open(f"{TINYNET}:TinyNet", options=de.Options(weights=tmp_path / "part.pth"))
     assert part.model.notices == (
-        f"1 tensor of the model not in part.pth, first {first}: the model's code made the values",
         "1 tensor of part.pth not used, first other",
+        f"1 tensor of the model not in part.pth, first {first}: the model's code made the values",
     )
     assert str(part.drift().coverage) == f"{len(others)} of {len(state)} tensors found"
     torch.save({"other": torch.zeros(1)}, tmp_path / "other.pth")
