@@ -191,6 +191,19 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
         assert "ready" in screen(app)
 
 
+async def test_one_file_says_what_loads_it(app: DtypeApp) -> None:
+    async with running(app, (120, 36)) as pilot:
+        await pilot.press("2", "e")
+        engine(app).emit(planned(app))
+        await until(pilot, lambda: "It loads so." in screen(app))
+        for name, reader in (("net.pth", "torch.load"), ("net.safetensors", "safetensors.torch.load_file")):
+            await pilot.press("ctrl+u", *name)
+            await until(pilot, lambda reader=reader: f"Weights alone: {reader} reads them" in screen(app))  # type: ignore[misc]
+            assert "It loads so." not in screen(app)
+        await pilot.press("ctrl+u", *"net")
+        await until(pilot, lambda: "It loads so." in screen(app))
+
+
 async def test_a_refused_export_says_why(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("e")

@@ -13,7 +13,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Static
 
-from dtype_engine.checkpoint.export_folder import check_typed_path
+from dtype_engine.checkpoint.export_folder import check_typed_path, is_one_file
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable, without_controls
@@ -106,7 +106,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
 
     def compose_box(self) -> ComposeResult:
         yield Static(id="kinds", markup=False)
-        yield LineInput("where", lambda _: self.action_write(), self._forget_warning)
+        yield LineInput("where", lambda _: self.action_write(), self._path_typed)
         yield Static(id="about", markup=False)
 
     def on_mount(self) -> None:
@@ -218,20 +218,25 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         else:
             lines += [(f"⚠ {sentence}", "bold") for sentence in severe_sentences(lost, 3)]
         lines += [(notice, "") for notice in plan.notices]
-        return [*lines, (plan.loading, "dim")]
+        return [*lines, (_loading_one_file(self._typed) or plan.loading, "dim")]
 
     def action_move(self, step: int) -> None:
         self._warned = self._checking = None
         super().action_move(step)
         self.query_one(LineInput).put(self._free_name(), select=True)
 
-    def _forget_warning(self, line: str) -> None:
+    def _path_typed(self, line: str) -> None:
+        """Show what holds for the typed path. A warning about another path is taken back."""
         if any(path not in (None, line.strip()) for path in (self._warned, self._checking)):
             self._warned = self._checking = None
-            self.redraw()
+        self.redraw()
+
+    @property
+    def _typed(self) -> str:
+        return self.query_one(LineInput).value.strip()
 
     def action_write(self) -> None:
-        typed = self.query_one(LineInput).value.strip()
+        typed = self._typed
         if not typed:
             self.notify(f"type the path of the {self._thing} first", severity="warning", markup=False)
             return
@@ -256,6 +261,14 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             self.redraw()
             return
         self.dismiss(save_request(self._kind, path, taken, self._results))
+
+
+def _loading_one_file(typed: str) -> str:
+    """Return a sentence on how to load the file of weights that an export to the path `typed` makes, or "" if it makes a folder."""
+    if not is_one_file(Path(typed)):
+        return ""
+    reader = "safetensors.torch.load_file" if typed.endswith(".safetensors") else "torch.load"
+    return f"Weights alone: {reader} reads them, and module.load_state_dict(weights, assign=True) keeps these dtypes."
 
 
 def save_request(kind: str, path: Path, replace: bool, results: Results) -> SaveRequest:
