@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.engine.hostile.test_further_attacks import full_disk
 from tests.helpers.recording_engine import demo_tree, engine, make_app, report, running, say
@@ -123,7 +124,7 @@ async def test_a_session_of_hostile_texts_and_figures_is_drawn_as_text() -> None
     output = dataclasses.replace(
         MEASURED.output, kl_mean=float("nan"), sqnr_db=float("inf"), mean_abs=1e308, elements=-1
     )
-    entry = dataclasses.replace(
+    entry = msgspec.structs.replace(
         MEASURED,
         inputs=text,
         output=output,

@@ -6,9 +6,9 @@ The module of a window is imported when the window opens, so that the first pain
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 from textual.geometry import Offset
 
 from dtype_engine.core.options import RunSettings
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from dtype_tui.widgets.panes.base import Pane
 
 
-@dataclass
-class _LastGeneration:
+class _LastGeneration(msgspec.Struct):
     """The request and the texts that the window for generated text showed last."""
 
     wanted: Generate | None = None

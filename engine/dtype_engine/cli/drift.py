@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
@@ -133,7 +134,7 @@ def drift(
             check_target(file, force)
     if request.options.reference_bytes is None and not suggest:
         # Nothing is measured a second time, so no outputs need to be kept.
-        request = dataclasses.replace(request, options=dataclasses.replace(request.options, reference_bytes=0))
+        request = msgspec.structs.replace(request, options=dataclasses.replace(request.options, reference_bytes=0))
     if workers is not None and not with_causes:
         raise UserError("drift --workers goes with --causes: one recipe is measured in one process")
     source = request.locate()

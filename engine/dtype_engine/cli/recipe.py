@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from dtype_engine.checkpoint.memory_fit import fit, total_memory
 from dtype_engine.cli.options import ModelCommand, force_option, json_option
@@ -262,7 +263,7 @@ def _from_file(file: Path, request: RunRequest) -> Context:
     if request.model is None and given.model is None:
         raise UserError(f"{file} does not say what model it is for: add --model")
     by = "--model" if request.model is None else None
-    found = _context(dataclasses.replace(request, recipe=given.recipe, model=request.model or given.model), by)
+    found = _context(msgspec.structs.replace(request, recipe=given.recipe, model=request.model or given.model), by)
     return (
         found if given.settings is None else dataclasses.replace(found, activations=given.settings.quantize_activations)
     )

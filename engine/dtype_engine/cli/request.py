@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from dtype_engine.cli.program import print_stderr, say, say_share
 from dtype_engine.core import dtypes
@@ -30,8 +31,7 @@ _AUTOCAST: dict[str, Literal["bfloat16", "float16"]] = {"bfloat16": "bfloat16", 
 _SETTINGS = tuple(setting.name for setting in dataclasses.fields(RunSettings))
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(msgspec.Struct, frozen=True):
     """A model of which only headers were read, and the dtypes that a recipe plans for its tensors."""
 
     checkpoint: Checkpoint | None
@@ -40,8 +40,7 @@ class Planned:
     plan: Plan
 
 
-@dataclass(frozen=True, slots=True)
-class RunRequest:
+class RunRequest(msgspec.Struct, frozen=True):
     """The model that the command-line argument MODEL names, the rules for it, and the options for opening and running it."""
 
     model: str | None
@@ -52,7 +51,7 @@ class RunRequest:
     """The options for opening and running the model. They include the settings of the recipe file, unless the command line sets
     them, too.
     """
-    recipe: Recipe = field(default_factory=Recipe)
+    recipe: Recipe = msgspec.field(default_factory=Recipe)
     """The rules of the recipe file, followed by the rules of --cast."""
     preset: str | None = None
     """The name of the preset, or None. The preset's rules depend on the model's tree, so `with_preset` adds them later, before

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 ScaleRule = Literal["amax", "even", "floor", "rceil", "compressed-tensors"]
 Packing = Literal["none", "nibbles", "words", "six bits"]
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(msgspec.Struct, frozen=True):
     """The block size, scales and packing of a block format."""
 
     rows: int
@@ -46,8 +46,7 @@ class Blocks:
     """The name of the checkpoint layout in which other programs read this format, or "" if there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """One of the tensors that store a weight in a file, such as the tensor of its codes or that of its scales."""
 
     suffix: str

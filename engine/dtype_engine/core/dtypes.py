@@ -8,11 +8,11 @@ OCP FP8 for the float8 types; OCP MX for 4 and 6 bits); tests compare them with 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from dtype_engine.core.block_formats import Blocks, divides, parts, scale_grid
 from dtype_engine.core.errors import UserError
@@ -27,8 +27,7 @@ checkpoint.
 PER_TENSOR = "@tensor"
 
 
-@dataclass(frozen=True, slots=True)
-class DType:
+class DType(msgspec.Struct, frozen=True):
     """One dtype. For a block format, bits and range are those of one element, without the scales."""
 
     name: str
@@ -97,7 +96,7 @@ SCALE_BYTES = 4
 PER_CHANNEL_SCALES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 _PER_TENSOR_SCALES = tuple(
-    dataclasses.replace(
+    msgspec.structs.replace(
         dtype, name=dtype.name + PER_TENSOR, short_name=dtype.short_name + "@t", safetensors=None, per_tensor=True
     )
     for dtype in _TABLE
@@ -113,7 +112,7 @@ _INT8 = DType("", "", 8, "int", None, max=127, code_dtype="int8")
 
 
 def _format(name: str, short_name: str, element: DType, blocks: Blocks) -> DType:
-    return dataclasses.replace(element, name=name, short_name=short_name, blocks=blocks)
+    return msgspec.structs.replace(element, name=name, short_name=short_name, blocks=blocks)
 
 
 _MXFP8 = Blocks(1, 32, "uint8", "compressed-tensors", layout="mxfp8-quantized")
@@ -124,13 +123,13 @@ _GROUP = Blocks(1, 128, "bfloat16", packing="words", layout="pack-quantized")
 
 _BLOCK_FORMATS = (
     _format("mxfp8", "mxfp8", _MX_E4M3, _MXFP8),
-    _format("mxfp8:floor", "mxfp8:f", _MX_E4M3, dataclasses.replace(_MXFP8, rule="floor")),
-    _format("mxfp8:rceil", "mxfp8:r", _MX_E4M3, dataclasses.replace(_MXFP8, rule="rceil")),
-    _format("mxfp8:even", "mxfp8:e", _MX_E4M3, dataclasses.replace(_MXFP8, rule="even")),
+    _format("mxfp8:floor", "mxfp8:f", _MX_E4M3, msgspec.structs.replace(_MXFP8, rule="floor")),
+    _format("mxfp8:rceil", "mxfp8:r", _MX_E4M3, msgspec.structs.replace(_MXFP8, rule="rceil")),
+    _format("mxfp8:even", "mxfp8:e", _MX_E4M3, msgspec.structs.replace(_MXFP8, rule="even")),
     _format("mxfp4", "mxfp4", _MX_E2M1, _MXFP4),
-    _format("mxfp4:floor", "mxfp4:f", _MX_E2M1, dataclasses.replace(_MXFP4, rule="floor")),
-    _format("mxfp4:rceil", "mxfp4:r", _MX_E2M1, dataclasses.replace(_MXFP4, rule="rceil")),
-    _format("mxfp4:even", "mxfp4:e", _MX_E2M1, dataclasses.replace(_MXFP4, rule="even")),
+    _format("mxfp4:floor", "mxfp4:f", _MX_E2M1, msgspec.structs.replace(_MXFP4, rule="floor")),
+    _format("mxfp4:rceil", "mxfp4:r", _MX_E2M1, msgspec.structs.replace(_MXFP4, rule="rceil")),
+    _format("mxfp4:even", "mxfp4:e", _MX_E2M1, msgspec.structs.replace(_MXFP4, rule="even")),
     _format(
         "nvfp4",
         "nvfp4",
@@ -142,11 +141,11 @@ _BLOCK_FORMATS = (
         "fp8@128x128:ue8m0",
         "fp8@128:u",
         _MX_E4M3,
-        dataclasses.replace(_FP8_BLOCK, scale="float8_e8m0fnu", rule="rceil", layout="fp8"),
+        msgspec.structs.replace(_FP8_BLOCK, scale="float8_e8m0fnu", rule="rceil", layout="fp8"),
     ),
     _format("int4@g128", "i4@128", _INT4, _GROUP),
-    _format("int4@g32", "i4@32", _INT4, dataclasses.replace(_GROUP, columns=32)),
-    _format("int4@g128a", "i4@128a", _INT4, dataclasses.replace(_GROUP, zero_points=True)),
+    _format("int4@g32", "i4@32", _INT4, msgspec.structs.replace(_GROUP, columns=32)),
+    _format("int4@g128a", "i4@128a", _INT4, msgspec.structs.replace(_GROUP, zero_points=True)),
     _format("int8@g128", "i8@128", _INT8, _GROUP),
     _format("mxfp6_e2m3", "mxfp6e2", _E2M3, _MXFP6),
     _format("mxfp6_e3m2", "mxfp6e3", _E3M2, _MXFP6),

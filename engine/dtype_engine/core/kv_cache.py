@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import Name, printable
@@ -17,8 +18,7 @@ the two states of a recurrent layer.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class KVCacheTensor:
+class KVCacheTensor(msgspec.Struct, frozen=True):
     """One tensor of the cache, such as the keys of one layer."""
 
     name: Name
@@ -104,8 +104,7 @@ class KVCacheTensor:
         return self.elements(context, batch, encoder_tokens) * bits // 8
 
 
-@dataclass(frozen=True, slots=True)
-class KVCache:
+class KVCache(msgspec.Struct, frozen=True):
     """All tensors of a model's KV cache, in the order of the module tree."""
 
     tensors: tuple[KVCacheTensor, ...] = ()

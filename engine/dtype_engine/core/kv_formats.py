@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -24,8 +25,7 @@ values.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class KVFormat:
+class KVFormat(msgspec.Struct, frozen=True):
     """One format of a KV cache."""
 
     name: str

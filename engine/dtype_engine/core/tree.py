@@ -15,6 +15,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
+import msgspec
+
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.fused import fused_groups
@@ -126,14 +128,13 @@ class TensorInfo:
         return (self.name, *self.aliases)
 
 
-@dataclass(slots=True)
-class Module:
+class Module(msgspec.Struct):
     """A module of the model, which is a node of the tree."""
 
     name: str
     class_name: str | None = None
-    children: dict[str, Module] = field(default_factory=dict)
-    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    children: dict[str, Module] = msgspec.field(default_factory=dict)
+    tensors: dict[str, TensorInfo] = msgspec.field(default_factory=dict)
     """The tensors that the module itself holds, by local name. The alias of a tied weight maps to the tensor that it is tied to."""
     keep_in_fp32: str | None = None
     """If the model's code requires this module to be in float32: a phrase for the user that cites this code. Otherwise None."""
@@ -148,19 +149,18 @@ class Module:
         return self.name.rpartition(".")[2]
 
 
-@dataclass(slots=True)
-class Totals:
+class Totals(msgspec.Struct):
     """Elements and bytes per dtype of all tensors at or below a module. A tied weight counts once, under its canonical name."""
 
-    elements: dict[str, int] = field(default_factory=dict)
-    nbytes: dict[str, int] = field(default_factory=dict)
+    elements: dict[str, int] = msgspec.field(default_factory=dict)
+    nbytes: dict[str, int] = msgspec.field(default_factory=dict)
     parameters: int = 0
     """The number of parameters, including the values that packed weights represent."""
     buffers: int = 0
     """The number of elements in persistent buffers, which are not parameters."""
     unknown: int = 0
     """The number of packed weights that represent an unknown number of values."""
-    tied: dict[str, int] = field(default_factory=dict)
+    tied: dict[str, int] = msgspec.field(default_factory=dict)
     """Bytes per dtype of tied weights that have an alias below this module and their canonical name elsewhere. They are left out of
     all other totals, so that a weight is counted only once in the sum over a module's children.
     """

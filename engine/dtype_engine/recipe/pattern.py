@@ -24,6 +24,8 @@ from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
+import msgspec
+
 from dtype_engine.core.errors import PatternError
 from dtype_engine.core.tree import ancestors, numbered_parts
 from dtype_engine.recipe.number_range import range_regex
@@ -101,8 +103,7 @@ def compile_pattern(text: str) -> Pattern:
     return Pattern(text, by_class, matches)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(msgspec.Struct, frozen=True):
     """A part of a glob, such as `*` or `{a,b}`, translated to a regular expression."""
 
     source: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
+
+import msgspec
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import TooSlow, UserError
@@ -21,8 +22,7 @@ MATCHING_S = 5.0
 """Time limit in seconds for matching one pattern, or all patterns of a recipe together, against the names of a model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(msgspec.Struct, frozen=True):
     """The modules, tensors and KV cache tensors of a tree that a pattern selects."""
 
     modules: frozenset[str]
@@ -46,8 +46,12 @@ class Selection:
         dtype, and no caches if only weights can.
         """
         if dtype in ONLY_KV:
-            return replace(self, tensors=(), uncastable=())
-        return self if dtype in KV_FORMATS or dtype == dtypes.STORED or not self.caches else replace(self, caches=())
+            return msgspec.structs.replace(self, tensors=(), uncastable=())
+        return (
+            self
+            if dtype in KV_FORMATS or dtype == dtypes.STORED or not self.caches
+            else msgspec.structs.replace(self, caches=())
+        )
 
 
 def select(tree: Tree, pattern: Pattern | str, seconds: float = MATCHING_S) -> Selection:
@@ -103,8 +107,7 @@ def _names_cache(compiled: Pattern, name: str) -> bool:
     return (names_caches(compiled.text) and compiled.selects(name)) or compiled.matches_exactly(name)
 
 
-@dataclass(frozen=True, slots=True)
-class RuleEffect:
+class RuleEffect(msgspec.Struct, frozen=True):
     """The effect of one rule in a plan: the tensors that it selects, how many of them get its dtype, and their bytes."""
 
     index: int
@@ -135,8 +138,7 @@ class RuleEffect:
         return sum(tensor_bytes(tensor, self.rule.dtype) for tensor in self.tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """The dtype of every tensor under a recipe, as computed by `make_plan`, before anything is cast."""
 
     recipe: Recipe
@@ -150,15 +152,15 @@ class Plan:
     """The modules and tensors that each rule selects, in the recipe's order."""
     stored_bytes: int
     planned_bytes: int
-    pending_classes: tuple[int, ...] = field(default=())
+    pending_classes: tuple[int, ...] = ()
     """Indices of the rules that select modules by class, if the model's classes are still unknown. Until the classes are known,
     these rules select nothing.
     """
-    caches: Mapping[str, str] = field(default_factory=dict)
+    caches: Mapping[str, str] = msgspec.field(default_factory=dict)
     """The formats that rules give to KV cache tensors, keyed by the tensor's name. Cache tensors that no rule selects are absent,
     and keep the dtype that the model's code gives them.
     """
-    too_slow: tuple[int, ...] = field(default=())
+    too_slow: tuple[int, ...] = ()
     """Indices of the rules whose patterns take too long to match. These rules select nothing in the plan."""
 
     def __repr__(self) -> str:

@@ -6,14 +6,18 @@ import dataclasses
 import math
 from typing import Any
 
+import msgspec
+
 
 def as_json(value: Any) -> Any:
-    """Return `value` as objects for JSON: dataclasses become dictionaries, and numbers that JSON can't express (infinity, NaN)
-    become None. Fields whose metadata has `json` set to False are left out.
+    """Return `value` as objects for JSON: dataclasses and Structs become dictionaries, and numbers that JSON can't express
+    (infinity, NaN) become None. Fields whose metadata has `json` set to False are left out.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (field for field in dataclasses.fields(value) if field.metadata.get("json", True))
         return {field.name: as_json(getattr(value, field.name)) for field in fields}
+    if isinstance(value, msgspec.Struct):
+        return {name: as_json(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

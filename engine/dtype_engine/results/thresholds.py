@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from dtype_engine.core.errors import UserError
 
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.metrics import MetricChange
 
 
-@dataclass(frozen=True, slots=True)
-class MetricLimit:
+class MetricLimit(msgspec.Struct, frozen=True):
     """A limit on one of the user's metrics: on its value for the candidate, or on how far this is from the reference's value."""
 
     metric: str
@@ -40,8 +40,7 @@ class MetricLimit:
         return cls(metric, value, is_most, number[0] in "+-")
 
 
-@dataclass(frozen=True, slots=True)
-class Thresholds:
+class Thresholds(msgspec.Struct, frozen=True):
     """Limits on a drift. A limit that is None is not checked."""
 
     max_kl: float | None = None
@@ -56,8 +55,7 @@ class Thresholds:
         return bool(self.metrics) or any(limit is not None for limit in (self.max_kl, self.min_sqnr, self.min_top1))
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """Whether a measured drift meets one limit. If the limited metric was not measured, or if the output is not finite, it does
     not.
     """

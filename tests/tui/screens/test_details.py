@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import msgspec
 import pytest
 from tests.helpers.recording_engine import make_app, running
 from tests.helpers.scenes import Scene, measured_in_part, mixed
@@ -54,7 +53,9 @@ async def test_the_whole_model_shows_how_it_was_quantised() -> None:
     app = make_app()
     async with running(app) as pilot:
         await mixed(app, pilot)
-        app.controller.experiment.model = replace(app.controller.experiment.model, provenance=("gptq; 4-bit", "by it"))
+        app.controller.experiment.model = msgspec.structs.replace(
+            app.controller.experiment.model, provenance=("gptq; 4-bit", "by it")
+        )
         await pilot.press("less_than_sign", "enter")
         await pilot.pause()
         rows = [" ".join(line.split()) for line in lines(app)]

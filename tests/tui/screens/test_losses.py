@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from rich.segment import Segment
@@ -119,7 +120,7 @@ async def test_the_screen_to_leave_with_warns_before_an_export() -> None:
         assert SENTENCE in flat(app)
         plan = ExportPlan(1000, 1, (("float16", 3, 1000),), "loads", (), None)
         experiment = app.controller.experiment
-        experiment.results = replace(experiment.results, losses=Losses())
+        experiment.results = msgspec.structs.replace(experiment.results, losses=Losses())
         await say(app, pilot, events.ExportPlanned(F16, plan))
         assert "export checks whether" in flat(app)
         await say(app, pilot, events.CastDone(F16, LOST))

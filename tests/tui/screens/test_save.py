@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.helpers.recording_engine import RecordingEngine, demo_tree, engine, make_app, report, running, say
 from tests.helpers.screen_text import notices, screen, until
@@ -371,7 +371,7 @@ async def test_a_session_is_kept_whose_terminal_goes_before_anything_could_keep_
         recipe = app.controller.experiment.recipe
         assert len(recipe) == 1
         # As while the imports of what keeps it are under way.
-        app.launch = dataclasses.replace(app.launch, saver=lambda: SessionSaver(None, "demo", None, Options()))
+        app.launch = msgspec.structs.replace(app.launch, saver=lambda: SessionSaver(None, "demo", None, Options()))
         await asyncio.to_thread(app.on_unmount)  # as the thread that writes does, where the terminal is gone
         (kept,) = sessions_folder().glob("*.json")
         assert read_session(kept).recipe == recipe

@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from tests.helpers.recording_engine import demo_tree, engine, make_app, report, say
 from tests.helpers.screen_text import notices, screen, until
@@ -164,7 +165,7 @@ async def test_a_scan_of_other_inputs_predicts_nothing_and_is_made_anew() -> Non
         await pilot.press("2")
         await until(pilot, lambda: "predicted" in screen(app))
         experiment = app.controller.experiment
-        experiment.model = dataclasses.replace(experiment.model, inputs="another text")
+        experiment.model = msgspec.structs.replace(experiment.model, inputs="another text")
         app.main.show_all()
         await pilot.pause()
         assert "predicted" not in screen(app)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 from tests.helpers.recording_engine import demo_tree, report
 
@@ -144,7 +145,7 @@ def test_how_long_it_takes_and_how_much_was_run_come_before_the_figure(experimen
         activity.begin("measuring: candidate", share)
         now[0] += 60.0
     experiment.take(so_far(2))
-    experiment.model = dataclasses.replace(experiment.model, title=title)
+    experiment.model = msgspec.structs.replace(experiment.model, title=title)
     line = status_line(experiment, ("measuring: candidate", 0.4, "Esc stops"), activity, "", 80, {}).plain
     assert " min left  2 of 6 sequences  Esc stops" in line
     assert len(line) <= 80

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -64,7 +65,9 @@ MEASURED = measured(report(BF16), BF16, RunSettings(), 1_415_616)
 
 
 ENTRY: dict[str, Any] = {"rules": ["*=bfloat16"]} | {
-    name: value for name, value in dataclasses.asdict(MEASURED).items() if name != "recipe"
+    name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    for name, value in msgspec.structs.asdict(MEASURED).items()
+    if name != "recipe"
 }
 
 
@@ -101,7 +104,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         budget=24 << 30,
         measured=(
             MEASURED,
-            dataclasses.replace(MEASURED, recipe=Recipe(), output=EXACT, seconds=None, settings=AUTOCAST, pinned=True),
+            msgspec.structs.replace(MEASURED, recipe=Recipe(), output=EXACT, seconds=None, settings=AUTOCAST, pinned=True),
         ),
     )  # fmt: skip
     (path,) = save(0, session)

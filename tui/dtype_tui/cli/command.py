@@ -7,12 +7,12 @@ import faulthandler
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 from textual.binding import Binding
 
 from dtype_engine.cli.options import Bytes, ModelCommand, batch_option, context_option
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from dtype_tui.state.session_saver import SessionSaver
 
 
-@dataclass(frozen=True)
-class _Opening:
+class _Opening(msgspec.Struct, frozen=True):
     """A model that was found but not opened yet."""
 
     title: str
@@ -116,7 +115,7 @@ def command(
     another machine that has dtype-tui installed: the engine, which runs the model, is on that machine, the screen on this one.
     `dtype-tui tour` teaches the keys on the built-in model, and `dtype-tui serve` opens the app in a browser.
     """
-    config = dataclasses.replace(configured(), ascii="always") if in_ascii else configured()
+    config = msgspec.structs.replace(configured(), ascii="always") if in_ascii else configured()
     model, options = request.model, dataclasses.replace(request.options, workers=workers, read_only=read_only)
     if engine_command is None and not is_address(model):
         check_files(options)
@@ -146,7 +145,7 @@ def command(
         from dtype_tui.cli.remote import reference_there
 
         options = dataclasses.replace(options, reference=reference_there(model, options))
-    request = dataclasses.replace(request, model=model, options=options)
+    request = msgspec.structs.replace(request, model=model, options=options)
     if in_process:
         # Textual draws on a copy of standard error, because the engine's thread redirects the descriptor while it runs tokenizers.
         sys.__stderr__ = sys.stderr = open(os.dup(2), "w", encoding=sys.stderr.encoding, errors="backslashreplace")  # type: ignore[misc]  # noqa: SIM115

@@ -12,9 +12,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import read_regular
@@ -26,17 +27,16 @@ _LONGEST_KEY = 40
 ASCII_CHOICES = ("auto", "always", "never")
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(msgspec.Struct, frozen=True):
     """The settings in the configuration file. A setting that the file lacks has its default value."""
 
     theme: str | None = None
     """The theme's name. If None, the app's dark theme is used."""
     ascii: str = "auto"
     """Whether to draw in ASCII: one of the words in ASCII_CHOICES."""
-    keys: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = msgspec.field(default_factory=dict)
     """The user's keys by binding id, such as {"measure": "f5"}."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Values of command-line options, not yet converted by click. Each key is an option's name without dashes."""
     fold: bool = True
     """Whether neighboring modules that are alike, such as layers, share one row of the tree when the app starts."""

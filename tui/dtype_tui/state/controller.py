@@ -7,8 +7,9 @@ the main screen draws the experiment.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
+
+from msgspec.structs import replace
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.callbacks import ignore

@@ -5,10 +5,14 @@ This module uses neither widgets nor torch: it computes only with the engine's p
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
 
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.tree import Totals
@@ -49,8 +53,7 @@ _MOST_KNOWN = 10
 """Maximum number of drift reports that are kept. An undo shows the report of the earlier recipe at once, if the report is kept."""
 
 
-@dataclass(frozen=True)
-class ModelFacts:
+class ModelFacts(msgspec.Struct, frozen=True):
     """Facts about the model that do not depend on the recipe."""
 
     title: str
@@ -202,7 +205,7 @@ class Experiment:
         it.
         """
         known = {peak.context: peak.nbytes for peak in self.peaks}
-        return replace(self.peaks[0], nbytes=max(0, round(interpolated(known, context))), context=context)
+        return dataclasses.replace(self.peaks[0], nbytes=max(0, round(interpolated(known, context))), context=context)
 
     @property
     def rules(self) -> RuleList:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
     from dtype_tui.state.session_store import SavedSession
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(msgspec.Struct, frozen=True):
     """The parameters that the command line gives the app."""
 
     title: str
@@ -29,14 +29,14 @@ class Launch:
     """The path of the model on this machine, or None if this machine has no file of the model."""
     partial: bool = False
     """Whether `tree` covers only some headers of a large checkpoint."""
-    settings: RunSettings = field(default_factory=RunSettings)
-    thresholds: Thresholds = field(default_factory=Thresholds)
+    settings: RunSettings = msgspec.field(default_factory=RunSettings)
+    thresholds: Thresholds = msgspec.field(default_factory=Thresholds)
     context: int | None = None
     """The tokens of each sequence for which the bytes of KV caches are shown, or None for the default."""
     batch: int = 1
     budget: int | None = None
     """The bytes into which the model is to fit when it is served, or None if the user gave no budget."""
-    recipe: Recipe = field(default_factory=Recipe)
+    recipe: Recipe = msgspec.field(default_factory=Recipe)
     """The rules from the command line, which are appended to the rules of `preset` or of `saved`."""
     preset: str | None = None
     saved: SavedSession | None = None
@@ -45,7 +45,7 @@ class Launch:
     """A function that creates the object which saves the session. It is called after the first paint. None if the session is not
     saved.
     """
-    config: Config = field(default_factory=Config)
+    config: Config = msgspec.field(default_factory=Config)
     read_only: bool = False
     """Whether viewers may only look and cast, but neither read nor write files (see `read_only.py`)."""
     is_demo: bool = False

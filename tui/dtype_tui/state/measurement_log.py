@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
@@ -20,8 +20,7 @@ MOST_MEASURED = 1000
 _MARKS = "123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredRecipe:
+class MeasuredRecipe(msgspec.Struct, frozen=True):
     """One measurement of a recipe, with the settings and the inputs that were used."""
 
     recipe: Recipe
@@ -151,7 +150,7 @@ def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[
             if new.in_part and (not earlier.in_part or earlier.extent.done > new.extent.done):
                 return history
             seconds = earlier.seconds if new.seconds is None else new.seconds
-            kept = dataclasses.replace(new, pinned=earlier.pinned, seconds=seconds)
+            kept = msgspec.structs.replace(new, pinned=earlier.pinned, seconds=seconds)
             return (*history[:index], kept, *history[index + 1 :])
     if len(history) >= MOST_MEASURED:
         oldest = next((index for index, earlier in enumerate(history) if not earlier.pinned), 0)
@@ -172,5 +171,5 @@ def without_figures(history: Iterable[MeasuredRecipe], settings: RunSettings, in
 
 def toggle_pin(history: tuple[MeasuredRecipe, ...], index: int) -> tuple[MeasuredRecipe, ...]:
     """Return the history after pinning the measurement at `index`, or unpinning it if it is pinned."""
-    toggled = dataclasses.replace(history[index], pinned=not history[index].pinned)
+    toggled = msgspec.structs.replace(history[index], pinned=not history[index].pinned)
     return (*history[:index], toggled, *history[index + 1 :])

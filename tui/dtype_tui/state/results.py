@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+import msgspec
 
 # Importing these would delay the first paint, so they are imported where they are used.
 if TYPE_CHECKING:
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.runs import SpeedReport
 
 
-@dataclass(frozen=True)
-class Losses:
+class Losses(msgspec.Struct, frozen=True, dict=True):
     """How many values of each weight the casts of a recipe make infinite, clip or make zero."""
 
     values: tuple[ValueLoss, ...] | None = None
@@ -38,8 +38,7 @@ class Losses:
         return loss_marks(self.values)
 
 
-@dataclass(frozen=True)
-class Results:
+class Results(msgspec.Struct, frozen=True, dict=True):
     """The results for one recipe, one set of settings and one set of inputs.
 
     If any of these three changes, a new object without results is used.
@@ -49,9 +48,9 @@ class Results:
     report: DriftReport | None = None
     partial_drift: PartialDrift | None = None
     """The output's drift over the inputs that have been run so far. Used while there is no final report."""
-    modules: Mapping[str, ModuleDrift] = field(default_factory=dict)
+    modules: Mapping[str, ModuleDrift] = msgspec.field(default_factory=dict)
     """The drift of each module by name: from the report or, while there is none, from the passes that have finished."""
-    weights: Mapping[str, ModuleDrift] = field(default_factory=dict)
+    weights: Mapping[str, ModuleDrift] = msgspec.field(default_factory=dict)
     """The difference of each weight from the same weight of the reference, by name. Empty unless the reference is another
     checkpoint.
     """

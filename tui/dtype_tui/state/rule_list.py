@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from functools import cached_property
+
+import msgspec
+from msgspec.structs import replace
 
 from dtype_engine.recipe import Recipe, Rule
 
 
-@dataclass(frozen=True, slots=True)
-class ListedRule:
+class ListedRule(msgspec.Struct, frozen=True):
     """A rule of a `RuleList`, enabled or disabled. A disabled rule casts nothing, and is not part of the recipe."""
 
     rule: Rule
     enabled: bool = True
 
 
-@dataclass(frozen=True)
-class RuleList:
+class RuleList(msgspec.Struct, frozen=True, dict=True):
     """Rules in the order in which they apply, enabled or not. It is immutable, so that undo can restore it."""
 
     rows: tuple[ListedRule, ...] = ()

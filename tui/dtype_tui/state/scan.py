@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -32,8 +34,7 @@ model.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(msgspec.Struct, frozen=True):
     """A measured recipe, with its measured drift and the drift that the scan predicts for it. Both drifts have the unit of the
     scan's scores.
     """
@@ -45,8 +46,7 @@ class Point:
     measured: float
 
 
-@dataclass
-class ScanState:
+class ScanState(msgspec.Struct, dict=True):
     """The latest scan of the model, and what the screen shows of it."""
 
     report: ScanReport | None = None
@@ -61,12 +61,12 @@ class ScanState:
     """
     dtype: str = ""
     """The dtype whose scores the screen shows."""
-    measured: list[Point] = field(default_factory=list)
+    measured: list[Point] = msgspec.field(default_factory=list)
     version: int = 0
     """A counter that increases with every change that may have to be drawn."""
-    nodes: dict[str, float] = field(default_factory=dict)
+    nodes: dict[str, float] = msgspec.field(default_factory=dict)
     """The sum of the scores of all weights at or below each node, by node name, for the dtype in `dtype`."""
-    scores: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    scores: Mapping[tuple[str, str], float] = msgspec.field(default_factory=dict)
     """The score of each (weight, dtype): the drift if only this weight is cast to this dtype."""
     _predicted: tuple[Plan, int, Prediction | None] | None = None
 

@@ -392,7 +392,7 @@ def _rule_list(enabled: list[str], disabled: list[tuple[int, str]]) -> RuleList:
 
 
 def _measurement(entry: MeasuredRecipe) -> _Measurement:
-    fields = {field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)}
+    fields = msgspec.structs.asdict(entry)
     return _Measurement(rules=_rules(fields.pop("recipe")), **fields)
 
 

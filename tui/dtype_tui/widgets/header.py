@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.text import Text
 
 from dtype_engine.core.text import printable
@@ -22,8 +22,7 @@ _BARS = (20, 12)
 """The widths in cells that the bar of dtypes has in a wide and in a narrow terminal."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(msgspec.Struct, frozen=True):
     text: Text
     importance: int
     """If not all parts of the line fit, those with the lowest numbers are shown."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from functools import lru_cache
+
+import msgspec
+from msgspec.structs import replace
 
 from dtype_tui.widgets.tree_rows import Row
 
@@ -21,8 +23,7 @@ _LEAST_ABOUT = len("failed here")
 _MOST_TRACK, _MOST_SHARE = 14, 8
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(msgspec.Struct, frozen=True):
     """Widths of the columns in cells, each with the blanks before it. A column of width 0 is not shown."""
 
     name: int

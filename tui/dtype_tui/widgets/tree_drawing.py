@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
@@ -37,8 +37,7 @@ _MATCH = Style(underline=True)
 _LOST = Style(bold=True, color="red")
 
 
-@dataclass(frozen=True, slots=True)
-class RowState:
+class RowState(msgspec.Struct, frozen=True):
     """The state of a row that determines how the row is drawn."""
 
     under_cursor: bool

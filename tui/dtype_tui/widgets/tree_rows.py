@@ -8,9 +8,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from fnmatch import translate
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from dtype_engine.core.tree import Module, TensorInfo, Tree, ancestors
 from dtype_tui.state.folds import Members, fold_label, fold_name
@@ -27,8 +28,7 @@ matches again.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """A visible line of the tree: a module, one of its tensors, or a fold of modules that are alike."""
 
     name: str
@@ -125,7 +125,7 @@ def filtered_rows(
     while stack:
         row = stack.pop()
         if row.members and not is_open(row):
-            row = replace(row, matches=sum(counts[member.name] for member in row.members))
+            row = msgspec.structs.replace(row, matches=sum(counts[member.name] for member in row.members))
         rows.append(row)
         if row.tensor is None and not row.matches:
             below = list(_rows_below(row, children_of))

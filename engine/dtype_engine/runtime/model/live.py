@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import nn
 
@@ -420,7 +421,7 @@ class LiveModel:
             weights[info.name] = Weight(info, tensor, stored, info.dtype, stored.scale)
         tree = tree_of(module, [*infos, *unused_infos])
         if checkpoint is not None:  # the module's own configuration may lack what quantized checkpoints declare
-            tree.kv_cache = dataclasses.replace(tree.kv_cache, declared=declared_formats(checkpoint.config))
+            tree.kv_cache = msgspec.structs.replace(tree.kv_cache, declared=declared_formats(checkpoint.config))
         return cls(
             module,
             title,

@@ -7,12 +7,12 @@ decoded values are not kept, so the weight takes no more memory than its tensors
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 
+import msgspec
 import torch
 from torch.nn import functional
 
@@ -413,7 +413,7 @@ def dequantized_rows(
     rows = table.view(torch.uint8).index_select(0, index).view(table.dtype)
     blocks = dtypes.BY_NAME[storage].blocks
     if blocks is not None:
-        rows = dequantize(rows, scale[index // blocks.rows], dtype, dataclasses.replace(blocks, rows=1))
+        rows = dequantize(rows, scale[index // blocks.rows], dtype, msgspec.structs.replace(blocks, rows=1))
     else:
         rows = dequantize(rows, scale[index] if len(scale) == len(table) else scale, dtype)
     return rows.view(*ids.shape, table.shape[1])

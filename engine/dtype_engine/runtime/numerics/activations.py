@@ -14,9 +14,9 @@ Values that are not finite stay unchanged, so that measurements still report the
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from dtype_engine.core import dtypes
@@ -51,7 +51,7 @@ def quantize_activations(values: torch.Tensor, dtype: str, scale: float | None =
     elif row.blocks is None:
         found = values_in(rows, dtype.removesuffix(dtypes.PER_TENSOR), values.dtype)
     else:
-        element = dataclasses.replace(row, blocks=dataclasses.replace(row.blocks, rows=1))
+        element = msgspec.structs.replace(row, blocks=msgspec.structs.replace(row.blocks, rows=1))
         found = rounded(rows, element, None if scale is None else scale * LARGEST)
     found = found.view(values.shape)
     if not bool(torch.isfinite(values.sum())):
