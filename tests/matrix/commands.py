@@ -25,7 +25,7 @@ from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 
 from . import outside
-from .forms import Made, distinct, entered
+from .forms import Made, distinct
 
 ALL_BF16 = "*=bfloat16"
 BF16 = torch.bfloat16
@@ -89,9 +89,16 @@ class Job:
         given = ("--inputs", str(self.made.inputs_file)) if self.made.inputs_file is not None else ()
         return (*self.model, *given)
 
+    @property
+    def options(self) -> de.Options:
+        """Those of the command line, without inputs."""
+        given = self.made.options
+        weights = Path(given[given.index("--weights") + 1]) if "--weights" in given else None
+        return de.Options(weights=weights, trust_pickle="--trust-pickle" in given)
+
     def open(self) -> de.Session:
         """The model as the command line would open it."""
-        return de.open(self.made.model, options=de.Options(tensors=self.made.inputs_file))
+        return de.open(self.made.model, options=dataclasses.replace(self.options, tensors=self.made.inputs_file))
 
     def session(self) -> de.Session:
         assert self.made.module is not None
@@ -115,17 +122,18 @@ def inspect(job: Job) -> str:
         for row in rows:
             assert list(made.tensors[row["name"]].shape) == row["shape"], row
     if made.linears is None:
-        with_class = _refusal("inspect", *job.model, "--cast", "type:Linear=bfloat16")
+        with_class = refusal("inspect", *job.model, "--cast", "type:Linear=bfloat16")
         assert "class" in with_class or "architecture" in with_class, with_class
     else:
         linears = made.linears
         found = answer("inspect", *job.model, "--cast", "type:Linear=bfloat16")
         assert found["planned_bytes"] == made.planned_bytes(BF16, lambda name: name in linears)
-    assert "matches nothing" in _refusal("inspect", *job.model, "--cast", "nothing.here=bfloat16")
+    assert "matches nothing" in refusal("inspect", *job.model, "--cast", "nothing.here=bfloat16")
     return made.loader
 
 
-def _refusal(*arguments: str) -> str:
+def refusal(*arguments: str) -> str:
+    """The one line with which `dtype-engine` says no."""
     try:
         program(*arguments)
     except Refused as error:
@@ -238,10 +246,10 @@ def drift(job: Job) -> str:
     made = job.made
     found = answer("drift", *job.run, "--cast", ALL_BF16)
     assert made.module is not None, "it ran, and nothing says what is right"
-    _check_drift(made, found["output"]["max_abs"], found["output"]["mean_abs"])
+    check_drift(made, found["output"]["max_abs"], found["output"]["mean_abs"])
     assert found["memory"]["stored_bytes"] == made.stored_bytes()
     assert found["memory"]["planned_bytes"] == made.planned_bytes(BF16)
-    assert "matches nothing" in _refusal("drift", *job.run, "--cast", "nothing.here=bfloat16")
+    assert "matches nothing" in refusal("drift", *job.run, "--cast", "nothing.here=bfloat16")
     return "plain torch"
 
 
@@ -272,7 +280,7 @@ def drift_metric(job: Job) -> str:
     metric = _metric(job)
     (found,) = answer("drift", *job.run, "--cast", ALL_BF16, "--metric", metric)["metrics"]
     _check_metric(job.made, found)
-    assert "there is no 'other'" in _refusal("drift", *job.run, "--metric", metric.replace(":size", ":other"))
+    assert "there is no 'other'" in refusal("drift", *job.run, "--metric", metric.replace(":size", ":other"))
     return "plain torch"
 
 
@@ -293,7 +301,7 @@ def search_metric(job: Job) -> str:
     return "plain torch"
 
 
-def _check_drift(made: Made, largest: float, mean: float) -> None:
+def check_drift(made: Made, largest: float, mean: float) -> None:
     """Two runs of the same kernels differ in how work is split among threads, not in more."""
     true_largest, true_mean = outside.drift(made, BF16)
     assert true_largest > 0
@@ -469,7 +477,7 @@ def drift_against(job: Job) -> str:
     found = answer("drift", *job.run, "--against", *candidate)
     assert made.module is not None, "it ran, and nothing says what is right"
     assert found["reference"] == made.model
-    _check_drift(made, found["output"]["max_abs"], found["output"]["mean_abs"])
+    check_drift(made, found["output"]["max_abs"], found["output"]["mean_abs"])
     return "plain torch"
 
 
@@ -555,14 +563,18 @@ def tree(job: Job) -> str:
     return made.loader
 
 
+def cast_everything(made: Made) -> Made:
+    """The same with the module in bfloat16."""
+    assert made.module is not None
+    return dataclasses.replace(made, module=outside.in_dtype(made.module, BF16))
+
+
 def generate(job: Job) -> str:
     """The model, and its copy in bfloat16, continue the first input as transformers does."""
     made, session = job.made, job.open()
     session.cast("*", "bfloat16")
     first = session.generate(4)[0]
-    assert made.module is not None
-    twin = dataclasses.replace(made, module=outside.in_dtype(made.module, BF16))
-    for written, model in ((first.reference, made), (first.candidate, twin)):
+    for written, model in ((first.reference, made), (first.candidate, cast_everything(made))):
         assert list(written.ids) == outside.generated(model, 4)[-len(written.ids) :]
     return "transformers"
 
@@ -616,7 +628,7 @@ def _live_drift(job: Job) -> str:
     session.cast("*", "bfloat16")
     output = session.drift().output
     assert session.undo()
-    _check_drift(job.made, output.max_abs, output.mean_abs)
+    check_drift(job.made, output.max_abs, output.mean_abs)
     assert all(tensor.dtype == torch.float32 for tensor in job.made.module.parameters())  # type: ignore[union-attr]
     return "plain torch"
 
@@ -687,19 +699,3 @@ LIVE: dict[str, Way] = {
     "export .pth": _live_export_file,
     "load back": _live_load_back,
 }
-
-
-NO_NAME = "a module in memory has no name on a command line"
-
-
-def go(way: str, made: Made, work: Path) -> Cell:
-    """One cell: what it was checked against, or what was said. Whatever else goes wrong is raised."""
-    work.mkdir(parents=True, exist_ok=True)
-    ways = LIVE if made.live else COMMANDS | SCHEME_WAYS
-    if way not in ways:
-        return Cell(refusal=NO_NAME)
-    with entered(made):
-        try:
-            return Cell(oracle=ways[way](Job(made, work)))
-        except (Refused, de.NoForward) as error:
-            return Cell(refusal=str(error))

@@ -4,14 +4,22 @@ checked. A form without a row, or a row for no form, fails.
 
 from __future__ import annotations
 
-from .commands import COMMANDS, LIVE, NO_NAME, SCHEME_WAYS
+from .commands import LIVE
 from .screens import SCREENS
+from .ways import COMMANDS, NO_NAME, SCHEME_WAYS
 
 WAYS = (*COMMANDS, *SCREENS)
 """The ways to use a form."""
 OF_SCHEMES = tuple(SCHEME_WAYS)
 """The ways to use a scheme of quantized weights."""
 _RUNNING = (
+    "scan kv:",
+    "drift --generate",
+    "drift --save-pictures",
+    "drift --max-memory",
+    "drift --over-memory",
+    "drift --save",
+    "drift --device-map",
     "drift",
     "drift --metric",
     "sweep --metric",
@@ -28,31 +36,41 @@ _RUNNING = (
 
 def _no_pass(words: str) -> dict[str, str]:
     """Nothing can be run: the commands that run say why, and the rest works."""
-    return dict.fromkeys(_RUNNING, words)
+    return dict.fromkeys(_RUNNING, words) | {"drift *.kv_cache": "names KV caches: no config.json tells"}
 
 
 _NO_CONFIG = _no_pass("no config.json")
 _GGUF = _no_pass("GGUF")
-_NO_TEXT = {"app: g": "does not generate text"}
-_CODE = dict.fromkeys(("check", "weights --against", "app: :check"), "is code") | _NO_TEXT
+_NO_PICTURES = {"drift --save-pictures": "makes no pictures"}
+_NO_TEXT = _NO_PICTURES | {
+    "app: g": "does not generate text",
+    "drift --generate": "does not generate text",
+    "drift *.kv_cache": "names KV caches",
+    "scan kv:": "keeps no KV cache",
+}
+_IN_MEMORY = {"drift --over-memory": "can't be run in parts"}
+_CODE = dict.fromkeys(("check", "weights --against", "app: :check"), "is code") | _NO_TEXT | _IN_MEMORY
 
 REFUSED_SCHEMES: dict[str, dict[str, str]] = {
     "ct int4 stacked": dict.fromkeys(
-        ("drift", "drift --against", "flow", "scan", "generate"), "does not know the architecture"
-    ),
+        ("drift", "drift --against", "drift --over-memory", "flow", "scan", "generate"),
+        "does not know the architecture",
+    )
+    | {"drift *.kv_cache": "names KV caches"},
+    "deepseek": {"drift *.kv_cache": "whose cache is not known here"},
 }
 """The same for the schemes of quantized weights. A scheme without a row is refused nowhere."""
 
 REFUSED: dict[str, dict[str, str]] = {
     "safetensors file": _NO_CONFIG,
-    "folder": {},
-    "folder, bf16": {},
-    "folder, sharded": {},
-    "folder, mixed dtypes": {},
-    "folder, tied": {},
+    "folder": _NO_PICTURES,
+    "folder, bf16": _NO_PICTURES,
+    "folder, sharded": _NO_PICTURES,
+    "folder, mixed dtypes": _NO_PICTURES,
+    "folder, tied": _NO_PICTURES,
     "folder, encoder": _NO_TEXT,
-    "folder, BLIP": {},
-    "folder, experts": {},
+    "folder, BLIP": _NO_PICTURES,
+    "folder, experts": _NO_PICTURES,
     "folder on a hub": dict.fromkeys(
         (
             "weights",
@@ -66,34 +84,39 @@ REFUSED: dict[str, dict[str, str]] = {
             "verify theirs",
             "load back",
             *_RUNNING,
+            "drift *.kv_cache",
         ),
         "only the headers",
     ),
-    "folder, .bin": {},
-    "folder, .bin shards": {},
+    "folder, .bin": _NO_PICTURES | _IN_MEMORY,
+    "folder, .bin shards": _NO_PICTURES | _IN_MEMORY,
     ".pth zip": _NO_CONFIG,
     ".pth deflated": _NO_CONFIG,
     ".pth legacy": _NO_CONFIG,
     ".pth nested": _NO_CONFIG,
     ".pth.tar": _NO_CONFIG,
     ".pth views": _NO_CONFIG,
-    "whole module": _NO_TEXT,
+    "whole module": _NO_TEXT | _IN_MEMORY,
     "GGUF F16": _GGUF,
     "GGUF Q8_0": _GGUF,
     "GGUF Q4_K": _GGUF,
-    "diffusers": _no_pass("a pipeline has several models") | {"export .pth": "a folder for each component"},
+    "diffusers": _no_pass("a pipeline has several models")
+    | {"export .pth": "a folder for each component"}
+    | _IN_MEMORY,
     "adapter": _no_pass("an adapter alone is no model"),
-    "GPTQ": {},
-    "AWQ": {},
-    "bitsandbytes": {},
-    "fp8 blocks": {},
-    "compressed-tensors": {},
-    "own fp8 export": {"export .pth": "have scales"},
+    "GPTQ": _NO_PICTURES,
+    "AWQ": _NO_PICTURES,
+    "bitsandbytes": _NO_PICTURES,
+    "fp8 blocks": _NO_PICTURES,
+    "compressed-tensors": _NO_PICTURES,
+    "own fp8 export": _NO_PICTURES | {"export .pth": "have scales"},
     "file.py:Class": _CODE,
     "file.py:function": _CODE,
     "file.py, compiled": _CODE,
     "file.py --weights": _CODE | {"drift --against": "--weights goes with one model"},
-    "file.py, no inputs": _CODE | _no_pass("example_inputs()"),
+    "file.py, no inputs": _no_pass("example_inputs()")
+    | _CODE
+    | {"scan kv:": "example_inputs()", "app: g": "example_inputs()"},
     "package.module:Name": _CODE,
     "live module": dict.fromkeys((way for way in WAYS if way not in LIVE), NO_NAME),
 }

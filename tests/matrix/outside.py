@@ -27,8 +27,8 @@ def main_output(found: Any) -> torch.Tensor:
 def call(module: nn.Module, inputs: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """One forward pass without gradients, floating inputs in `dtype`."""
 
-    def cast(value: torch.Tensor) -> torch.Tensor:
-        return value.to(dtype) if value.is_floating_point() else value
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
     with torch.no_grad():
         if isinstance(inputs, dict):
@@ -55,6 +55,83 @@ def cache_elements(made: Made, batch: int, tokens: int) -> int | None:
         found = made.module(input_ids=torch.ones(batch, tokens, dtype=torch.int64), use_cache=True)
     cache = getattr(found, "past_key_values", None)
     return None if cache is None else sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+
+
+def _fp8(values: torch.Tensor) -> torch.Tensor:
+    """Rounded to float8_e4m3fn with a scale of 1; values beyond its largest are that one."""
+    return values.clamp(-448, 448).to(torch.float8_e4m3fn).to(values.dtype)
+
+
+def _int8_by_token(values: torch.Tensor) -> torch.Tensor:
+    """Rounded to int8 with one scale for each token and head, the last dimension being the values of one."""
+    scale = values.float().abs().amax(-1, keepdim=True) / 127
+    scale[scale == 0] = 1
+    return (torch.round(values.float() / scale).clamp(-127, 127) * scale).to(values.dtype)
+
+
+_ROUNDED = {"fp8": _fp8, "int8@token": _int8_by_token}
+
+
+def _with_caches(made: Made, formats: dict[str, str], layer: int | None = None) -> torch.Tensor:
+    """The main output where transformers' cache keeps rounded keys or values, of one call of `Cache.update` or of all.
+
+    formats: by "k" and "v", for those that are rounded.
+    """
+    from transformers.cache_utils import Cache
+
+    plain, calls = Cache.update, 0
+
+    def update(cache: Any, keys: torch.Tensor, values: torch.Tensor, *given: Any, **named: Any) -> Any:
+        nonlocal calls
+        if layer in (None, calls):
+            keys = _ROUNDED[formats["k"]](keys) if "k" in formats else keys
+            values = _ROUNDED[formats["v"]](values) if "v" in formats else values
+        calls += 1
+        return plain(cache, keys, values, *given, **named)
+
+    assert made.module is not None
+    Cache.update = update
+    try:
+        found = call(made.module, made.inputs)
+    finally:
+        Cache.update = plain
+    assert calls, "the model has no cache of transformers"
+    return found
+
+
+def cache_drift(made: Made, formats: dict[str, str]) -> tuple[float, float]:
+    """Largest and mean |Δ| of the main output with rounded caches, by "k" and "v", against the model without them."""
+    assert made.module is not None
+    delta = (_with_caches(made, formats) - call(made.module, made.inputs)).abs()
+    return float(delta.max()), float(delta.mean())
+
+
+def caches_alone(made: Made, form: str, distribution: bool) -> dict[str, list[float]]:
+    """For "k" and "v" the drift with this part of each cache alone rounded, as `whole_drift` has it."""
+    from transformers.cache_utils import Cache
+
+    assert made.module is not None
+    reference, calls, plain = call(made.module, made.inputs), [], Cache.update
+    Cache.update = lambda *given, **named: (calls.append(1), plain(*given, **named))[1]  # type: ignore[func-returns-value]
+    try:
+        call(made.module, made.inputs)
+    finally:
+        Cache.update = plain
+    return {
+        part: [
+            _divergence(reference, _with_caches(made, {part: form}, layer), distribution) for layer in range(len(calls))
+        ]
+        for part in ("k", "v")
+    }
+
+
+def rows(made: Made) -> list[Any]:
+    """The inputs one row of the batch at a time, whose outputs are those of the batch; a single row twice."""
+    assert made.inputs is not None
+    named = made.inputs if isinstance(made.inputs, dict) else dict(enumerate(made.inputs))
+    batch = len(next(iter(named.values())))
+    found = [{name: value[row : row + 1] for name, value in named.items()} for row in range(batch)] * (1 + (batch == 1))
+    return found if isinstance(made.inputs, dict) else [tuple(row.values()) for row in found]
 
 
 def drift(made: Made, dtype: torch.dtype) -> tuple[float, float]:
@@ -105,7 +182,7 @@ def generated(made: Made, tokens: int) -> list[int]:
     """The ids that the float32 model generates from its first input, greedily; those of the input may stand before them."""
     assert isinstance(made.inputs, dict)
     assert made.module is not None
-    first = {name: value[:1] for name, value in made.inputs.items()}
+    first = {name: value[:1].clone() for name, value in made.inputs.items()}  # BLIP writes its start token into them
     with torch.no_grad():
         found = made.module.generate(**first, max_new_tokens=tokens, do_sample=False)  # type: ignore[operator]
     return list(map(int, found[0]))
@@ -127,6 +204,17 @@ def rounded_to_int8(tensor: torch.Tensor) -> torch.Tensor:
     scale = flat.abs().amax(dim=1, keepdim=True) / 127
     scale[scale == 0] = 1
     return (torch.round(flat / scale).clamp(-127, 127) * scale).reshape(tensor.shape)
+
+
+def linears_in_int8(made: Made) -> tuple[float, float]:
+    """Largest and mean |Δ| of the main output with what linear layers hold in int8, and everything computed in float32."""
+    assert made.module is not None
+    twin = copy.deepcopy(made.module)
+    held = {id(each): each for layer in twin.modules() if type(layer) is nn.Linear for each in layer.parameters()}
+    for parameter in held.values():
+        parameter.data = rounded_to_int8(parameter.data)
+    delta = (call(twin, made.inputs) - call(made.module, made.inputs)).abs()
+    return float(delta.max()), float(delta.mean())
 
 
 def alone_in_int8(made: Made, distribution: bool) -> dict[str, float]:

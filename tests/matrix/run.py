@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from .commands import NO_NAME, Cell, go, where
+from .commands import Cell, where
 from .expected import OF_SCHEMES, REFUSED, REFUSED_SCHEMES, WAYS
 from .forms import Made, made
 from .screens import SCREENS, walk
+from .ways import NO_NAME, go
 
 
 def commands(ways: Sequence[str], model: Made, work: Path) -> dict[str, Cell | str]:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from tests.matrix import forms, run
+from tests.matrix.caches import CACHES
 from tests.matrix.expected import OF_SCHEMES, REFUSED, WAYS
+from tests.matrix.limits import LIMITS
 from tests.matrix.screens import AT_FIRST, SCREENS
 
 _TAKEN_UP = (
@@ -30,10 +32,12 @@ _ALL_WAYS = (
     "deepseek", "gpt-oss", "quark int4", "GGUF, with its model",
 )  # fmt: skip
 """The schemes that the test run goes every way with. The others go without what uses decoded weights alike."""
-_ALIKE = {"flow", "scan", "drift --against"}
-_OTHER_METRICS = ("sweep --metric", "search --metric")
-_WITH_OTHER_METRICS = ("folder", "GPTQ", "file.py:Class", "adapter")
-"""The forms with which the test run goes these ways. They measure as `drift --metric` does, and take longer."""
+_ALIKE = {"flow", "scan", "drift --against", "drift *.kv_cache", "drift --over-memory"}
+_SELDOM = ("sweep --metric", "search --metric", *CACHES, *LIMITS)
+_OFTEN = ("folder", "GPTQ", "file.py:Class", "adapter")
+"""The forms with which the test run goes these ways. They measure as `drift` does, and take longer."""
+_ON_TWO = ("folder", "adapter")
+"""Those of them that it runs on two accelerators: each time is a process of its own."""
 IN_THE_APP = dict.fromkeys(_TAKEN_UP, SCREENS) | dict.fromkeys(_ONCE, AT_FIRST)
 """The ways in the app that the test run goes with a form. Forms that the app opens in the same way have one of them here."""
 
@@ -50,7 +54,7 @@ def test_every_form_has_a_row_and_every_row_a_form() -> None:
 def test_every_way_of(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     in_the_app = IN_THE_APP.get(form, ())
-    left_out = () if form in _WITH_OTHER_METRICS else _OTHER_METRICS
+    left_out = _SELDOM if form not in _OFTEN else () if form in _ON_TWO else ("drift --device-map",)
     cells = run.fill(form, tmp_path, in_the_app, left_out)
     assert set(cells) == (set(WAYS) - set(SCREENS) - set(left_out)) | set(in_the_app)
     assert not (found := run.wrong(form, cells)), "\n".join(found)
