@@ -82,8 +82,10 @@ class Checkpoint:
 
     @property
     def runs_in_parts(self) -> bool:
-        """Whether the model can run from the disk, block by block: its architecture is known and not one of diffusers."""
-        return self.config is not None and self.form not in ("adapter", "diffusers") and not is_diffusers(self.config)
+        """Whether the model can run from the disk, block by block: its architecture is known and not one of diffusers, and its
+        weights are not pickled.
+        """
+        return self.config is not None and self.form in ("safetensors", "gguf") and not is_diffusers(self.config)
 
     @cached_property
     def quantized(self) -> dict[str, QuantizedWeight]:

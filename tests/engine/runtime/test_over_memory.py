@@ -267,6 +267,16 @@ def test_without_an_architecture_the_disk_is_not_offered(llama: Path) -> None:
         de.open(str(llama), options=de.Options(max_memory={"cpu": 1 << 20}))
 
 
+def test_pickled_weights_are_refused_with_a_way_out(llama: Path, tmp_path: Path) -> None:
+    state = load_file(llama / "model.safetensors")
+    (llama / "model.safetensors").unlink()
+    torch.save(state, llama / "pytorch_model.bin")
+    with pytest.raises(NoForward, match="pickled weights can't be run in parts; dtype-engine export writes them as"):
+        opened(llama, 1 << 20)
+    de.open(str(llama)).export(tmp_path / "out")
+    assert opened(tmp_path / "out", 1 << 20).model.visits is not None
+
+
 @pytest.mark.parametrize("limit", [100, 1000])
 def test_a_module_of_python_code_obeys_the_limit(tmp_path: Path, limit: int) -> None:
     """A linear layer of 5 x 6 weights and 5 biases takes 140 bytes."""

@@ -200,6 +200,11 @@ def load_module(
             f"{title}: no forward pass: it is larger than the memory to use, and models of diffusers can't be run in parts. "
             "Planning, patterns, weights and export work"
         )
+    if visits is not None and checkpoint.form == "pickle" and checkpoint.config is not None:
+        raise NoForward(
+            f"{title}: no forward pass: it is larger than the memory to use, and a model with pickled weights can't be run in "
+            "parts; dtype-engine export writes them as safetensors, which can"
+        )
     if checkpoint.form == "diffusers":
         return _load_pipeline(checkpoint, title, options, on_step)
     if checkpoint.form in _NO_ARCHITECTURE and (checkpoint.form != "gguf" or checkpoint.config is None):
