@@ -175,6 +175,7 @@ async def test_ascii_draws_no_other_character_and_keeps_every_column() -> None:
         ("a → b", "a ->b"),
         ("a→b", "a>b"),
         ("←→ dtype  ↑↓ choose", "<> dtype  ^v choose"),
+        ("0 … 3  4 alike  LlamaDec… 1.0", "0...3  4 alike  LlamaDec~ 1.0"),
     ],
 )
 def test_a_sign_that_one_character_would_falsify_has_two(line: str, drawn: str) -> None:

@@ -45,6 +45,39 @@ def test_all_can_be_read(theme: TerminalTheme) -> None:
     assert TRACK not in HUES | RAMP | {ACCENT}
 
 
+def perceived(rgb: tuple[int, ...]) -> tuple[float, ...]:
+    """Lightness and two chromaticities in OKLab (Ottosson 2020), where distances are about as large as they look."""
+    red, green, blue = (c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb)
+    cones = (
+        0.4122214708 * red + 0.5363325363 * green + 0.0514459929 * blue,
+        0.2119034982 * red + 0.6806995451 * green + 0.1073969566 * blue,
+        0.0883024619 * red + 0.2817188376 * green + 0.6299787005 * blue,
+    )
+    long, middle, short = (each ** (1 / 3) for each in cones)
+    return (
+        0.2104542553 * long + 0.7936177850 * middle - 0.0040720468 * short,
+        1.9779984951 * long - 2.4285922050 * middle + 0.4505937099 * short,
+        0.0259040371 * long + 0.7827717662 * middle - 0.8086757660 * short,
+    )
+
+
+@THEMES
+def test_no_two_colours_look_alike(theme: TerminalTheme) -> None:
+    """Black and white are 1 apart."""
+    for one, other in combinations(sorted(HUES | RAMP | {ACCENT}), 2):
+        apart = math.dist(perceived(shown(one, theme)), perceived(shown(other, theme)))
+        assert apart >= 0.075, (one, other, apart)
+
+
+def test_the_ramp_is_no_magenta_in_sixteen_colours() -> None:
+    assert [ramp(word) for word in ("invisible", "small", "visible", "broken")] == [
+        "green",
+        "bright_yellow",
+        "yellow",
+        "red",
+    ]
+
+
 def test_families_that_stand_side_by_side_differ() -> None:
     families = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "nvfp4", "int8", "int4@g128")
     assert len({colour(name) for name in families}) == len(families)

@@ -106,4 +106,4 @@ async def test_the_line_has_the_colour_of_each_layer() -> None:
         strips = [pane.render_line(y) for y in range(pane.size.height)]
         dotted = [segment for strip in strips for segment in strip if any("⠀" < each < "⣿" for each in segment.text)]
         colours = {segment.style.color.name for segment in dotted if segment.style and segment.style.color}
-        assert {"green", "yellow", "magenta"} <= colours
+        assert {"green", "bright_yellow", "yellow"} <= colours

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.helpers.recording_engine import make_app, running
-from tests.helpers.scenes import history, ready
+from tests.helpers.scenes import history, mixed
 from tests.helpers.screen_text import screen
 
 
@@ -12,9 +12,10 @@ from tests.helpers.screen_text import screen
 async def test_it_has_a_point_for_each_measured_recipe_on_wide_screens(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
-        await ready(app, pilot)
         wide = size[0] > 120
-        assert ("Each measured recipe is a point here." in screen(app)) == wide
+        await mixed(app, pilot)
+        assert ("Needs two measured recipes." in screen(app)) == wide
+        assert "across: planned MiB" not in screen(app), "one point shows no trade-off"
         await history(app, pilot)
         await pilot.press("j", "P", "escape")
         await pilot.pause()

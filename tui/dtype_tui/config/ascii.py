@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import locale
 import os
+import re
 from functools import lru_cache
 
 from rich.cells import cell_len
@@ -24,6 +25,8 @@ _SAME_WIDTH = {
     "■": "#", "□": "o", "●": "o", "○": "o", "◆": "*", "◇": "*", "▲": "^", "▼": "v", "∞": "!", "≈": "~",
 }  # fmt: skip
 _WIDER = {"→": "->", "←": "<-", "±": "+-", "≥": ">=", "≤": "<="}
+_RANGE = re.compile(r"(?<=\S) … (?=\S)")
+"""An ellipsis between the ends of a range. Elsewhere, an ellipsis says that a text was cut."""
 _ARROWS = "←↑→↓"
 _BOX_FROM, _BOX_TO = 0x2500, 0x257F
 _BRAILLE_FROM, _BRAILLE_TO = 0x2800, 0x28FF
@@ -70,6 +73,8 @@ def line_in_ascii(line: str) -> list[str]:
     text has two characters, such as `->`, a blank elsewhere in the line gets the text "" to make room.
     """
     drawn = list(map(_in_ascii, line))
+    for match in _RANGE.finditer(line):
+        drawn[match.start() : match.end()] = "..."
     for index, character in enumerate(line):
         wider = _WIDER.get(character)
         neighbours = line[max(0, index - 1) : index] + line[index + 1 : index + 2]

@@ -5,7 +5,8 @@ titles, keys and the edge of the cursor. Drawing code uses the names of the term
 table's color for a dark or a light theme. A theme of the terminal's own colors (`ansi-dark`, `ansi-light`) leaves the names as they
 are. A color never carries information alone: it accompanies a word, a number or the length of a bar.
 
-Of the 16 names, "magenta" stands for the orange of the ramp, because "bright_red" would look like its red.
+Of the 16 names, "yellow" stands for the orange of the ramp and "bright_yellow" for its yellow: on most terminals, yellow is darker
+than bright yellow and close to brown or orange.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ _TABLE = {
     "black": ("#10131a", "#ffffff"),  # the text of a pill
     "red": ("#f0616d", "#b91c2e"),  # broken
     "green": ("#8fcf8f", "#2b7a37"),  # exact, invisible
-    "yellow": ("#e5c878", "#866300"),  # small
+    "yellow": ("#f08a5b", "#b04a12"),  # visible
     "blue": ("#25304a", "#d3def5"),  # the background of the cursor's line
-    "magenta": ("#f08a5b", "#b04a12"),  # visible
-    "cyan": ("#56b6f0", "#0f6cab"),  # bfloat16
+    "magenta": ("#f7a6f4", "#730078"),  # floats of 8 bits
+    "cyan": ("#3fbcf0", "#0072a6"),  # bfloat16
     "white": ("#7f8aa3", "#57627a"),  # float32
     "bright_black": ("#3a4153", "#c3cad8"),  # the empty part of a bar
     "bright_red": ("#b98cf2", "#7546c0"),  # floats of 4 and 6 bits
-    "bright_green": ("#a9bf5c", "#58720f"),  # integers of 4 bits
-    "bright_yellow": ("#f0a45d", "#763a08"),  # floats of 8 bits
+    "bright_green": ("#8c9518", "#2f3d00"),  # integers of 4 bits
+    "bright_yellow": ("#e5c878", "#866300"),  # small
     "bright_blue": ("#7aa2f7", "#2f5fd0"),  # the accent
-    "bright_magenta": ("#e06c9f", "#a8316b"),  # integers of 8 bits
-    "bright_cyan": ("#6fd3b8", "#0c7863"),  # float16
+    "bright_magenta": ("#e263b4", "#a5246f"),  # integers of 8 bits
+    "bright_cyan": ("#4fe3d0", "#00645a"),  # float16
     "bright_white": ("#b4bdd0", "#3f4960"),  # float64, and all that no rule casts to
 }
 _TEXT = "#c3cad9", "#262c38"
@@ -49,9 +50,10 @@ _PANEL = "#1b2030", "#e8ebf3"  # of the lines at the edges of the screen
 _BORDER = "#2a2f3d", "#ccd2de"
 ACCENT = "bright_blue"
 TRACK = "bright_black"
+_RAMP = {"green": "green", "yellow": "bright_yellow", "orange": "yellow", "red": "red"}
 _HUES = {"float64": "bright_white", "float32": "white", "bfloat16": "cyan", "float16": "bright_cyan"}
 _HUES_BY_BITS = {
-    ("float", 8): "bright_yellow", ("float", 6): "bright_red", ("float", 4): "bright_red",
+    ("float", 8): "magenta", ("float", 6): "bright_red", ("float", 4): "bright_red",
     ("int", 8): "bright_magenta", ("int", 4): "bright_green",
 }  # fmt: skip
 
@@ -74,7 +76,7 @@ def _theme(name: str, index: int) -> Theme:
         surface=_SURFACE[index],
         panel=_PANEL[index],
         success=_TABLE["green"][index],
-        warning=_TABLE["yellow"][index],
+        warning=_TABLE["bright_yellow"][index],
         error=_TABLE["red"][index],
         dark=index == 0,
         variables={"surface-lighten-2": _BORDER[index]},
@@ -117,11 +119,10 @@ def pill(dtype: str) -> tuple[str, Style]:
 
 
 def ramp(word: Word) -> str:
-    """Return the name of the color for a rating of drift, such as "yellow" for "small"."""
+    """Return the name of the color for a rating of drift, such as "bright_yellow" for "small"."""
     from dtype_engine.results.meaning import GRADES  # imported late, for a faster first paint
 
-    grade = GRADES[word]
-    return "magenta" if grade == "orange" else grade
+    return _RAMP[GRADES[word]]
 
 
 def sqnr_colour(sqnr_db: float, limits: Iterable[tuple[float, Word]]) -> str:
@@ -133,7 +134,8 @@ def sqnr_colour(sqnr_db: float, limits: Iterable[tuple[float, Word]]) -> str:
 
 def heat(share: float) -> str:
     """Return the name of a color between green and red. share: how bad something is, from 0 (best, green) to 1 (worst, red)."""
-    return next((name for least, name in ((0.75, "red"), (0.5, "magenta"), (0.25, "yellow")) if share > least), "green")
+    parts = ((0.75, "red"), (0.5, "yellow"), (0.25, "bright_yellow"))
+    return next((name for least, name in parts if share > least), "green")
 
 
 def verdict_pill(word: Word) -> tuple[str, Style]:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class TradeOffPane(Pane):
-    """Plots the drift of each measured recipe against its planned bytes, and marks the current recipe."""
+    """Plots the drift of each measured recipe against its planned bytes, and marks the current recipe. There
+    is no plot of a single recipe, because one point shows no trade-off.
+    """
 
     HELP = (
         "The measured recipes: planned bytes to the right, KL upwards, or the square of the relative L2 error if the output is no "
@@ -31,8 +33,6 @@ class TradeOffPane(Pane):
 
     def draw(self, activity: str, node: str) -> RenderableType:
         entries = self.experiment.measured
-        if not entries:
-            return Text("Each measured recipe is a point here.", "dim")
         from dtype_tui.rendering.canvas import Series, axes_around, linear_axes, plot  # the first paint plots nothing
 
         axis = self.experiment.axis
@@ -45,8 +45,8 @@ class TradeOffPane(Pane):
             current = (entry.recipe, entry.settings) == (self.experiment.recipe, self.experiment.settings)
             mark = "●" if current else "P" if self.experiment.is_baseline(entry) else "○"
             series.append(Series(((entry.planned_bytes / 2**20, drift),), mark, f"bold {ACCENT}" if current else ""))
-        if not series:
-            return Text("Each measured recipe is a point here.", "dim")
+        if len(series) < 2:
+            return Text("Needs two measured recipes.", "dim")
         series.sort(key=lambda each: each.mark == "●")  # the current recipe is drawn over the others
         points = [point for each in series for point in each.points]
         axes = linear_axes(points) if axis else axes_around(points)
