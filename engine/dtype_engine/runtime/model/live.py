@@ -136,9 +136,10 @@ class Weight:
         """Return whether a cast to `dtype` can be made for one index of the weight's first dimension alone, such as for one expert,
         because the model is larger than memory and no block of the format has values of two indexes.
         """
-        shape, blocks = self.stored.shape, dtypes.BY_NAME[dtype].blocks
-        apart = blocks is None or blocks.rows == 1 or shape[-1] >= blocks.columns
-        return isinstance(self.stored, VisitedValues) and self.stored.has_parts and apart
+        if not isinstance(self.stored, VisitedValues) or not self.stored.has_parts:
+            return False
+        blocks = dtypes.BY_NAME[dtype].blocks
+        return blocks is None or blocks.rows == 1 or self.stored.shape[-1] >= blocks.columns
 
     def current_part(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the current data and scales at one index of the first dimension, as `current` returns those of the whole weight:
@@ -183,10 +184,10 @@ class Weight:
     def amax(self) -> float:
         """The largest finite |value| of the stored data. It is computed once."""
         if self._amax is None:
-            parts = isinstance(self.stored, VisitedValues) and self.stored.has_parts
-            numbers = range(self.stored.shape[0])
-            values = (self._part(index) for index in numbers) if parts else (self.stored.read(),)
-            self._amax = max(map(finite_amax, values), default=0.0)
+            if isinstance(self.stored, VisitedValues) and self.stored.has_parts:
+                self._amax = max(finite_amax(self._part(index)) for index in range(self.stored.shape[0]))
+            else:
+                self._amax = finite_amax(self.stored.read())
         return self._amax
 
     def _losses_of_parts(self, dtype: str, cancelled: IsCancelled) -> ValueLoss | None:
