@@ -15,6 +15,7 @@ from tests.helpers.hub_server import hub_of
 
 import dtype_engine as de
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
+from dtype_engine.runtime.formats import row_blocks
 from dtype_engine.runtime.measure import drift
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.model.stored_values import StackedValues
@@ -100,6 +101,26 @@ def test_experts_are_cast_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = [session.causes().causes for session in (inside, over)]
     assert found[0] == found[1]
     assert over.generate(3)[0].candidate.ids == inside.generate(3)[0].candidate.ids
+
+
+def test_the_cast_of_one_weight_can_be_stopped(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_blocks, "CHUNK", 1 << 11)  # so that this weight has as many blocks as a large one
+    over = opened(llama, 1 << 21, (2,))
+    over.cast("model.layers.0.mlp.up_proj", "nvfp4")
+    visits, asked = over.model.visits, [0]
+    weight = over.model.weights["model.layers.0.mlp.up_proj.weight"]
+    assert visits is not None
+
+    def cancelled() -> bool:
+        asked[0] += 1
+        return asked[0] > 4  # once before the values are read, and once before the first blocks
+
+    visits.cancelled = cancelled
+    visits.enter(next(name for name in visits.blocks if "layers.0.mlp" in name))
+    with pytest.raises(Cancelled):
+        weight.current()
+    assert asked[0] < 4 + 2 * torch.get_num_threads() + 2
+    visits.leave()
 
 
 def test_an_encoder_and_a_decoder_with_shared_weights(tmp_path: Path) -> None:

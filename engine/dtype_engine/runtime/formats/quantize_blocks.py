@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -46,7 +46,7 @@ def quantize_chunks(
         largest = finite_amax(tensor) if amax is None else amax
         of_tensor = nvfp4.tensor_scale(torch.tensor(largest)).to(tensor.device)
 
-    def work(indices: range) -> None:
+    def work(indices: Iterable[int]) -> None:
         largest = max(piece.stop - piece.start for piece, _ in pieces)
         block_work = BlockWork(element, largest, width, of_tensor, tensor.device)
         for index in indices:

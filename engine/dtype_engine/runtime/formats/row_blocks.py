@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Protocol, TypeVar, overload
 
 import torch
+
+from dtype_engine.core.cancellation import IsCancelled, never
+from dtype_engine.core.errors import Cancelled
 
 CHUNK = 1 << 19
 """Approximate number of elements that a CPU thread processes at once. They fit in the processor's cache, and are enough to keep
@@ -24,6 +28,8 @@ _BLOCKS_WORTH_A_THREAD = 4
 _CPU = torch.device("cpu")
 
 T = TypeVar("T")
+
+_cancelled: ContextVar[IsCancelled] = ContextVar("cancelled", default=never)
 
 
 class Rows(Protocol):
@@ -52,6 +58,16 @@ class Values(Protocol):
     def numel(self) -> int: ...
 
     def reshape(self, *shape: int) -> Rows: ...
+
+
+@contextmanager
+def stopping(cancelled: IsCancelled) -> Iterator[None]:
+    """Let `parallel_map`, when this thread calls it in the `with` block, raise Cancelled as soon as `cancelled()` is True."""
+    before = _cancelled.set(cancelled)
+    try:
+        yield
+    finally:
+        _cancelled.reset(before)
 
 
 @contextmanager
@@ -99,33 +115,41 @@ def finite_amax(tensor: torch.Tensor | Values) -> float:
     rows = tensor.reshape(tensor.numel() // width if width else 0, width)
     pieces = row_slices(rows)
 
-    def look(indices: range) -> float:
+    def look(indices: Iterable[int]) -> float:
         return max(float(row_amax(rows[pieces[index]].to(torch.float32)).amax()) for index in indices)
 
     return max(parallel_map(look, len(pieces), tensor.device), default=0.0)
 
 
-def parallel_map(work: Callable[[range], T], count: int, device: torch.device = _CPU) -> list[T]:
+def parallel_map(work: Callable[[Iterable[int]], T], count: int, device: torch.device = _CPU) -> list[T]:
     """Divide the indexes 0 to `count - 1` among n threads, call `work` once in each thread with its indexes, and return the
     results, in the order of the threads. An index stands, for example, for some rows of a tensor. Each call gets every n-th index,
-    as a range.
+    and may iterate over them once.
 
     n is at most torch's thread count. Inside `work`, torch uses one thread for each operation, so that the rows stay in one core's
     cache. The division, and with it every sum, is deterministic. The calling thread is one of the n threads. The others are kept
     for the next call, since newly started threads share a core for some milliseconds, longer than many calls take. On an
     accelerator, which computes in parallel itself, the calling thread does all of the work.
 
-    Raises what `work` raises, after all threads have finished.
+    Raises what `work` raises, and Cancelled (see `stopping`), after all threads have finished.
     """
+    cancelled = _cancelled.get()
+
+    def until_cancelled(indices: range) -> Iterator[int]:
+        for index in indices:
+            if cancelled():
+                raise Cancelled
+            yield index
+
     most = torch.get_num_threads()
     threads = max(1, min(most, count // _BLOCKS_WORTH_A_THREAD)) if device.type == "cpu" else 1
     with single_intraop_thread():
         if threads == 1:
-            return [work(range(count))] if count else []
+            return [work(until_cancelled(range(count)))] if count else []
         pool = _worker_threads(most - 1)
-        futures = [pool.submit(work, range(first, count, threads)) for first in range(1, threads)]
+        futures = [pool.submit(work, until_cancelled(range(first, count, threads))) for first in range(1, threads)]
         try:
-            own = work(range(0, count, threads))
+            own = work(until_cancelled(range(0, count, threads)))
         finally:
             wait(futures)
         return [own, *(future.result() for future in futures)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,7 +199,7 @@ def _sums(left: _Rows, right: _Rows, heads: int | None = None) -> ElementSums:
     pieces = [(first, min(first + step, left.count)) for first in range(0, left.count, step)]
     found = [ElementSums()] * len(pieces)
 
-    def work(numbers: range) -> None:
+    def work(numbers: Iterable[int]) -> None:
         for number in numbers:
             first, last = pieces[number]
             values = right.read(first, last)

@@ -19,6 +19,7 @@ from torch import nn
 from dtype_engine.checkpoint import ByteRange, CheckpointTensor
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
+from dtype_engine.runtime.formats.row_blocks import stopping
 from dtype_engine.runtime.model.copies_ahead import CopiesAhead
 
 T = TypeVar("T")
@@ -148,7 +149,8 @@ class BlockVisits:
             self._reads[self._inside][key] = make
             made = self.copies.take(self._inside, key, make)
         else:
-            made = make()
+            with stopping(self.cancelled):  # the cast of a large weight takes seconds
+                made = make()
         parts = made if isinstance(made, tuple) else (made,)
         self._kept += sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
         if self._kept <= _MOST_KEPT * self.most:

@@ -7,7 +7,7 @@ where the result has an infinity or a zero. If the cast loses nothing, counting 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,7 +131,7 @@ def all_losses(
         return counter.counted(cancelled)
     width, pieces = math.prod(whole.shape[1:]), row_slices(whole)
 
-    def some(numbers: range) -> None:
+    def some(numbers: Iterable[int]) -> None:
         for number in numbers:
             see(pieces[number].start * width, whole[pieces[number]].reshape(-1).to(target))
 

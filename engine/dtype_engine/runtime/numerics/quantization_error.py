@@ -8,7 +8,7 @@ each output channel has its own scale, whole rows are read at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -116,7 +116,7 @@ def _in_pieces(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
     of_all = amax_to_scale(torch.tensor([finite_amax(tensor)]), top) if quantized and not per_channel else None
     wide = torch.float64 if tensor.dtype == torch.float64 or dtype == "float64" else torch.float32
 
-    def work(numbers: range) -> None:
+    def work(numbers: Iterable[int]) -> None:
         shape = rows[pieces[0]].shape
         buffers = Workspace.like(shape, dtype, torch.float32 if quantized else wide)
         x_buffer = torch.empty(shape, dtype=wide) if tensor.dtype != wide else None

@@ -13,7 +13,7 @@ largest code is finite in float32. The dequantized values are q · s, computed i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -113,7 +113,7 @@ def quantize_in_blocks(
         None if amax is None else amax_to_scale(torch.full((1,), amax, dtype=torch.float32, device=tensor.device), top)
     )
 
-    def work(indices: range) -> None:
+    def work(indices: Iterable[int]) -> None:
         shape = torch.Size((blocks[0].stop, rows.shape[1]))
         buffers = Workspace.like(shape, dtype, torch.float32, tensor.device)
         values = torch.empty(shape, dtype=torch.float32, device=tensor.device)
@@ -223,7 +223,7 @@ def dequantize(
     values = torch.empty(rows.shape, dtype=dtype, device=codes.device)
     blocks_of_rows = row_slices(rows)
 
-    def work(indices: range) -> None:
+    def work(indices: Iterable[int]) -> None:
         buffers = Workspace.like(rows[blocks_of_rows[0]].shape, dtype_name(codes.dtype), torch.float32, codes.device)
         for block in map(blocks_of_rows.__getitem__, indices):
             workspace = buffers.first(len(rows[block]))
@@ -240,7 +240,7 @@ def _dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dt
     pieces = list(chunks(codes.shape, blocks, chunk_elements(codes.device))) if width else []
     one = torch.ones(1, device=codes.device)
 
-    def work(indices: range) -> None:
+    def work(indices: Iterable[int]) -> None:
         for index in indices:
             taken, scales = pieces[index]
             units = dequantize_block(rows[taken], one)

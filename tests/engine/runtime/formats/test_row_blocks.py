@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
 from tests.helpers import preloaded
 
-from dtype_engine.runtime.formats.row_blocks import parallel_map
+from dtype_engine.core.errors import Cancelled
+from dtype_engine.runtime.formats.row_blocks import parallel_map, stopping
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def work(numbers: range) -> tuple[int, int, list[int]]:
+def work(numbers: Iterable[int]) -> tuple[int, int, list[int]]:
     time.sleep(0.01)
     return threading.get_ident(), torch.get_num_threads(), list(numbers)
 
@@ -29,7 +30,7 @@ def work(numbers: range) -> tuple[int, int, list[int]]:
 def test_every_block_is_done_once_and_the_threads_are_the_same_the_next_time() -> None:
     together = threading.Barrier(3)  # a thread that is done early could take a second share
 
-    def work_together(numbers: range) -> tuple[int, int, list[int]]:
+    def work_together(numbers: Iterable[int]) -> tuple[int, int, list[int]]:
         together.wait(60)
         return work(numbers)
 
@@ -54,16 +55,34 @@ def test_few_blocks_are_this_threads(count: int) -> None:
 def test_an_error_is_raised_once_no_thread_is_at_it_any_more(failing: int) -> None:
     ended: list[int] = []
 
-    def fails(numbers: range) -> None:
-        if numbers.start == failing:
+    def fails(numbers: Iterable[int]) -> None:
+        first = min(numbers)
+        if first == failing:
             raise ValueError("no such block")
         time.sleep(0.1)
-        ended.append(numbers.start)
+        ended.append(first)
 
     with pytest.raises(ValueError, match="no such block"):
         parallel_map(fails, 12)
     assert sorted(ended) == sorted({0, 1, 2} - {failing})
     assert torch.get_num_threads() == 3
+
+
+def test_work_that_is_cancelled_ends_before_the_next_block() -> None:
+    done: list[int] = []
+
+    def note(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            done.append(number)
+            time.sleep(0.01)
+
+    with stopping(lambda: len(done) > 3), pytest.raises(Cancelled):
+        parallel_map(note, 1200)
+    assert len(done) < 10
+    assert torch.get_num_threads() == 3
+    done.clear()
+    parallel_map(note, 12)  # what is outside of `stopping` runs on
+    assert sorted(done) == list(range(12))
 
 
 def test_within_a_block_there_is_one_thread() -> None:

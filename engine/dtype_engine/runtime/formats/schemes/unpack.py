@@ -6,7 +6,7 @@ result is allocated once, and codes are unpacked into it some rows at a time, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from math import gcd
 
@@ -32,7 +32,7 @@ def decode_rows(first: int, last: int, columns: int, fill: Fill) -> torch.Tensor
     step = max(CHUNK // max(columns, 1) // _ALIGNED, 1) * _ALIGNED
     starts = range(first, last, step)
 
-    def work(pieces: range) -> None:
+    def work(pieces: Iterable[int]) -> None:
         for start in (starts[piece] for piece in pieces):
             stop = min(start + step, last)
             fill(out[start - first : stop - first], start, stop)

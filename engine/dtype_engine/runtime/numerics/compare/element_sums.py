@@ -7,7 +7,7 @@ the two elements is not finite, the sums of Δ are infinite. All other sums cove
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,7 +100,7 @@ def sum_chunks(
     step = min(step, count)
     chunks = [ElementSums()] * (-(-count // step) if count else 0)
 
-    def work(numbers: range) -> None:
+    def work(numbers: Iterable[int]) -> None:
         shape = (step, *output.shape[1:])
         memory = [torch.empty(shape, dtype=torch.float64, device=output.device) for _ in range(buffers)]
         for number in numbers:
