@@ -280,12 +280,18 @@ class WeightMode(TorchFunctionMode):
         return InputFormat(weight.dtype) if self.is_quantized(weight) else None
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a weight, replaces a weight, or is a view of one of these, also inside `torch.vmap`."""
+        """Return whether a tensor is a weight, replaces a weight, or is a view of one of these, also inside `torch.vmap`.
+
+        What shares a weight's memory counts, too. torch does not take `weight.data`, `weight.detach()` and the tensors of
+        `state_dict()` for views.
+        """
         tensor, _ = unwrapped(tensor)
         if isinstance(tensor, nn.Parameter):
             return True  # a parameter that the model created during the pass
         base = base_of(tensor)
-        return any(id(each) in self.weights or each in self.standing_for for each in (tensor, base) if each is not None)
+        if any(id(each) in self.weights or each in self.standing_for for each in (tensor, base) if each is not None):
+            return True
+        return any(id(each) in self.weights for each in self._sharing_memory(tensor))
 
     def arguments_of(self, module: nn.Module, args: Arguments) -> Arguments:
         """Return the positional arguments with which to call a module.

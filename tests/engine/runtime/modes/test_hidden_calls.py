@@ -277,6 +277,34 @@ def test_what_torch_refuses_is_asked_again_inside_of_a_transform() -> None:
     assert found.max_abs == pytest.approx(float((narrow - by_hand(x).double()).abs().max()), rel=1e-6)
 
 
+class UsesDetached(nn.Module):
+    """Runs layers with tensors that torch does not take for their weights or for views of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two, three = self.layers
+        x = torch.func.functional_call(one, dict(one.state_dict()), (x,)).float()
+        x = functional.linear(x, two.weight.data, two.bias.data).float()
+        return functional.linear(x, three.weight.detach(), three.bias.detach()).float()
+
+
+def test_an_input_gets_the_dtype_of_a_weight_that_is_detached() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 8)
+    session = de.open(UsesDetached(), inputs=(x,))
+    session.cast("*", "bfloat16")
+    found = session.drift().output
+    narrow, wide = x, x
+    for index, layer in enumerate(session.model.module.layers):  # in bfloat16 now
+        weight, bias = (session.model.weights[f"layers.{index}.{name}"].stored.read() for name in ("weight", "bias"))
+        narrow = functional.linear(narrow.bfloat16(), layer.weight, layer.bias).float()
+        wide = functional.linear(wide, weight, bias)
+    assert found.mean_abs == pytest.approx(float((narrow - wide).abs().mean()), rel=1e-4)
+
+
 class Ensemble(nn.Module):
     """Runs one layer with the weights of each member, as the tutorial on model ensembling does."""
 
