@@ -123,6 +123,22 @@ def test_the_cast_of_one_weight_can_be_stopped(llama: Path, monkeypatch: pytest.
     visits.leave()
 
 
+def test_a_scan_can_be_stopped_while_it_casts_one_weight(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [0, 0]
+
+    def scan(number: int) -> None:
+        def cancelled() -> bool:
+            asked[number] += 1
+            return False
+
+        opened(llama, None, (2,)).scan(["nvfp4"], draws=1, cancelled=cancelled)
+
+    scan(0)
+    monkeypatch.setattr(row_blocks, "CHUNK", 1 << 13)  # so that these weights have as many blocks as large ones
+    scan(1)
+    assert asked[1] > asked[0] + 100
+
+
 def test_an_encoder_and_a_decoder_with_shared_weights(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.T5Config(

@@ -20,6 +20,7 @@ from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.options import ClassesDim
 from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.device import differentiable_recurrence, for_sums
+from dtype_engine.runtime.formats.row_blocks import stopping
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import ReferenceMode
@@ -267,7 +268,8 @@ class SequenceScan:
             if isinstance(operation, CacheWrite):
                 errors_of = operation.errors(costly, self.amax)
             else:
-                errors_of = self.local.of(operation, weight, costly)
+                with stopping(self.cancelled):  # casts of a large weight to all dtypes take many seconds
+                    errors_of = self.local.of(operation, weight, costly)
             for gradients, errors in zip(gradients_of, errors_of, strict=True):
                 if gradients is not None:
                     self._add(weight, errors, gradients)
