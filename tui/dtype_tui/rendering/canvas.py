@@ -128,7 +128,7 @@ def plot(
     grid = _Grid(columns, rows, axes)
     if vertical is not None and axes.left <= vertical <= axes.right:
         for row in range(rows + axes.zero):
-            grid.put(grid.column(vertical), row, "|", "bright_yellow")
+            grid.put(grid.column(vertical), row, "|", "yellow")
     for each in series:
         grid.draw(each)
     for note in notes:

@@ -5,8 +5,7 @@ titles, keys and the edge of the cursor. Drawing code uses the names of the term
 table's color for a dark or a light theme. A theme of the terminal's own colors (`ansi-dark`, `ansi-light`) leaves the names as they
 are. A color never carries information alone: it accompanies a word, a number or the length of a bar.
 
-Of the 16 names, "yellow" stands for the orange of the ramp and "bright_yellow" for its yellow: on most terminals, yellow is darker
-than bright yellow and close to brown or orange.
+Of the 16 names, "bright_yellow" stands for the orange of the ramp, because "bright_red" would look like its red.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ _TABLE = {
     "black": ("#10131a", "#ffffff"),  # the text of a pill
     "red": ("#f0616d", "#b91c2e"),  # broken
     "green": ("#8fcf8f", "#2b7a37"),  # exact, invisible
-    "yellow": ("#f08a5b", "#b04a12"),  # visible
+    "yellow": ("#e5c878", "#866300"),  # small
     "blue": ("#25304a", "#d3def5"),  # the background of the cursor's line
-    "magenta": ("#f7a6f4", "#730078"),  # floats of 8 bits
+    "magenta": ("#ea96dc", "#730078"),  # floats of 8 bits
     "cyan": ("#3fbcf0", "#0072a6"),  # bfloat16
     "white": ("#7f8aa3", "#57627a"),  # float32
     "bright_black": ("#3a4153", "#c3cad8"),  # the empty part of a bar
     "bright_red": ("#b98cf2", "#7546c0"),  # floats of 4 and 6 bits
     "bright_green": ("#8c9518", "#2f3d00"),  # integers of 4 bits
-    "bright_yellow": ("#e5c878", "#866300"),  # small
+    "bright_yellow": ("#f08a5b", "#b04a12"),  # visible
     "bright_blue": ("#7aa2f7", "#2f5fd0"),  # the accent
     "bright_magenta": ("#e263b4", "#a5246f"),  # integers of 8 bits
     "bright_cyan": ("#4fe3d0", "#00645a"),  # float16
@@ -50,7 +49,6 @@ _PANEL = "#1b2030", "#e8ebf3"  # of the lines at the edges of the screen
 _BORDER = "#2a2f3d", "#ccd2de"
 ACCENT = "bright_blue"
 TRACK = "bright_black"
-_RAMP = {"green": "green", "yellow": "bright_yellow", "orange": "yellow", "red": "red"}
 _HUES = {"float64": "bright_white", "float32": "white", "bfloat16": "cyan", "float16": "bright_cyan"}
 _HUES_BY_BITS = {
     ("float", 8): "magenta", ("float", 6): "bright_red", ("float", 4): "bright_red",
@@ -76,7 +74,7 @@ def _theme(name: str, index: int) -> Theme:
         surface=_SURFACE[index],
         panel=_PANEL[index],
         success=_TABLE["green"][index],
-        warning=_TABLE["bright_yellow"][index],
+        warning=_TABLE["yellow"][index],
         error=_TABLE["red"][index],
         dark=index == 0,
         variables={"surface-lighten-2": _BORDER[index]},
@@ -119,10 +117,11 @@ def pill(dtype: str) -> tuple[str, Style]:
 
 
 def ramp(word: Word) -> str:
-    """Return the name of the color for a rating of drift, such as "bright_yellow" for "small"."""
+    """Return the name of the color for a rating of drift, such as "yellow" for "small"."""
     from dtype_engine.results.meaning import GRADES  # imported late, for a faster first paint
 
-    return _RAMP[GRADES[word]]
+    grade = GRADES[word]
+    return "bright_yellow" if grade == "orange" else grade
 
 
 def sqnr_colour(sqnr_db: float, limits: Iterable[tuple[float, Word]]) -> str:
@@ -134,7 +133,7 @@ def sqnr_colour(sqnr_db: float, limits: Iterable[tuple[float, Word]]) -> str:
 
 def heat(share: float) -> str:
     """Return the name of a color between green and red. share: how bad something is, from 0 (best, green) to 1 (worst, red)."""
-    parts = ((0.75, "red"), (0.5, "yellow"), (0.25, "bright_yellow"))
+    parts = ((0.75, "red"), (0.5, "bright_yellow"), (0.25, "yellow"))
     return next((name for least, name in parts if share > least), "green")
 
 

@@ -232,7 +232,7 @@ class OptimiseScreen(ModalScreen[None]):
         widget.update(plot(series, axes, max(20, widget.size.width), max(6, widget.size.height), line))
         marks = [("⠒ predicted", "cyan"), ("O here", ACCENT), ("x measured", "red")]
         if budget is not None:
-            marks.append(("| budget", "bright_yellow"))
+            marks.append(("| budget", "yellow"))
         length = sum(len(mark) for mark, _ in marks)
         words = f" across: {unit} planned, up: {self.view.report.unit} "
         if self.size.width < len(words) + length + 2 * len(marks):

@@ -79,7 +79,7 @@ def _about_bytes(experiment: Experiment, width: int) -> list[_Part]:
     parts = [_Part(words, 2), _Part(bar, 6)]
     if planned != stored:
         less = f"{100 * abs(planned / stored - 1):.0f} % {'less' if planned < stored else 'more'}"
-        parts.append(_Part(Text(less, style="green" if planned < stored else "bright_yellow"), 4, gap=1))
+        parts.append(_Part(Text(less, style="green" if planned < stored else "yellow"), 4, gap=1))
     return parts
 
 

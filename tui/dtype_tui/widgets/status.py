@@ -108,7 +108,7 @@ def status_line(
     """
     activity, share, stops = doing
     line = Text(" ", no_wrap=True, overflow="ellipsis")
-    line.append("● ", style=ACCENT if activity else "green" if idle == "ready" else "bright_yellow")
+    line.append("● ", style=ACCENT if activity else "green" if idle == "ready" else "yellow")
     if activity:
         line.append(activity)
         if share is not None:
