@@ -100,6 +100,34 @@ def output(**figures: float) -> OutputDrift:
     return OutputDrift(**{**values, **figures})  # type: ignore[arg-type]
 
 
+class Whole(nn.Module):
+    """Divides by a figure of the whole batch, so that its rows depend on how many there are."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.one, self.two, self.way = nn.Linear(8, 8), nn.Linear(8, 4), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.one(x)
+        x = (
+            x
+            / {"norm": lambda: x.norm(), "sum": lambda: x.exp().sum(0), "rows": lambda: x.norm(dim=-1, keepdim=True)}[
+                self.way
+            ]()
+        )
+        result: torch.Tensor = self.two(x)
+        return result
+
+
+@pytest.mark.parametrize(("way", "ways"), [("norm", ()), ("sum", ()), ("rows", ("batch of two",))])
+def test_a_batch_of_two_is_no_floor_where_examples_affect_each_other(way: str, ways: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    session = de.open(Whole(way), inputs=(torch.randn(16, 8),))
+    session.cast("*", "float16")
+    assert session.floor().ways == ways
+    assert not session.floor().covers(session.drift().output)
+
+
 def test_limits_are_kept_or_missed() -> None:
     limits = Thresholds(max_kl=1e-3, min_sqnr=30.0, min_top1=0.99)
     found = verdicts(limits, output(kl_mean=1e-3, top1_agreement=0.98))
