@@ -229,8 +229,9 @@ def _gru_cell_backward(of_hidden: torch.Tensor, workspace: torch.Tensor, bias: b
     return (*of_gates, of_hidden * kept, *(each.sum(0) for each in of_gates))
 
 
-def _free(storage: int, cpu: int, index: int) -> None:
-    device.allocated_on[index] -= _memory.pop(storage).nbytes()
+def _free(storage: int, cpu: int, index: int, size: int) -> None:
+    device.allocated_on[index] -= size  # what was counted: the storage on the CPU may have been resized
+    del _memory[storage]
     _known.pop(cpu, None)
 
 
@@ -255,7 +256,7 @@ def _new_storage(cpu: Any, index: int = 0) -> Any:
     storage = _from_cpu(over, index).untyped_storage()
     _memory[storage._cdata] = cpu
     _known[cpu._cdata] = weakref.ref(storage)
-    weakref.finalize(storage, _free, storage._cdata, cpu._cdata, index)
+    weakref.finalize(storage, _free, storage._cdata, cpu._cdata, index, size)
     device.allocated_on[index] += size
     device.peak_on[index] = max(device.peak_on[index], device.allocated_on[index])
     return storage

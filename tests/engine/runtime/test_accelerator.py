@@ -272,6 +272,18 @@ def test_memory_is_given_back_after_casts_and_counted_as_torch_counts_it(wide: P
     assert memory.device_peak_bytes > memory.device_allocated_bytes >= memory.resident_bytes
 
 
+def test_a_tensor_that_an_operation_resizes_is_given_back_as_it_was_counted() -> None:
+    device = torch.get_device_module(DEVICE)
+    gc.collect()
+    before = device.memory_allocated()
+    result = torch.empty(0, device=DEVICE)
+    torch.add(torch.ones(1 << 20, device=DEVICE), 1, out=result)
+    assert device.memory_allocated() >= before + (4 << 20)
+    del result
+    gc.collect()
+    assert device.memory_allocated() == before
+
+
 class Dropping(nn.Module):
     """Draws random numbers on its device in every pass."""
 

@@ -322,7 +322,7 @@ def test_an_input_gets_the_dtype_of_a_weight_inside_of_vmap() -> None:
     session = de.open(Ensemble(), inputs=(x,))
     session.cast("*", "bfloat16")
     found = session.drift().output
-    members = session.model.module.members  # in bfloat16 now
+    members = session.model.module.members.cpu()  # in bfloat16 now
     by_hand = torch.stack([functional.linear(x.bfloat16(), weight) for weight in members]).float().sum(0)
     stored = session.model.weights["members"].stored.read()
     error = by_hand - torch.stack([functional.linear(x, weight) for weight in stored]).sum(0)
