@@ -390,7 +390,7 @@ _MEASURING = (
         show_default=True,
         help="When to measure the noise floor, the drift that the reference shows from itself if its float32 sums are computed "
         "in another order: always, never, or auto. auto: only if the measured drift is small enough to be noise (in dtype-tui, "
-        "also whenever the engine is idle).",
+        "also whenever the engine is idle, unless the model runs from the disk).",
     ),
     click.Option(
         ["--modules"],

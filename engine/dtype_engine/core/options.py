@@ -143,7 +143,8 @@ class Options:
     """
     floor: Literal["auto", "always", "never"] = "auto"
     """When to measure the noise floor: how much the reference differs from itself if the same arithmetic runs in another order.
-    "auto": if a measured drift is so small that it may be noise, and in the app also while the engine is idle.
+    "auto": if a measured drift is so small that it may be noise, and in the app also while the engine is idle, unless the model
+    runs from the disk.
     """
     modules: Literal["some", "exact"] = "some"
     """On which sequences the outputs of modules are compared. "some": on the first sequence and on others, up to about 1/6 of the

@@ -15,6 +15,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.recipe import Recipe
+from dtype_engine.results.attribution import near_floor
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import (
     ApplyRecipe,
@@ -217,7 +218,7 @@ class CommandRunner:
         if over_memory:
             self._emit(events.CastDone(recipe, report.lost))
         self._emit(events.Measured(recipe, report, session.settings))
-        floor = () if session.options.floor == "never" else (MeasureFloor(),)
+        floor = (MeasureFloor(),) if _wants_floor(session, report) else ()
         weights = () if session.options.reference_model is None else (CompareWeights(),)
         return FindNonfinite(report), FindLossRemedy(report), *weights, *floor
 
@@ -347,3 +348,13 @@ class CommandRunner:
             self._emit(events.Saved(recipe, False, f"nothing was written: {with_type(error)}"))
         # A report may have cast the model to the recipe of its request; the current recipe is then applied again.
         return () if session is None or session.recipe == before else (ApplyRecipe(),)
+
+
+def _wants_floor(session: Session, report: DriftReport) -> bool:
+    """Return whether the noise floor is measured after a drift. For that, the model runs several times. If each run reads all
+    weights from the disk, the floor is measured only if the drift is so small that it may be noise.
+    """
+    option, visits = session.options.floor, session.model.visits
+    if option == "auto" and visits is not None and not visits.keeps_pages:
+        return near_floor(report.output)
+    return option != "never"
