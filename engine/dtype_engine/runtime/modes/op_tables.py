@@ -37,6 +37,9 @@ TENSOR_PROPERTIES = (torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tens
 
 _MISSING_KERNEL = re.compile(
     r"not implemented for '([A-Za-z0-9_]+)'|not supported (?:for|on) .*?(Half|BFloat16|Float8\w*)"
+    # Fourier transforms, torch.linalg.inv, torch.complex and view_as_complex, torch.quantile and torch.linalg.lstsq
+    r"|Unsupported dtype (Half|BFloat16)|support tensors of type: (Half|BFloat16)|not supported\. Got (Half|BFloat16)"
+    r"|Double tensors but got (Half|BFloat16)|only supported for .*type: (Half|BFloat16)|float (?:or|and) double"
 )
 
 

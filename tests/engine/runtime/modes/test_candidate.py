@@ -274,6 +274,34 @@ def test_a_missing_kernel_names_module_operation_dtype_device_and_what_works() -
     assert session.drift().output.max_abs == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("fft_rfft", torch.fft.rfft),
+        ("stft", lambda x: torch.stft(x, 2, 1, window=x[0], return_complex=True)),
+        ("linalg_inv", torch.linalg.inv),
+        ("complex", lambda x: torch.complex(x, x).real),
+        ("view_as_complex", lambda x: torch.view_as_complex(x).real),
+        ("quantile", lambda x: torch.quantile(x, 0.5)),
+        ("linalg_lstsq", lambda x: torch.linalg.lstsq(x, x).solution),
+    ],
+)
+def test_a_missing_kernel_is_known_by_all_words_of_torch(name: str, function: Any) -> None:
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = function(self.weight * 1.0)
+            return result.abs()
+
+    session = de.open(Calls(), inputs=(torch.zeros(2, 2),), options=de.Options(device="cpu"))
+    session.cast("*", "bfloat16")
+    with pytest.raises(KernelError, match=f"{name} has no bfloat16 kernel on cpu; float32 works there"):
+        session.drift()
+
+
 def test_the_reference_makes_no_second_set_of_weights() -> None:
     """The widened weights live one at a time: the largest number alive at once is counted by a hook on allocation."""
     from dtype_engine.runtime.modes.reference import ReferenceMode
