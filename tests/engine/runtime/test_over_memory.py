@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,22 @@ def quantized(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_backward_pass_asks_for_the_blocks_in_its_own_order(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = opened(llama, 1 << 21)
+    visits = session.model.visits
+    assert visits is not None
+    asked = 0
+
+    def advise(descriptor: int, start: int, nbytes: int, advice: int) -> None:
+        nonlocal asked
+        asked += nbytes * (advice == os.POSIX_FADV_WILLNEED)
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    session.scan(["int8"], draws=2)
+    # Bytes that are asked for in vain would be read from the disk all the same.
+    assert asked <= 1.05 * visits.bytes_read
 
 
 def test_causes_another_checkpoint_and_a_quantized_one(make_llama: Callable[..., Path]) -> None:

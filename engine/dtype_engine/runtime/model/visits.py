@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -74,7 +73,9 @@ class BlockVisits:
         self._used: dict[int, _InFiles] = {}
         self._reads: dict[str, dict[Any, Callable[[], Any]]] = {}
         """What each block read to the accelerator in its last visit, keyed by the name of its module."""
-        self._next: dict[str, str] = {}
+        self._before = ""
+        self._next: dict[tuple[str, str], str] = {}
+        """Which block comes next, by the last two. Backward passes and forward passes thus have an order each."""
         self._asked = ""
         self._ahead: Future[None] | None = None
         self._reader: ThreadPoolExecutor | None = None
@@ -89,16 +90,20 @@ class BlockVisits:
         block reads, keyed by the name of its module.
         """
         self.blocks = dict(blocks)
-        self._next = dict(pairwise(self.blocks))
+        names = list(blocks)
+        around = list(zip(["", *names], names, [*names[1:], ""], strict=False))
+        self._next = {(before, name): after for before, name, after in around if after}
+        self._next |= {(after, name): before for before, name, after in around if before}
 
     def enter(self, name: str) -> None:
         """Begin the block `name` and end the previous one. Ask the operating system to read the pages of this block, and of the
-        block that followed it last time, or begin to copy what these blocks read last time to the accelerator.
+        block that is expected next, or begin to copy what these blocks read last time to the accelerator.
         """
         if name == self._inside:
             return
         if self._inside:
-            self._next[self._inside] = name
+            self._next[self._before, self._inside] = name
+        self._before = self._inside
         self._end_block()
         if self.copies is not None:
             self.copies.keep(name)
@@ -106,7 +111,7 @@ class BlockVisits:
         self.bytes_read += sum(part.nbytes for part in self.blocks[name])
         if self._asked != name:
             self._ask(name)
-        following = self._next.get(name)
+        following = self._next.get((self._before, name))
         if following is not None:
             self._ask(following)
         self._reads[name] = {}
