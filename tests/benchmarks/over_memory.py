@@ -1,13 +1,18 @@
 """Measures a model that is larger than the memory it may take, and compares the figures with those of a run in memory.
 
-`python -m tests.benchmarks.over_memory FOLDER [GiB]` writes a random bfloat16 Llama of so many GiB (default 6) to FOLDER, unless it
-is there, and prints a line for each job. The memory of a run is limited by RLIMIT_DATA to 2 GiB for the whole process, with Python
-and torch. The pages of the model are dropped from the system's cache before each run, and what is read is counted by
-/proc/self/io.
+`python -m tests.benchmarks.over_memory FOLDER [GiB] [JOB ...]` writes a random bfloat16 Llama of so many GiB (default 6) to FOLDER,
+unless it is there, and prints a line for each job. With `--fp8`, its linear layers are in float8 with a scale for each block of
+128 x 128 values, as in DeepSeek's checkpoints.
+
+A run may take 2 GiB, with Python and torch. As root on a system that has control groups of memory (cgroup v1), it runs in such a
+group: the limit then holds for anonymous memory and for the files' pages in the system's cache together, as in a container.
+Elsewhere, RLIMIT_DATA limits the private address space of the process. The pages of the model are dropped from the system's cache
+before each run, and what is read is counted by /proc/self/io.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -16,28 +21,34 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 LIMIT = 2 << 30
 LENGTHS = (5, 9, 3, 16, 12, 8, 4, 6)
-HIDDEN, WIDTH, KEYS, VOCABULARY = 2048, 8192, 512, 32000
+HIDDEN, WIDTH, KEYS, VOCABULARY, BLOCK = 2048, 8192, 512, 32000, 128
 JOBS: dict[str, tuple[str, ...]] = {
     "drift *=bf16": ("*=bfloat16",),
     "drift mixed fp8": ("*.mlp=float8_e4m3fn", "*.self_attn=bfloat16", "*norm*=float32", "lm_head=float16"),
 }
 
 
-def write(folder: Path, gib: float) -> None:
-    """Write the model, block by block, so that this takes little memory."""
+def write(folder: Path, gib: float, fp8: bool) -> None:
+    """Write the model, tensor by tensor, so that this takes little memory."""
     import torch
     from transformers import LlamaConfig
 
-    layers = round((gib * (1 << 30) - 4 * VOCABULARY * HIDDEN) / 121.6e6)
+    layers = round((gib * (1 << 30) - 4 * VOCABULARY * HIDDEN) / (60.8e6 if fp8 else 121.6e6))
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=layers,
         num_attention_heads=32, num_key_value_heads=8, architectures=["LlamaForCausalLM"], dtype="bfloat16",
     )  # fmt: skip
+    if fp8:
+        config.quantization_config = {
+            "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic",
+            "modules_to_not_convert": ["lm_head"],
+        }  # fmt: skip
     config.save_pretrained(folder)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
     for layer in range(layers):
@@ -50,20 +61,33 @@ def write(folder: Path, gib: float) -> None:
         }  # fmt: skip
         shapes |= {f"{prefix}.{name}.weight": shape for name, shape in sizes.items()}
     shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
-    header, at = dict[str, Any](), 0
+    stored: dict[str, tuple[str, torch.dtype, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
-        end = at + 2 * torch.Size(shape).numel()
-        header[name], at = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, end]}, end
+        if fp8 and name.startswith("model.layers") and len(shape) > 1:
+            stored[name] = "F8_E4M3", torch.float8_e4m3fn, shape
+            scales = (shape[0] // BLOCK, shape[1] // BLOCK)
+            stored[f"{name}_scale_inv"] = "F32", torch.float32, scales
+        else:
+            stored[name] = "BF16", torch.bfloat16, shape
+    header, at = dict[str, Any](), 0
+    for name, (written_as, dtype, shape) in stored.items():
+        end = at + dtype.itemsize * torch.Size(shape).numel()
+        header[name], at = {"dtype": written_as, "shape": list(shape), "data_offsets": [at, end]}, end
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % 4096)
     drawn = (0.02 * torch.randn(1 << 25, generator=torch.Generator().manual_seed(0))).bfloat16()
     with open(folder / "part", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for number, shape in enumerate(shapes.values()):
+        for number, (name, (_, dtype, shape)) in enumerate(stored.items()):
             count = torch.Size(shape).numel()
-            repeated = drawn.roll(number * 7919).repeat(-(-count // len(drawn)))[:count]
-            values = repeated if len(shape) > 1 else torch.ones(shape).bfloat16()
-            file.write(values.view(torch.int16).numpy().tobytes())
+            values = drawn.roll(number * 7919).repeat(-(-count // len(drawn)))[:count]
+            if len(shape) == 1:
+                values = torch.ones(shape)
+            elif dtype == torch.float8_e4m3fn:
+                values = 1000 * values  # standard deviation 20; the scales are 1 / 1000, give or take a fifth
+            elif name.endswith("_scale_inv"):
+                values = (1 + 10 * values) / 1000
+            file.write(values.to(dtype).view(torch.uint8).numpy().tobytes())
         os.fsync(file.fileno())
     (folder / "part").rename(folder / "model.safetensors")
 
@@ -126,25 +150,47 @@ def measured(folder: Path, job: str, limited: bool) -> dict[str, Any]:
     return found
 
 
+@contextlib.contextmanager
+def memory_limit() -> Iterator[Callable[[], None]]:
+    """Yield a function that limits the process that calls it to `LIMIT` bytes of memory."""
+    group = Path(f"/sys/fs/cgroup/memory/over-memory-{os.getpid()}")
+    if not os.access(group.parent, os.W_OK):
+        yield lambda: resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
+        return
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(LIMIT))
+        yield lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None
+    finally:
+        group.rmdir()
+
+
 def _child(folder: Path, job: str, limited: bool) -> dict[str, Any]:
-    limit = (lambda: resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))) if limited else None
     command = [sys.executable, "-m", "tests.benchmarks.over_memory", str(folder), "--job", job, str(int(limited))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, preexec_fn=limit, check=True)
+    with memory_limit() as limit:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, preexec_fn=limit if limited else None, check=True
+        )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
     if "--job" in sys.argv:
         with contextlib.redirect_stdout(sys.stderr):
-            found = measured(folder, sys.argv[3], sys.argv[4] == "1")
+            found = measured(Path(sys.argv[1]), sys.argv[3], sys.argv[4] == "1")
         print(json.dumps(found))
         return
-    jobs = sys.argv[3:] or [*JOBS, "scan", "export"]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("gib", type=float, nargs="?", default=6)
+    parser.add_argument("jobs", nargs="*", metavar="job")
+    parser.add_argument("--fp8", action="store_true")
+    given = parser.parse_intermixed_args()
+    folder = given.folder
     if not (folder / "model.safetensors").exists():
-        write(folder, float(sys.argv[2]) if len(sys.argv) > 2 else 6)
-    for job in jobs:
+        write(folder, given.gib, given.fp8)
+    for job in given.jobs or [*JOBS, "scan", "export"]:
         inside, over = _child(folder, job, False), _child(folder, job, True)
         same = "identical" if inside["shown"] == over["shown"] else "DIFFERENT"
         print(
