@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.runtime.formats import row_blocks
 from dtype_engine.runtime.measure import drift
 from dtype_engine.runtime.measure.listener import MeasurementListener
+from dtype_engine.runtime.model.load import blocks
 from dtype_engine.runtime.model.stored_values import StackedValues
 from dtype_engine.runtime.scan import local_errors
 
@@ -138,6 +142,27 @@ def test_a_scan_can_be_stopped_while_it_casts_one_weight(llama: Path, monkeypatc
     monkeypatch.setattr(row_blocks, "CHUNK", 1 << 13)  # so that these weights have as many blocks as large ones
     scan(1)
     assert asked[1] > asked[0] + 100
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="only that is interrupted")
+def test_an_interrupt_stops_at_the_next_weight_of_a_block(llama: Path) -> None:
+    over = opened(llama, 1 << 21)
+    visits, asked = over.model.visits, [0]
+    assert visits is not None
+    visits.use_blocks(blocks(over.model, 1 << 22))
+    assert "model.layers.1" in visits.blocks
+
+    def cancelled() -> bool:
+        if visits.inside == "model.layers.1" or asked[0]:
+            asked[0] += 1
+        if asked[0] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)  # the main thread takes it
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        over.drift(cancelled=cancelled)
+    assert asked[0] < 8  # a layer has seven weights, and more modules
 
 
 def test_an_encoder_and_a_decoder_with_shared_weights(tmp_path: Path) -> None:

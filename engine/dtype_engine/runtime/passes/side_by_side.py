@@ -15,12 +15,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from dtype_engine.core.callbacks import Fixed
 from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.runtime.model.visits import BlockVisits
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 T = TypeVar("T")
+_ALWAYS = Fixed("always", True)
 
 
 class NotIndependent(Cancelled):
@@ -112,6 +114,7 @@ class SideBySide:
                     thread.join()
             except BaseException as error:  # such as an interrupt, which only the main thread gets
                 self._errors.insert(0, error)
+                self._visits.cancelled = _ALWAYS  # so that the running pass stops at its next weight
             for thread in threads:
                 thread.join()
             self._visits.leave()
