@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 from rich.color import Color
@@ -11,6 +13,7 @@ from rich.terminal_theme import TerminalTheme
 
 from dtype_engine.core import dtypes
 from dtype_engine.results.meaning import GRADES, SQNR_BF16, SQNR_FP8, SQNR_SIGNS, Word, sqnr_limits
+from dtype_tui.rendering import palette
 from dtype_tui.rendering.palette import ACCENT, DARK, LIGHT, TRACK, colour, pill, ramp, sqnr_colour, verdict_pill
 
 HUES = {colour(name) for name in dtypes.BY_NAME}
@@ -67,6 +70,13 @@ def test_no_two_colours_look_alike(theme: TerminalTheme) -> None:
     for one, other in combinations(sorted(HUES | RAMP | {ACCENT}), 2):
         apart = math.dist(perceived(shown(one, theme)), perceived(shown(other, theme)))
         assert apart >= 0.075, (one, other, apart)
+
+
+def test_hues_of_dtypes_are_named_in_the_table_alone() -> None:
+    """Drawing code gets them by `colour` and `pill`, and so gives them to dtypes only."""
+    for file in Path(palette.__file__).parents[1].rglob("*.py"):
+        words = re.findall(r'"(?:bold |dim )?(\w+)"', file.read_text(encoding="utf-8"))
+        assert file == Path(palette.__file__) or not HUES & set(words), file
 
 
 def test_a_visible_drift_is_bright_yellow_in_sixteen_colours() -> None:

@@ -227,10 +227,10 @@ class OptimiseScreen(ModalScreen[None]):
         here = solution.bytes / scale, solution.score
         inside = [point for point in points if self._in_view(point[0], points)]
         axes = axes_around([*inside, *(point for point in measured if self._in_view(point[0], points)), here])
-        series = (Series(points, style="cyan"), Series(measured, "x", "red"), Series((here,), "O", ACCENT))
+        series = (Series(points, style="dim"), Series(measured, "x", "bold"), Series((here,), "O", ACCENT))
         line = budget / scale if budget is not None else None
         widget.update(plot(series, axes, max(20, widget.size.width), max(6, widget.size.height), line))
-        marks = [("⠒ predicted", "cyan"), ("O here", ACCENT), ("x measured", "red")]
+        marks = [("⠒ predicted", ""), ("O here", ACCENT), ("x measured", "bold")]
         if budget is not None:
             marks.append(("| budget", "yellow"))
         length = sum(len(mark) for mark, _ in marks)

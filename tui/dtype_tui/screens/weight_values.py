@@ -70,7 +70,7 @@ def exponent_histogram(stats: WeightStats) -> Text:
     tallest = max(count for _, count in grouped)
     for first, count in grouped:
         text.append(f"2^{first:<8}{human_count(count) if count else '-':>10}  ")
-        text.append(bar(count / tallest, 24), style="cyan")
+        text.append(bar(count / tallest, 24), style="dim")
         for name in _HISTOGRAM_DTYPES:
             row = dtypes.BY_NAME[name]
             mark = range_mark(first, step, row)
