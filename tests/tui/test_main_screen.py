@@ -417,6 +417,8 @@ async def test_a_failure_is_a_notice_and_marks_its_module(app: DtypeApp) -> None
         assert screen(app).count("[bold]no kernel[/]") == 1, "an error is told once"
         assert "⚠ the run failed: the Drift pane says" in screen(app)
         assert any("failed here" in line for line in lines(app))
+        await pilot.press("a")
+        assert notices(app)[-1].startswith("no rules are known that make the run work")
         await pilot.press("2")
         assert not any("failed here" in line for line in lines(app))
 

@@ -310,7 +310,10 @@ def uncast_words(tree: Tree, taken: Selection) -> str:
 
 _MOST_NAMES = 20_000
 """Maximum number of names with which a mistyped pattern is compared. Comparing this many names takes a second."""
-NO_CLASSES = "but this model's architecture is unknown: put a config.json that names a known one next to its files"
+NO_CLASSES = (
+    "but this model's architecture is unknown: put a config.json that names a known one next to its files, or open the model's own "
+    "code with file.py:Name --weights FILE"
+)
 
 
 def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:

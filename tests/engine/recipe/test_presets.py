@@ -66,7 +66,7 @@ def planned(name: str, tree: Tree = MOE) -> dict[str, str]:
 def test_all_bf16_needs_no_classes() -> None:
     headers = from_tensors(TensorInfo(tensor.name, tensor.shape, tensor.dtype) for tensor in MOE.tensors.values())
     assert set(planned("all-bf16", headers).values()) == {"bfloat16"}
-    with pytest.raises(UserError, match=r"matches module classes.*config\.json"):
+    with pytest.raises(UserError, match=r"matches module classes.*config\.json.*file\.py:Name --weights"):
         preset("fp16-but-norms").recipe(headers)
 
 

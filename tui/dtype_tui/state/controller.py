@@ -360,7 +360,12 @@ class Controller:
                 listed = listed.then(Rule.parse(rule))
             self.apply_rules(listed)
         else:
-            self.notify(nonfinite.reason if nonfinite is not None else "nothing needs a remedy", "information")
+            none = (
+                "no rules are known that make the run work: the Drift pane says why it failed"
+                if self.experiment.results.failure is not None
+                else "nothing needs a remedy"
+            )
+            self.notify(nonfinite.reason if nonfinite is not None else none, "information")
 
     def replace_rules(self, recipe: Recipe) -> None:
         """Replace all rules by those of a recipe, which comes from a preset."""
