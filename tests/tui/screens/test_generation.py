@@ -35,3 +35,13 @@ async def test_texts_without_end_are_cut(texts: tuple[Generation, ...], end: str
         assert rows.virtual_size.height < 5000
         rows.scroll_end(animate=False)
         await until(pilot, lambda: end in screen(app))
+
+
+async def test_less_than_a_token_in_a_second_is_a_time_for_each() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        slow, fast = Written((5,), ("ab ",), 52.77), Written((5,) * 30, ("ab ",) * 30, 1.5)
+        text = Generation("the prompt", slow, fast)
+        await app.push_screen(GenerationScreen(None, (text,), lambda wanted: True, lambda: None))
+        await until(pilot, lambda: "1 token, 52.77 s, 52.77 s each" in screen(app))
+        assert "30 tokens, 1.50 s, 20/s" in screen(app)

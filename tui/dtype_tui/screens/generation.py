@@ -12,7 +12,7 @@ from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Static
 
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import seconds_text
+from dtype_engine.core.units import plural, seconds_text
 from dtype_engine.reports.text import parting
 from dtype_engine.results.runs import Generation, Written
 from dtype_engine.worker import events
@@ -177,4 +177,5 @@ def _pace(written: Written) -> str:
     if not written.ids:
         return ""
     rate = len(written.ids) / written.seconds if written.seconds else 0.0
-    return f"{len(written.ids)} tokens, {seconds_text(written.seconds)}, {rate:.0f}/s"
+    pace = f"{rate:.0f}/s" if rate >= 1 or not rate else f"{seconds_text(1 / rate)} each"
+    return f"{plural(len(written.ids), 'token')}, {seconds_text(written.seconds)}, {pace}"
