@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from tests.helpers.recorded_worker import make_engine
+from tests.helpers.recording_engine import make_app, report, running
 from tests.helpers.screen_text import notices, screen, until
 from tests.matrix.forms import made
 
 from dtype_engine import Options
 from dtype_engine.checkpoint.source import locate
+from dtype_engine.recipe import Recipe
+from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.state.launch import Launch
 
@@ -31,3 +35,12 @@ async def test_the_estimate_and_the_run(tmp_path: Path) -> None:
         assert " a pass" in screen(app)
         await pilot.press("O")
         await until(pilot, lambda: any("runs from the disk already" in each for each in notices(app)))
+
+
+async def test_the_key_says_at_once_that_the_model_runs_from_the_disk() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        app.controller.handle(events.Memory(Recipe(), dataclasses.replace(report(Recipe()).memory, read_bytes=1 << 20)))
+        app.controller.handle(events.MeasuringProgress(Recipe(), "reference", 1, 4))
+        await pilot.press("O")
+        assert notices(app) == ["the model runs from the disk already"]

@@ -366,6 +366,10 @@ class MainScreen(Screen[None]):
         self._awaited.ask(Download())
 
     def action_over_memory(self) -> None:
+        memory = self.experiment.memory
+        if memory is not None and memory.read_bytes is not None:
+            self.say("the model runs from the disk already", "information")  # the engine would say so after its jobs
+            return
         self._awaited.ask(OpenOverMemory())
 
     def action_causes(self) -> None:
