@@ -93,7 +93,10 @@ class Source:
         code.
         """
         if self.kind == "checkpoint" and options.weights is not None:
-            raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
+            raise UserError(
+                "--weights goes with the code of a model, as in file.py:Name --weights model.pth, and "
+                f"{self.title} is no code; for --against, write functions that load the weights of both models"
+            )
         if self.kind == "python" and options.architecture is not None:
             raise UserError(f"--architecture goes with a checkpoint; {self.title} makes its own module")
 

@@ -44,6 +44,10 @@ def test_a_model_is_opened_with_the_same_options_by_every_command(name: str) -> 
     [
         (["inspect", "--weights", "x.pth"], "--weights goes with the code of a model"),
         (["weights", "--weights", "x.pth"], "--weights goes with the code of a model"),
+        (
+            ["drift", "net.py:Net", "--weights", "x.pth", "--against", "demo"],
+            "demo is no code; for --against, write functions",
+        ),
         (["inspect", "{net}", "--architecture", "BertModel"], "makes its own module"),
         (["drift", "{net}", "*.mlp=bf16"], "extra argument (*.mlp=bf16); rules are given as --cast PATTERN=DTYPE"),
     ],

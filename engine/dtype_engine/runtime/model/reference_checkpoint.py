@@ -51,7 +51,9 @@ def use_reference(live: LiveModel, source: Source, options: Options, on_step: On
     can't run with the configurations of both.
     """
     if options.weights is not None:
-        raise UserError("--weights goes with one model: --against compares two that bring their own weights")
+        raise UserError(
+            "--weights goes with one model; for --against, write functions that load the weights of both models"
+        )
     of_reference = dataclasses.replace(options, device="cpu", reference=FLOAT32)
     try:
         other = load(source, of_reference, lambda step: on_step(f"reference: {step}"))
