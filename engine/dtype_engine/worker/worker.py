@@ -90,10 +90,11 @@ class Worker(Engine):
             self._emit(events.Refused(request.name, READ_ONLY))
             return
         with self._changed:
-            self._replace_queue(merge(self._queue, request))
+            queue = merge(self._queue, request)
+            self._replace_queue(queue)
             self._emit_jobs()
-            idle = self._queue.running is None and not self._queue.waiting
-            if idle and isinstance(request, Cancel) and self._opened.is_set():
+            idle = queue.running is None and not queue.waiting
+            if idle and (isinstance(request, Cancel) or queue.refused) and self._opened.is_set():
                 self._emit(events.Idle())  # the thread may not have seen what was dropped, and so does not say it
 
     def save(self, request: SaveRequest) -> None:
@@ -170,7 +171,7 @@ class Worker(Engine):
         model = open_model(self._source, self._options, self._emit, self._read_headers)
         self._model, self._memory.session = model, model.session
         self._opened.set()
-        reason = model.why_closed if model.available == "files" else f"{self._source.title} could not be opened"
+        reason = model.why_closed or f"{self._source.title} could not be opened"
         with self._changed:
             self._replace_queue(opened(self._queue, model.available, reason))
         runner = CommandRunner(
