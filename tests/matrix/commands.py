@@ -426,9 +426,18 @@ def load_back(job: Job) -> str:
         assert json.loads((target / "model_index.json").read_text()) == json.loads(
             (Path(made.model) / "model_index.json").read_text()
         )
-        for file in ("scheduler/scheduler_config.json", "tokenizer/vocab.json", "unet/config.json"):
-            assert (target / file).read_bytes() == (Path(made.model) / file).read_bytes()
-        return "transformers.from_pretrained"
+        source = Path(made.model)
+        for file in (*source.glob("scheduler/*"), *source.glob("tokenizer/*"), source / "unet" / "config.json"):
+            assert (target / file.relative_to(source)).read_bytes() == file.read_bytes()
+        if made.module is None:
+            return "transformers.from_pretrained"
+        import diffusers
+
+        loaded = diffusers.DiffusionPipeline.from_pretrained(target, torch_dtype=BF16)
+        for name in ("unet", "vae"):
+            for key, tensor in getattr(loaded, name).state_dict().items():
+                assert outside.same_bits(tensor, made.tensors[f"{name}.{key}"].to(BF16)), (name, key)
+        return "diffusers.from_pretrained"
     if (target / "adapter_config.json").exists():
         assert (target / "adapter_config.json").read_bytes() == (Path(made.model) / "adapter_config.json").read_bytes()
         assert set(load_file(target / "adapter_model.safetensors")) == set(made.tensors)

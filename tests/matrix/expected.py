@@ -31,6 +31,7 @@ _RUNNING = (
     "app: depth",
     "app: d",
     "app: g",
+    "app: O",
 )
 
 
@@ -48,7 +49,7 @@ _NO_TEXT = _NO_PICTURES | {
     "drift *.kv_cache": "names KV caches",
     "scan kv:": "keeps no KV cache",
 }
-_IN_MEMORY = {"drift --over-memory": "can't be run in parts"}
+_IN_MEMORY = dict.fromkeys(("drift --over-memory", "app: O"), "can't be run in parts")
 _CODE = dict.fromkeys(("check", "weights --against", "app: :check"), "is code") | _NO_TEXT | _IN_MEMORY
 
 REFUSED_SCHEMES: dict[str, dict[str, str]] = {
@@ -103,6 +104,16 @@ REFUSED: dict[str, dict[str, str]] = {
     "diffusers": _no_pass("a pipeline has several models")
     | {"export .pth": "a folder for each component"}
     | _IN_MEMORY,
+    "diffusers, runs": _IN_MEMORY
+    | {
+        "scan": "scan --exact",
+        "search --metric": "scan --exact",
+        "drift *.kv_cache": "names KV caches",
+        "scan kv:": "keeps no KV cache",
+        "drift --generate": "makes pictures and no text",
+        "drift --save": "the pictures that this model makes are not saved",
+        "export .pth": "a folder for each component",
+    },
     "adapter": _no_pass("an adapter alone is no model"),
     "GPTQ": _NO_PICTURES,
     "AWQ": _NO_PICTURES,

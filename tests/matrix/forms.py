@@ -384,6 +384,42 @@ def _diffusers(folder: Path) -> Made:
     return Made(str(target), tensors, "safetensors.torch.load_file", parameters, linears=None)
 
 
+class _Pipeline(nn.Module):
+    """A pipeline of diffusers, its models under the names of their folders: (seed, settings of a call) to pictures [B, 3, H, W]."""
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__()
+        pipeline.set_progress_bar_config(disable=True)
+        self.__dict__["pipeline"] = pipeline
+        for name, part in pipeline.components.items():
+            if isinstance(part, nn.Module):
+                self.add_module(name, part.eval())
+
+    def forward(self, seed: torch.Tensor, **call: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(int(seed))
+        pictures: torch.Tensor = self.__dict__["pipeline"](**call, generator=generator, output_type="pt")[0]
+        return pictures
+
+
+def _pipeline(folder: Path) -> Made:
+    """A pipeline that diffusers wrote and runs itself. What it is run on is what the program chooses."""
+    import diffusers
+    from tests.helpers.pipelines import save_pipeline
+
+    import dtype_engine as de
+
+    target = save_pipeline("sd15", folder)
+    tensors: Tensors = {}
+    for path in sorted(target.glob("*/*.safetensors")):
+        tensors |= {f"{path.parent.name}.{name}": tensor for name, tensor in load_file(path).items()}
+    module = _Pipeline(diffusers.StableDiffusionPipeline.from_pretrained(target))
+    (batch,) = de.open(str(target)).need_inputs().batches
+    return Made(
+        str(target), tensors, "safetensors.torch.load_file", parameter_count(module), module=module,
+        inputs=dict(batch.kwargs),
+    )  # fmt: skip
+
+
 def _adapter(folder: Path) -> Made:
     target = folder / "adapter"
     target.mkdir()
@@ -651,6 +687,7 @@ FORMS: dict[str, Callable[[Path], Made]] = {
     "GGUF Q8_0": partial(_gguf, kind="q8_0"),
     "GGUF Q4_K": partial(_gguf, kind="q4_k"),
     "diffusers": _diffusers,
+    "diffusers, runs": _pipeline,
     "adapter": _adapter,
     "GPTQ": partial(quantized, make=CASES["gptq"]),
     "AWQ": partial(quantized, make=CASES["awq"]),
@@ -668,6 +705,8 @@ FORMS: dict[str, Callable[[Path], Made]] = {
 }
 
 
+NEEDS = {"diffusers, runs": "diffusers"}
+"""The packages that some forms need besides those of the tests. Where one is not installed, its forms are left out."""
 _ALONE = "ct int4 stacked"  # no model of transformers has a weight of this shape
 SCHEMES: dict[str, Callable[[Path], Made]] = {
     name: partial(_without_model if name == _ALONE else quantized, make=make) for name, make in CASES.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -21,6 +22,7 @@ from dtype_engine.cli.program import run
 from dtype_engine.worker import connection
 from dtype_tui.app import DtypeApp
 from dtype_tui.cli import command as cli
+from dtype_tui.screens.pictures import PicturesScreen
 
 from . import outside
 from .commands import BF16, Cell, Refused, check_export, human, known_findings, near, where
@@ -67,11 +69,13 @@ def pane(app: DtypeApp, name: str) -> str:
     return " ".join(" ".join(line[region.x + 1 : region.right - 1] for line in lines).split())
 
 
-async def until(pilot: Pilot[None], condition: Callable[[], object], what: str) -> None:
+async def until(
+    pilot: Pilot[None], condition: Callable[[], object], what: str, patience_s: float = _PATIENCE_S
+) -> None:
     """Wait for what the engine works out; fails with the screen."""
     app = pilot.app
     assert isinstance(app, DtypeApp)
-    end = time.monotonic() + _PATIENCE_S
+    end = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < end, f"{what}:\n{shown(app)}"
         await asyncio.sleep(0.05)  # what `pilot.pause` does besides is a message to each widget
@@ -199,7 +203,7 @@ async def _open(app: DtypeApp, pilot: Pilot[None], key: str) -> None:
 async def _causes(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     """`d`: modules of the model, with their shares of the drift of all, which is that of plain torch."""
     await _open(app, pilot, "d")
-    await until(pilot, lambda: ready(app) and "alone as cast" in shown(app), "no table of causes")
+    await until(pilot, lambda: ready(app) and "alone as cast" in shown(app), "no table of causes", 10 * _PATIENCE_S)
     causes = app.controller.experiment.results.causes
     assert causes is not None
     assert made.module is not None
@@ -214,6 +218,8 @@ async def _causes(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
 async def _generate(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     """`g`: the ids that the float32 model continues its own inputs with."""
     await _open(app, pilot, "g")
+    if isinstance(app.screen, PicturesScreen):
+        return await _pictures(app, pilot, made)
     await pilot.press("tab", "ctrl+u", "4", "enter")
     await until(pilot, lambda: ("tokens, " in shown(app) and ready(app)) or _refusal_of(app), "nothing is generated")
     if refusal := _refusal_of(app):
@@ -225,6 +231,29 @@ async def _generate(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     await pilot.press("escape")
     await until(pilot, lambda: len(app.screen_stack) == 1, "the texts do not close")
     return "transformers"
+
+
+async def _pictures(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
+    """`g` of a model that makes pictures: both of them, as plain torch makes them, and how far they are from each other."""
+    assert made.module is not None
+    await until(pilot, lambda: ready(app) and app.controller.experiment.results.report, "no pictures")
+    report = app.controller.experiment.results.report
+    assert report is not None
+    pictures = [
+        outside.call(module, made.inputs, dtype).clamp(0, 1)
+        for module, dtype in ((made.module, torch.float32), (outside.in_dtype(made.module, BF16), BF16))
+    ]
+    pair = report.pictures[0]
+    for found, expected in zip((pair.reference, pair.candidate), pictures, strict=True):
+        pixels = torch.frombuffer(bytearray(found.pixels), dtype=torch.uint8).reshape(found.height, found.width, 3)
+        assert (pixels.double() - 255 * expected[0].movedim(0, -1)).abs().max() <= 1
+    psnr = -10 * math.log10(float((pictures[1] - pictures[0]).square().mean()))
+    text = shown(app)
+    assert any(abs(figure - psnr) < 0.05 for figure in _figures(text)), (psnr, text)
+    assert "▀" in text, text
+    await pilot.press("escape")
+    await until(pilot, lambda: len(app.screen_stack) == 1, "the pictures do not close")
+    return "diffusers"
 
 
 async def _values(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
@@ -332,7 +361,33 @@ async def walk(ways: Sequence[str], made: Made, work: Path) -> dict[str, Cell | 
                     await pilot.press("escape")
             rules, cursor = app.controller.experiment.recipe, app.main.tree_view.current.name
         await fill("app: --resume", lambda: _resume(made, rules, cursor))
+        await fill("app: O", lambda: _over(made))
     return cells
+
+
+async def _over(made: Made) -> str:
+    """`O`: the model is larger than the memory to use, and then runs from the disk. Raises Refused with what is said instead."""
+    limit = ("--max-memory", f"cpu={made.stored_bytes() // 2}")
+    async with opened(made, "--cast", "*=bfloat16", *limit) as (app, pilot):
+        await until(pilot, lambda: app.controller.open_error is not None, "it opens")
+        app.clear_notifications()
+        await pilot.press("O")
+        await asyncio.sleep(1)  # where it can't run, the same sentence may stand there again
+        await until(pilot, lambda: ready(app), "it does not open")
+        if not app.controller.experiment.model.live:
+            raise Refused(said(app))
+        largest, _ = outside.drift(made, BF16)
+        await until(
+            pilot,
+            lambda: any(near(figure, largest, 0.02) for figure in _figures(pane(app, "Drift"))),
+            f"max |Δ| is not {largest}",
+        )
+    return "plain torch"
+
+
+def said(app: DtypeApp) -> str:
+    """Why the model does not run, as a notice or in the place of the drift."""
+    return _refusal_of(app) or str(app.controller.open_error or "")
 
 
 async def _resume(made: Made, rules: Any, cursor: str) -> str:
@@ -354,4 +409,4 @@ AT_FIRST = (
     "app: tree", "app: Memory", "app: header", "app: Drift", "app: depth", "app: d", "app: g", "app: v", "app: e", "app: :check",
 )  # fmt: skip
 """The ways in the first run of the app, each of which needs what those before it have brought about."""
-SCREENS = (*AT_FIRST, "app: --resume")
+SCREENS = (*AT_FIRST, "app: --resume", "app: O")

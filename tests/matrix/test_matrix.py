@@ -38,7 +38,9 @@ _OFTEN = ("folder", "GPTQ", "file.py:Class", "adapter")
 """The forms with which the test run goes these ways. They measure as `drift` does, and take longer."""
 _ON_TWO = ("folder", "adapter")
 """Those of them that it runs on two accelerators: each time is a process of its own."""
-IN_THE_APP = dict.fromkeys(_TAKEN_UP, SCREENS) | dict.fromkeys(_ONCE, AT_FIRST)
+IN_THE_APP: dict[str, tuple[str, ...]] = dict.fromkeys(_TAKEN_UP, (*AT_FIRST, "app: --resume")) | dict.fromkeys(
+    _ONCE, AT_FIRST
+)
 """The ways in the app that the test run goes with a form. Forms that the app opens in the same way have one of them here."""
 
 
@@ -52,6 +54,8 @@ def test_every_form_has_a_row_and_every_row_a_form() -> None:
 
 @pytest.mark.parametrize("form", forms.names())
 def test_every_way_of(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if form in forms.NEEDS:
+        pytest.importorskip(forms.NEEDS[form])
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     in_the_app = IN_THE_APP.get(form, ())
     left_out = _SELDOM if form not in _OFTEN else () if form in _ON_TWO else ("drift --device-map",)
