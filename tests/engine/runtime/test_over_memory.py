@@ -103,6 +103,11 @@ def test_experts_are_cast_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for dtype in ("float16", "int8", "int8@tensor", "float8_e4m3fn", "nvfp4", "mxfp4", "int4@g128", "fp8@128x128"):
         rules = (f"*.experts={dtype}",)
         assert measured(over, rules) == measured(inside, rules), dtype
+    runs: dict[str, None] = {}
+    over.apply(de.Recipe.of([de.Rule.parse("*.experts=mxfp8")]))
+    over.drift(MeasurementListener(on_progress=lambda run, *_: runs.setdefault(run)))
+    assert list(runs)[-1] == "values that casts lose"  # of the experts to which no token was sent
+    over.undo()
     found = [session.causes().causes for session in (inside, over)]
     assert found[0] == found[1]
     assert over.generate(3)[0].candidate.ids == inside.generate(3)[0].candidate.ids

@@ -508,12 +508,13 @@ class LiveModel:
         counts are cached.
 
         planned: the dtype of each weight, keyed by name; by default, the current dtypes. on_progress: called before each weight
-        with the numbers of finished and of all weights. Raises Cancelled.
+        that is not in the cache, with its number and the number of all weights. Raises Cancelled.
         """
         losses = []
         for number, (name, weight) in enumerate(self.weights.items()):
-            on_progress(number, len(self.weights))
             dtype = weight.dtype if planned is None else planned[name]
+            if dtype != weight.info.dtype and dtype not in weight.losses:
+                on_progress(number, len(self.weights))
             losses.append(weight.count_loss(dtype, cancelled, cast=planned is None))
         return tuple(loss for loss in losses if loss is not None)
 

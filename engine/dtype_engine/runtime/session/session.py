@@ -498,7 +498,7 @@ class Session:
             )
             with saved_drift.saving(save, fingerprint, self._meter, listener) as (listener, begun):
                 totals = self._meter.measure(listener, begun=begun)
-        throttle, on_progress = Throttle(first=False), listener.on_progress
+        throttle, on_progress = Throttle(), listener.on_progress
 
         def on_weights(done: int, total: int) -> None:
             if self.model.visits is not None and throttle.due():
