@@ -25,7 +25,7 @@ from dtype_engine.recipe import Recipe, make_plan
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
-from dtype_engine.runtime.device import cache_budget
+from dtype_engine.runtime.device import cache_budget, enough_memory
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.modules.comparer import ModuleComparer
@@ -233,7 +233,8 @@ class DriftMeter:
                 for step, reference, (kept, comparer), ran in zip(steps, references, comparers, passes, strict=True):
                     output = _comparable_output(ran, reference)
                     positions = None if kept is None else kept.of_main(reference.output_name, output)
-                    totals.add(step.number, batches[step.number], reference, ran, output, positions)
+                    with enough_memory("the figures of the output", self.model.device):
+                        totals.add(step.number, batches[step.number], reference, ran, output, positions)
                     if comparer is not None:
                         totals.set_modules(step.number, comparer.sums)
                         if listener.on_modules is not None:

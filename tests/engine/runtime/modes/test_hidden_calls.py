@@ -298,7 +298,7 @@ def test_an_input_gets_the_dtype_of_a_weight_that_is_detached() -> None:
     session.cast("*", "bfloat16")
     found = session.drift().output
     narrow, wide = x, x
-    for index, layer in enumerate(session.model.module.layers):  # in bfloat16 now
+    for index, layer in enumerate(session.model.module.cpu().layers):  # in bfloat16 now
         weight, bias = (session.model.weights[f"layers.{index}.{name}"].stored.read() for name in ("weight", "bias"))
         narrow = functional.linear(narrow.bfloat16(), layer.weight, layer.bias).float()
         wide = functional.linear(wide, weight, bias)

@@ -17,6 +17,7 @@ import torch
 import transformers
 from tests.helpers import architectures
 from tests.helpers.candidate_output import candidate_output
+from tests.helpers.measured_on import DEVICE
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -322,7 +323,9 @@ def test_a_model_as_published_has_the_figures_of_plain_torch() -> None:
         r, c = (each(**inputs).logits.double() for each in (wide, module))
     p, q = r.log_softmax(-1), c.log_softmax(-1)
     output = de.open(module, inputs=inputs).drift().output
-    assert output.kl_mean == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-6)
+    assert output.kl_mean == pytest.approx(
+        float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-6 if DEVICE == "cpu" else 1e-4
+    )
     assert output.sqnr_db == pytest.approx(20 * float((r.norm() / (r - c).norm()).log10()), rel=1e-6)
 
 
