@@ -298,7 +298,7 @@ def test_a_missing_kernel_is_known_by_all_words_of_torch(name: str, function: An
 
     session = de.open(Calls(), inputs=(torch.zeros(2, 2),), options=de.Options(device="cpu"))
     session.cast("*", "bfloat16")
-    with pytest.raises(KernelError, match=f"{name} has no bfloat16 kernel on cpu; float32 works there"):
+    with pytest.raises(KernelError, match=f"{name} has no bfloat16 kernel on [a-z0-9:]+; float32 works there"):
         session.drift()
 
 
