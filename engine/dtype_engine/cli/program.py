@@ -104,7 +104,7 @@ def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -
 
 def say_progress(run: str, done: int, total: int) -> None:
     """Show on standard error how much of a measurement is done. run: the model that is running, "reference" or "candidate". done,
-    total: how many of its inputs it has run, and of how many.
+    total: how many of its inputs it has run, and of how many. Or what is counted at the end, and how many weights.
     """
     say_share(f"measuring: {run}", done, total, job="measuring")
 

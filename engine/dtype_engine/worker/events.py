@@ -143,7 +143,9 @@ class MeasuringProgress(Event, frozen=True):
 
     recipe: Recipe
     run: str
-    """The model that is running: "reference" (in float32) or "candidate" (cast to the recipe)."""
+    """The model that is running: "reference" (in float32) or "candidate" (cast to the recipe). At the end, for a model that runs
+    from the disk, it is "values that casts lose", and `done` and `total` are numbers of weights.
+    """
     done: int
     total: int
 

@@ -93,6 +93,8 @@ class CommandRunner:
         session = self._model.session
         if session is not None:
             session.settings = settings
+            if session.model.visits is not None:
+                session.model.visits.bytes_read = 0
         match command:
             case Measure():
                 return self._measure(session, recipe, command, token)
@@ -114,8 +116,6 @@ class CommandRunner:
         return ()
 
     def _run_on(self, session: Session, command: Command, recipe: Recipe, token: CancelToken) -> Iterable[Command]:
-        if session.model.visits is not None and isinstance(command, TraceCasts | AttributeDrift | Generate | Scan):
-            session.model.visits.bytes_read = 0  # a drift does so itself
         match command:
             case SetInputs():
                 return self._set_inputs(session, recipe, command.line, token)
@@ -198,24 +198,28 @@ class CommandRunner:
 
         session.use_recipe(recipe, on_progress=on_cast, cancelled=token)
         self._emit_memory()
-        over_memory = (
-            session.model.visits is not None
-        )  # then counting lost values reads weights, which the passes read anyway
-        if not over_memory:
+        # Counting lost values reads the weights. If the model runs from the disk, the passes do so anyway.
+        counts_later = session.model.visits is not None and session.no_forward is None
+        if not counts_later:
             self._emit(events.CastDone(recipe, session.lost_values(token)))
         if session.no_forward is not None:
             return (FindLossRemedy(None),)
-        report: DriftReport = session.drift(
-            MeasurementListener(
-                on_progress=lambda run, done, total: self._emit(events.MeasuringProgress(recipe, run, done, total)),
-                on_modules=on_modules,
-                on_sequence=on_sequence,
-                cancelled=token,
-                precision=lambda: None if self._in_full() else session.options.precision,
-                all_modules=lambda: self._in_full() or session.options.modules == "exact",
-            )
+        listener = MeasurementListener(
+            on_progress=lambda run, done, total: self._emit(events.MeasuringProgress(recipe, run, done, total)),
+            on_modules=on_modules,
+            on_sequence=on_sequence,
+            cancelled=token,
+            precision=lambda: None if self._in_full() else session.options.precision,
+            all_modules=lambda: self._in_full() or session.options.modules == "exact",
         )
-        if over_memory:
+        try:
+            report: DriftReport = session.drift(listener)
+        except UserError:
+            if counts_later:
+                why = "those that the casts lose are not counted, because the model did not run"
+                self._emit(events.CastDone(recipe, None, why))
+            raise
+        if counts_later:
             self._emit(events.CastDone(recipe, report.lost))
         self._emit(events.Measured(recipe, report, session.settings))
         floor = (MeasureFloor(),) if _wants_floor(session, report) else ()

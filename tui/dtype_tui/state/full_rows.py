@@ -146,7 +146,7 @@ def _measured_memory(experiment: Experiment) -> Iterator[tuple[str, str]]:
         return
     if memory.read_bytes is not None:
         whole = human_bytes(experiment.plan.stored_bytes)
-        yield "read", f"{human_bytes(memory.read_bytes)} by this measurement; a pass reads at most {whole}"
+        yield "read", f"{human_bytes(memory.read_bytes)} by this job; a pass reads at most {whole}"
     elif memory.resident_bytes is not None:
         devices = ", ".join(f"{name} {human_bytes(size)}" for name, size in memory.resident_by_device if size)
         yield "resident", devices or human_bytes(memory.resident_bytes)

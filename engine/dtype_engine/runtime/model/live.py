@@ -30,7 +30,7 @@ from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss, total
 from dtype_engine.runtime.device import cache_budget, enough_memory, has_float64
-from dtype_engine.runtime.formats.row_blocks import finite_amax
+from dtype_engine.runtime.formats.row_blocks import finite_amax, stopping
 from dtype_engine.runtime.model.device_map import Places, distribute
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement
@@ -240,7 +240,8 @@ class Weight:
             else:
                 held = (self.tensor.data if self.stashed is None else self.stashed) if cast else None
             if dtype not in self.losses:
-                self.losses[dtype] = count_losses(self.info.name, self.stored.read(), dtype, held, cancelled)
+                with stopping(cancelled):
+                    self.losses[dtype] = count_losses(self.info.name, self.stored.read(), dtype, held, cancelled)
         return self.losses[dtype]
 
     @property

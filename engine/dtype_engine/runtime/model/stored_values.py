@@ -365,7 +365,8 @@ class VisitedValues(StoredValues):
 
     def read(self, device: torch.device = _CPU) -> torch.Tensor:
         if self.scale is None:
-            return self.visits.once((self, device), lambda: self.values.read(device), self.values, ahead=True)
+            on_device = device.type != "cpu"
+            return self.visits.once((self, device), lambda: self.values.read(device), self.values, ahead=on_device)
         return self.visits.once((self, device), lambda: self._dequantized(device), self.values)
 
     def coded(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -150,11 +150,12 @@ class BlockVisits:
             return self._values[key]  # type: ignore[no-any-return]
         if self.cancelled():
             raise Cancelled
-        if ahead and self.copies is not None:
-            self._reads[self._inside][key] = make
-            made = self.copies.take(self._inside, key, make)
-        else:
-            with stopping(self.cancelled):  # the cast of a large weight takes seconds
+        # A cast takes seconds. `cancelled` is looked up anew each time, because an interrupt replaces it during the cast.
+        with stopping(lambda: self.cancelled()):
+            if ahead and self.copies is not None:
+                self._reads[self._inside][key] = make
+                made = self.copies.take(self._inside, key, make)
+            else:
                 made = make()
         parts = made if isinstance(made, tuple) else (made,)
         self._kept += sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))

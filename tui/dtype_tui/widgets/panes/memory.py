@@ -37,7 +37,7 @@ class MemoryPane(Pane):
         "resident: all tensors of the live model now, with a bar for each device that --max-memory limits. "
         "process: the resident set; anonymous is the process's private memory, mapped are pages of the checkpoint's files, which "
         "the system can reclaim. peak: of the process since the last measurement began. "
-        "read: how much this measurement has read from the disk, for a model that is larger than the memory. "
+        "read: how much the running job has read from the disk, for a model that is larger than the memory. "
         "cache: outputs of modules that the next measurement reuses, and their limit (--keep); they are part of the process or, if "
         "the model is on a device, of the device."
     )
