@@ -146,7 +146,7 @@ def test_every_row_of_the_help_is_walked_and_no_other() -> None:
         for step in walk.steps
         if isinstance(step, Key)
     }
-    assert named_by_the_help == walked | {(MAIN, "Ctrl+z")}
+    assert named_by_the_help == walked | {(MAIN, "Ctrl+z"), (MAIN, "Ctrl+l")}
     assert all(what for _, rows in shown for _, what in rows)
 
 

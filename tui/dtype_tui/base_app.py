@@ -130,6 +130,10 @@ class BaseApp(App[ReturnType]):
         if self.screen_stack:
             self.screen.refresh()
 
+    def action_repaint(self) -> None:
+        """Draw the whole screen again. Otherwise only those cells are written that change."""
+        self.screen.refresh()
+
     @property
     def quit_words(self) -> str:
         return "Esc quits"

@@ -16,6 +16,7 @@ from dtype_tui.process.short_frames import ShownCells, with_short_frames
 
 COLOURS = (None, "default", "red", "bright_blue", "color(9)", "color(208)", "#102030", "#f0a45d")
 TEXTS = (" ", "a", "some words", "▄▄▖", "⠉⠒⠤", "漢字", "e\u0301", "…", "│ ")
+COMBINING = "\u0301s"
 
 
 class Terminal:
@@ -49,10 +50,10 @@ def frame(chance: random.Random, console: Console) -> str:
         if chance.random() < 0.5:
             row, column = chance.randint(1, 12), chance.randint(1, 40)
         written += f"\x1b[{row};{column}H"
-        for _ in range(chance.randint(0, 3)):
+        for place in range(chance.randint(0, 3)):
             colour, background = chance.choices(COLOURS, k=2)
             marks = {name: True for name in ("bold", "dim", "underline", "reverse", "italic") if chance.random() < 0.2}
-            text = chance.choice(TEXTS)
+            text = chance.choice((*TEXTS, COMBINING) if place else TEXTS)
             written += Style(color=colour, bgcolor=background, **marks).render(text, color_system=console._color_system)
             column += len(text)
         written += chance.choice(("", "", "\n"))
@@ -94,6 +95,22 @@ def test_only_what_changes_is_written() -> None:
     )
 
 
+def test_an_unknown_byte_in_a_long_text_is_found_at_once() -> None:
+    data = f"\x1b[3;1H{'a' * 5000}\x07\x1b[1;1H"
+    assert ShownCells().shortened(data) == data
+
+
+def test_figures_after_an_arrow_of_two_cells_are_right() -> None:
+    """Terminals set up for East Asian fonts draw arrows and the like in two cells. Here, a wide character is in their place."""
+    cells, screen = ShownCells(), Terminal()
+    for before, after in (("2.2e-5", "1.9e-12"), ("2.2e-5", "1.7e-12"), ("3.2e-5", "-1.7e-12"), ("3.2e-5", "±1.7e-1")):
+        for frame in (f"\x1b[2;1H{before} →{after} \x1b[1;1H", f"\x1b[2;1H\x1b[1m{before} →\x1b[0m{after} \x1b[1;1H"):
+            fewer = cells.shortened(frame).replace("→", "漢").replace("±", "漢")
+            shown = "".join(cell.data for cell in screen.after(fewer)[1])
+            assert shown[:6] == before
+            assert shown[8 : 8 + len(after)].lstrip("漢 ") == after.lstrip("±")
+
+
 def test_a_whole_screen_is_written_in_full() -> None:
     """It repairs what another program wrote, and may follow a change of the terminal's size."""
     cells = ShownCells()
@@ -124,3 +141,14 @@ async def test_the_app_writes_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
         terminal.write("\x1b[2;1H\x1b[1ma\x1b[0m\x1b[1mb\x1b[0m\x1b[1;1H")
     assert written == ["\x1b[2;1H\x1b[1mab\x1b[1;1H\x1b[m", "\x1b[1;1H"]
     assert with_short_frames(driver).__name__ == "HeadlessDriver"
+
+
+async def test_ctrl_l_draws_the_whole_screen_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program may have written to the terminal, which the app can't know. A frame of all rows is written in full."""
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        drawn: list[bool] = []
+        await pilot.pause()
+        monkeypatch.setattr(app.screen, "refresh", lambda *regions, **how: drawn.append(not regions))
+        await pilot.press("ctrl+l")
+        assert True in drawn

@@ -61,6 +61,7 @@ APP_KEYS: list[BindingType] = with_ids(
         Binding("ctrl+p", "app.command_palette", "Palette: find any action by its name"),
         Binding("M", "app.messages", "Messages: list all messages of the app"),
         Binding("ctrl+z", "app.suspend_process", "Suspend the app; fg in the shell resumes it"),
+        Binding("ctrl+l", "app.repaint", "Repaint the screen, after another program has written to the terminal"),
         Binding("q", "app.quit", "Quit"),
     ]
 )

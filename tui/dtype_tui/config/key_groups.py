@@ -80,6 +80,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             ("all messages", ("messages",)),
             ("write a checkpoint, recipe", ("leave-with",)),
             ("suspend; fg resumes", ("suspend-process",)),
+            ("repaint the screen", ("repaint",)),
             ("this help", ("help",)),
             ("the tour", ("tour",)),
             ("quit", ("quit",)),

@@ -15,11 +15,14 @@ from textual.driver import Driver
 
 _MODE = r"\x1b\[\?(?:25|2026)[hl]"
 _MOVE = r"\x1b\[(\d+);(\d+)H"
-_PIECE = re.compile(rf"({_MODE})|\n?{_MOVE}|\x1b\[([\d;]*)m|([^\x00-\x1f\x7f-\x9f]+)")
+_PIECE = re.compile(rf"({_MODE})|\n?{_MOVE}|\x1b\[([\d;]*)m|([^\x00-\x1f\x7f-\x9f]++)")
 """A mode that changes no cell, a move of the cursor, the style of the text after it, or text (ECMA-48: DECSET, CUP, SGR)."""
 _FRAME = re.compile(rf"(?:{_MODE})*(?:{_MOVE}(?:{_PIECE.pattern})*)?")
-_NARROW = re.compile(r"[ -~\u2500-\u259f▸▾▲▼○●✓✗←↑→↓…–·×±≈≤≥Δ\u2800-\u28ff]*")
+_AMBIGUOUS = "▲▼○●←↑→↓…–·×±≈≤≥Δ"
+"""Characters that are one cell wide, but two on terminals that are set up for East Asian fonts (Unicode's East Asian Width "A")."""
+_NARROW = re.compile(rf"[ -~\u2500-\u259f▸▾✓✗{_AMBIGUOUS}\u2800-\u28ff]*")
 """Characters that are one cell wide: ASCII, lines, blocks, braille, and others that the app draws often."""
+_TO_AMBIGUOUS = re.compile(rf"[^{_AMBIGUOUS}]*[{_AMBIGUOUS}]|[^{_AMBIGUOUS}]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +74,12 @@ class ShownCells:
             return data
         pen, wanted = _Pen(), _RESET
         row = column = 0  # column: where the next text begins, or 0 if it is unknown
-        for mode, to_row, to_column, style, text in pieces:
+        before_unknown = _before_unknown(pieces)
+        for place, (mode, to_row, to_column, style, text) in enumerate(pieces):
             if to_row:
                 row, column = int(to_row), int(to_column)
             elif text:
-                column = self._draw(pen, row, column, text, wanted)
+                column = self._draw(pen, row, column, text, wanted, combines=place in before_unknown)
             elif mode:
                 pen.written.append(mode)
             else:
@@ -84,16 +88,22 @@ class ShownCells:
             pen.move_to(row, column)
         return pen.end()
 
-    def _draw(self, pen: _Pen, row: int, column: int, text: str, style: _Style) -> int:
+    def _draw(self, pen: _Pen, row: int, column: int, text: str, style: _Style, combines: bool) -> int:
         """Draw those cells of a text that have changed. From a character of unknown width on, draw everything, and the character
-        before it, with which it may combine.
+        before it, with which it may combine. combines: whether such a character follows the text.
 
         Returns the column after the text, or 0 if it is unknown.
         """
         cells, blank = self._rows.setdefault(row, {}), _on_blank(style)
         known = _narrow(text) if column else 0
+        if combines:
+            known = min(known, len(text) - 1)
         drawn = [(character, blank if character == " " else style) for character in text[:known]]
         changed = [cells.get(place) != cell for place, cell in enumerate(drawn, column)]
+        covered = pen.may_cover(row, column)
+        for place in range(known):
+            changed[place] |= covered
+            covered = changed[place] and text[place] in _AMBIGUOUS
         for is_changed, run in groupby(range(known), changed.__getitem__):
             if is_changed:
                 places = list(run)
@@ -105,7 +115,7 @@ class ShownCells:
         if column:
             pen.move_to(row, column + known)
             self._rows[row] = {place: cell for place, cell in cells.items() if place < column + known}
-        pen.write(text[known:], style)
+        pen.write(text[known:], style, exact=True)
         return 0
 
 
@@ -117,27 +127,54 @@ class _Pen:
         self._style = _RESET
         self._place: tuple[int, int] | None = None
         """(row, column) of the terminal's cursor, or None if they are unknown."""
+        self._adrift = False
+        """Whether the cursor may be a column to the right of `_place`, because of an ambiguous character."""
 
     def move_to(self, row: int, column: int) -> None:
-        if self._place is not None and self._place[0] == row and column >= self._place[1]:
+        if self._place is not None and not self._adrift and self._place[0] == row and column >= self._place[1]:
             right = column - self._place[1]
             self.written.append(f"\x1b[{right}C" if right else "")
         else:
             self.written.append(f"\x1b[{row};{column}H")
-        self._place = row, column
+        self._place, self._adrift = (row, column), False
 
-    def write(self, text: str, style: _Style) -> None:
-        """Write text at the cursor. Blanks are written in the current style if they look the same there."""
-        if style != self._style and (text.strip(" ") or _on_blank(style) != _on_blank(self._style)):
+    def may_cover(self, row: int, column: int) -> bool:
+        """Return whether the character that was just written may cover this cell, too."""
+        return self._adrift and self._place == (row, column)
+
+    def write(self, text: str, style: _Style, exact: bool = False) -> None:
+        """Write text at the cursor. Unless exact is true, blanks are written in the current style if they look the same there."""
+        if style != self._style and (exact or text.strip(" ") or _on_blank(style) != _on_blank(self._style)):
             self.written.append(_between(self._style, style))
             self._style = style
-        self.written.append(text)
-        known = self._place is not None and _narrow(text) == len(text)
-        self._place = (self._place[0], self._place[1] + len(text)) if self._place and known else None
+        if self._place is None or _narrow(text) < len(text):
+            self.written.append(text)
+            self._place = None
+            return
+        for part in _TO_AMBIGUOUS.findall(text):
+            if self._adrift:
+                self.move_to(*self._place)
+            self.written.append(part)
+            self._place = self._place[0], self._place[1] + len(part)
+            self._adrift = part[-1] in _AMBIGUOUS
 
     def end(self) -> str:
         """Return all that was written, which ends in the terminal's own style."""
         return "".join([*self.written, _between(self._style, _RESET)])
+
+
+def _before_unknown(pieces: list[tuple[str, ...]]) -> set[int]:
+    """Return the indices of the texts that are followed directly by a text which begins with a character of unknown width."""
+    found: set[int] = set()
+    before = -1  # the index of the text before, or -1 after a move
+    for place, (mode, _, _, style, text) in enumerate(pieces):
+        if text:
+            if before >= 0 and not _NARROW.fullmatch(text[0]):
+                found.add(before)
+            before = place
+        elif mode or not style:
+            before = -1
+    return found
 
 
 def _narrow(text: str) -> int:

@@ -113,9 +113,11 @@ def status_line(
         line.append(activity)
         if share is not None:
             line.append(f" {working.progress_words(12 if width >= 100 else 6)}")
-        if experiment.memory is not None and experiment.memory.read_bytes:  # the model runs from the disk
-            line.append(f"  {short_bytes(experiment.memory.read_bytes)} read")
         waits = f"  next: {working.queue}" if working.queue else ""
+        if experiment.memory is not None and experiment.memory.read_bytes:  # the model runs from the disk
+            read = f"  {short_bytes(experiment.memory.read_bytes)} read"
+            if line.cell_len + len(f"{read}{waits}  {stops} ") <= width:
+                line.append(read)
         if experiment.results.partial_drift is not None:
             left = width - line.cell_len - len(f"  {waits}  {stops} ")
             line.append(f"  {_so_far(experiment.results.partial_drift, left)}")
