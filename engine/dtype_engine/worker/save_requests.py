@@ -76,3 +76,5 @@ class ExportPlan(Message, frozen=True):
     notices: tuple[str, ...] = ()
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None = ()
     """The weights in which casts make values infinite, make them zero or clip them. None if such values were not counted yet."""
+    no_one_file: str = ""
+    """Why one file of weights can't hold the export, or "" if it can."""

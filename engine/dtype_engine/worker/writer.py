@@ -68,6 +68,7 @@ def plan_export(context: SaveContext) -> ExportPlan:
     the recipe can't be exported.
     """
     from dtype_engine.runtime.export.export import SHARD_SIZE, names_of, shards
+    from dtype_engine.runtime.export.one_file import reason_against
     from dtype_engine.runtime.export.readme import by_dtype, loading_text
 
     contents = _contents(context)
@@ -78,6 +79,7 @@ def plan_export(context: SaveContext) -> ExportPlan:
         loading_text(contents),
         contents.notices,
         _known_losses(context),
+        reason_against(contents) or "",
     )
 
 

@@ -191,6 +191,18 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
         assert "ready" in screen(app)
 
 
+async def test_one_file_that_the_export_refuses_is_not_promised(app: DtypeApp) -> None:
+    async with running(app, (120, 36)) as pilot:
+        await pilot.press("2", "e")
+        why = "13 weights (first a, float8_e4m3fn) have scales, which need a config.json"
+        refused = msgspec.structs.replace(planned(app).plan, no_one_file=why)
+        engine(app).emit(events.ExportPlanned(app.controller.experiment.recipe, refused))
+        await until(pilot, lambda: "It loads so." in screen(app))
+        await pilot.press("ctrl+u", *"net.pth")
+        await until(pilot, lambda: f"One file of weights can't hold this: {why[:30]}" in screen(app))
+        assert "torch.load" not in screen(app)
+
+
 async def test_one_file_says_what_loads_it(app: DtypeApp) -> None:
     async with running(app, (120, 36)) as pilot:
         await pilot.press("2", "e")

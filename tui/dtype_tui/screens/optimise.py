@@ -230,7 +230,7 @@ class OptimiseScreen(ModalScreen[None]):
         series = (Series(points, style="dim"), Series(measured, "x", "bold"), Series((here,), "O", ACCENT))
         line = budget / scale if budget is not None else None
         widget.update(plot(series, axes, max(20, widget.size.width), max(6, widget.size.height), line))
-        marks = [("⠒ predicted", ""), ("O here", ACCENT), ("x measured", "bold")]
+        marks = [("⠒ predicted", "dim"), ("O here", ACCENT), ("x measured", "bold")]
         if budget is not None:
             marks.append(("| budget", "yellow"))
         length = sum(len(mark) for mark, _ in marks)

@@ -208,7 +208,10 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         plan = planned.plan
         mix = " · ".join(f"{dtypes.short_name(name)} {human_bytes(size)}" for name, _, size in plan.dtypes)
         tensors = sum(count for _, count, _ in plan.dtypes)
-        files = "1 file" if plan.files == 1 else f"{plan.files} files"
+        one_file = is_one_file(Path(self._typed))
+        if one_file and plan.no_one_file:
+            return [(f"One file of weights can't hold this: {plan.no_one_file}. Name a folder instead.", "bold")]
+        files = "1 file" if one_file or plan.files == 1 else f"{plan.files} files"
         lines = [(f"{human_bytes(plan.nbytes)} in {files}, {tensors:,} tensors: {mix}", "bold")]
         if not self._rules:
             lines.append(("There are no rules: this is a copy.", ""))

@@ -43,7 +43,7 @@ def export_file(
     """
     started = time.perf_counter()
     target = check_export(target, force, contents.files)
-    if (reason := _reason_against(contents)) is not None:
+    if (reason := reason_against(contents)) is not None:
         raise UserError(f"{target.name} would be one file of weights, but {reason}; name a folder instead")
     pickled = target.name.endswith(PICKLES)
     count = _Count(on_bytes, contents.nbytes * (2 if pickled else 1), cancelled)
@@ -131,7 +131,7 @@ def _save_pickle(weights: Path, contents: Contents, target: Path, count: _Count)
             raise error.__context__ or error from None
 
 
-def _reason_against(contents: Contents) -> str | None:
+def reason_against(contents: Contents) -> str | None:
     """Return why one file can't hold the export, in words that follow "but", or None if it can."""
     if len(contents.layout.parts) > 1:
         return f"{contents.title} is a pipeline with a folder for each component"
