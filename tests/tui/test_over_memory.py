@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from tests.helpers.recorded_worker import make_engine
-from tests.helpers.recording_engine import make_app, report, running
+from tests.helpers.recording_engine import demo_tree, make_app, report, running
 from tests.helpers.screen_text import notices, screen, until
 from tests.matrix.forms import made
 
@@ -15,7 +15,10 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
+from dtype_tui.state.activity import Activity
+from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
+from dtype_tui.widgets.status import status_line
 
 
 async def test_the_estimate_and_the_run(tmp_path: Path) -> None:
@@ -44,3 +47,16 @@ async def test_the_key_says_at_once_that_the_model_runs_from_the_disk() -> None:
         app.controller.handle(events.MeasuringProgress(Recipe(), "reference", 1, 4))
         await pilot.press("O")
         assert notices(app) == ["the model runs from the disk already"]
+
+
+def test_the_bytes_read_leave_room_for_what_stops_the_job() -> None:
+    seconds = [0.0]
+    working, experiment = Activity(lambda: seconds[0]), Experiment(ModelFacts("demo", inputs="prompts"), demo_tree())
+    words = "running each module as cast by itself"
+    for done in range(41):
+        working.begin(words, done / 100)
+        seconds[0] += 60
+    experiment.take(events.Memory(Recipe(), dataclasses.replace(report(Recipe()).memory, read_bytes=98 << 30)))
+    shown = {width: status_line(experiment, (words, 0.4, "Esc stops"), working, "", width, {}) for width in (80, 120)}
+    assert "98.0 GiB read" in shown[120].plain
+    assert "Esc stops" in shown[80].plain[:80]

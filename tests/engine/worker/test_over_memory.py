@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch
+import transformers
 from tests.helpers.recorded_worker import RecordedEngine
 
 from dtype_engine import Options, Recipe, Rule
@@ -32,3 +34,26 @@ def test_the_noise_floor_is_measured_only_on_request(
     assert read is not None
     assert read > 0
     assert lost == report.lost
+
+
+def test_lost_values_are_counted_where_no_pass_can_run(tmp_path: Path) -> None:
+    """No inputs can be made for the model, so no measurement counts them."""
+    torch.manual_seed(0)
+    config = transformers.PatchTSTConfig(
+        num_input_channels=2, context_length=32, patch_length=8, patch_stride=8, d_model=256, ffn_dim=512,
+        num_hidden_layers=1, num_attention_heads=2,
+    )  # fmt: skip
+    model = transformers.PatchTSTForPrediction(config)
+    with torch.no_grad():
+        name, weight = next((name, each) for name, each in model.named_parameters() if each.shape == (512, 256))
+        weight[:4] = 1e6
+    model.save_pretrained(tmp_path / "model")
+    options = Options(over_memory=True, max_memory={"cpu": 1 << 21}, sequences=1, floor="never")
+    with RecordedEngine("thread", str(tmp_path / "model"), options) as recorded:
+        assert recorded.wait_for(events.ModelReady).no_forward
+        recorded.wait_for(events.Idle)
+        begun = len(recorded.events)
+        recorded.worker.request(SetRecipe(Recipe((Rule.parse("*=f16"),))))
+        recorded.wait_for(events.Idle, since=begun)
+        (lost,) = recorded.of(events.CastDone)[-1].lost or ()
+    assert (lost.tensor, lost.overflowed) == (name, 1024)
