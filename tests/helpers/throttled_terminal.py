@@ -68,6 +68,13 @@ class ThrottledTerminal(Terminal):
             wait = max(0.0, min([until, *due]) - now)
             select.select([self.keyboard], [], [], wait)
 
+    def exit_status(self, seconds: float = 60) -> int:
+        status = super().exit_status(seconds)
+        self._take_written()
+        while self._to_terminal:  # what the program wrote last is still under way when it has ended
+            self.read(self._delay)
+        return status
+
     def _take_written(self) -> None:
         while select.select([self.keyboard], [], [], 0.0)[0]:
             try:
