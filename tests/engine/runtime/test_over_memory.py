@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -75,6 +76,20 @@ def test_figures_are_those_of_a_run_in_memory_and_each_weight_is_read_once(llama
         session.undo()
         assert not session.recipe.rules
     assert over.generate(3)[0].candidate.ids == inside.generate(3)[0].candidate.ids
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux has it")
+def test_small_weights_are_read_without_what_lies_around_them(llama: Path) -> None:
+    """The system may read 8 MiB around a page. Around a norm, these are dropped before their block needs them, and read again."""
+    over = opened(llama, 1 << 21)
+    smaps = Path("/proc/self/smaps").read_text()
+    mappings = re.findall(r"(?ms)^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", smaps)
+    norms = [weight for name, weight in over.model.weights.items() if "norm" in name]
+    assert norms
+    for weight in norms:
+        at = weight.tensor.data_ptr()
+        (flags,) = [flags.split() for first, end, flags in mappings if int(first, 16) <= at < int(end, 16)]
+        assert "rr" in flags, weight.info.name  # "random read advise"
 
 
 def test_experts_that_loading_stacks(tmp_path: Path) -> None:

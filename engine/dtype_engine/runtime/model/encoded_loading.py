@@ -144,16 +144,17 @@ def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def state_to_load(
-    checkpoint: Checkpoint, placements: Mapping[str, Placement], values: Mapping[str, StoredValues]
+    checkpoint: Checkpoint, placements: Mapping[str, Placement], values: Mapping[str, StoredValues], over_memory: bool
 ) -> dict[str, torch.Tensor]:
     """Return the tensors that transformers has to load, keyed by name: a placeholder for each weight in `values`, under its name in
     the module, and all other tensors of the checkpoint, under their names in the files.
 
     placements: maps the name of each tensor of the checkpoint to where it is loaded. values: the values of the weights that are
-    decoded on use, keyed by their names in the module.
+    decoded on use, keyed by their names in the module. over_memory: whether the model is larger than memory. What the system reads
+    around a small tensor would then leave the memory before it is used, and be read again.
     """
     others = {
-        name: read_stored(checkpoint, tensor)
+        name: read_stored(checkpoint, tensor, alone=over_memory and tensor.nbytes < SMALLEST)
         for name, tensor in checkpoint.weights.items()
         if name not in checkpoint.encoded
         and name not in checkpoint.quantized

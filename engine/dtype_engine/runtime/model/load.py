@@ -245,7 +245,7 @@ def load_module(
         if checkpoint.quantized:
             more["key_mapping"] = {rf"^(.+){OWN_SUFFIX}$": r"\1"}
         if by_state:
-            more["state_dict"] = state_to_load(checkpoint, places, encoded)
+            more["state_dict"] = state_to_load(checkpoint, places, encoded, over_memory=visits is not None)
         placements: dict[str, Placement] = {}
         with failures_as(NoForward, f"{title}: transformers can't load {model_class.__name__}", reason), no_stderr():
             module, loading_info = as_stored(model_class, checkpoint, placements, encoded).from_pretrained(

@@ -21,11 +21,12 @@ from dtype_engine.runtime.formats.quantize_blocks import from_file
 from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
 
 
-def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
+def read_mapped(stored: CheckpointTensor, alone: bool = False) -> torch.Tensor:
     """Memory-map a stored tensor, in its own dtype and shape. Its bytes must be contiguous in the file. Tensors that are stored in
     any other way have to be read with `read_tensor`.
 
-    The mapping is private, so writes to the tensor do not change the file. Raises UserError if the file can't be read.
+    alone: whether to ask the system not to read what lies around the tensor in the file as well, which may be several MiB. The
+    mapping is private, so writes to the tensor do not change the file. Raises UserError if the file can't be read.
     """
     byte_range = stored.bytes
     if byte_range is None:
@@ -44,6 +45,8 @@ def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
             )
     except (OSError, ValueError) as error:
         raise UserError(f"can't read {byte_range.file}: {getattr(error, 'strerror', None) or error}") from None
+    if alone and hasattr(mmap, "MADV_RANDOM"):
+        mapping.madvise(mmap.MADV_RANDOM)
     if before % dtype.itemsize:  # the tensor is not aligned in its file, and torch's kernels need aligned addresses
         values = (
             torch.frombuffer(mapping, dtype=torch.uint8, count=byte_range.nbytes, offset=before).clone().view(dtype)
@@ -62,10 +65,11 @@ def torch_shape(stored: CheckpointTensor) -> tuple[int, ...]:
     return stored.shape
 
 
-def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tensor:
+def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor, alone: bool = False) -> torch.Tensor:
     """Return a tensor of a checkpoint exactly as its file stores it, for example codes without their scales.
 
-    Raises UserError if the file can't be read or the tensor has no plain values (sparse, without data, ...).
+    alone: whether to read nothing around it, as in `read_mapped`. Raises UserError if the file can't be read or the tensor has no
+    plain values (sparse, without data, ...).
     """
     if stored.refusal is not None:
         raise UserError(f"{printable(stored.name)} {stored.refusal}, so its values can't be read")
@@ -74,7 +78,7 @@ def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tenso
         tensor = checkpoint.values[stored.name]
         assert isinstance(tensor, torch.Tensor)
         return tensor
-    return read_mapped(stored)
+    return read_mapped(stored, alone)
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
