@@ -185,6 +185,8 @@ class MainScreen(Screen[None]):
             words = f"dtype-tui needs {needs}; this terminal is {has}. Enlarge it, or press q."
             self._too_small.update(words)
         self.call_after_refresh(self.show_all)
+        if self._rest:
+            self.call_after_refresh(self.on_bottom_prompt_resized)
 
     # -- drawing -------------------------------------------------------------------------------------------------
 
@@ -318,6 +320,13 @@ class MainScreen(Screen[None]):
 
         if self.tree_view.rows:
             self.query_one(CastPrompt).open(self.tree_view.current.name)
+
+    def on_bottom_prompt_resized(self) -> None:
+        """Keep the tree and the messages above the prompt, whose first two lines cover the status line and the keys."""
+        lines = max(0, self._open_prompt.lines - 2) if self._open_prompt is not None else 0
+        self.side.keep_free(lines)
+        below = self.side.size.height if self.side.is_narrow else lines if self.query_one("#below").display else 0
+        self.tree_view.styles.margin = (0, 0, max(0, lines - below), 0)
 
     def on_bottom_prompt_previewed(self, message: BottomPrompt.Previewed) -> None:
         self.tree_view.show_preview(message.preview)

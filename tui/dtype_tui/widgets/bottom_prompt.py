@@ -26,14 +26,20 @@ _MOST_LINES = 4
 class BottomPrompt(Vertical):
     """An input line with a hint below it, which says what the typed text would do. The prompt is hidden until it is opened, and
     only one prompt is open at a time. A subclass implements `typed` and `entered`.
+
+    The prompt covers the last lines of the screen, first the status line and the line with the keys, which do not apply while the
+    user types. If it took lines of its own, all panes would change their heights, which takes twice as long to lay out and draw.
     """
 
     DEFAULT_CSS = """
-    BottomPrompt { dock: bottom; height: auto; display: none; background: $surface; }
+    BottomPrompt { overlay: screen; offset-y: -100%; height: auto; display: none; background: $surface; }
     BottomPrompt.open { display: block; }
     BottomPrompt Static { height: 1; }
     BottomPrompt Input { margin: 0 1; }
     """
+
+    class Resized(Message):
+        """Posted when `lines` has changed."""
 
     @dataclass
     class Previewed(Message):
@@ -64,6 +70,11 @@ class BottomPrompt(Vertical):
     def is_open(self) -> bool:
         return self.has_class("open")
 
+    @property
+    def lines(self) -> int:
+        """Number of lines of the screen that the prompt covers: 0 while it is hidden."""
+        return len(self.children) - 1 + self._hint_lines if self.is_open else 0
+
     def show_with(self, text: str, select: bool = False) -> None:
         """Show the prompt with `text` in its line, and focus the line. select: whether to select the text, so that typing replaces
         it.
@@ -77,6 +88,7 @@ class BottomPrompt(Vertical):
         if not self.is_open:
             self._focused_before = self.screen.focused
         self.add_class("open")
+        self.post_message(self.Resized())
         self.field.put(text, select)
         self.screen.set_focus(self.field)
 
@@ -95,10 +107,12 @@ class BottomPrompt(Vertical):
         needed = min(_MOST_LINES, max(1, len(lines)))
         if needed != self._hint_lines:
             self._hint_lines = widget.styles.height = needed
+            self.post_message(self.Resized())
 
     def close(self) -> None:
         """Hide the prompt and its preview in the tree, and return the focus to the widget that had it before."""
         self.remove_class("open")
+        self.post_message(self.Resized())
         self.screen.set_focus(self._focused_before)
         self.post_message(self.Previewed(None))
 

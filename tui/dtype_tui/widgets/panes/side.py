@@ -122,6 +122,10 @@ class SidePanes(Vertical):
         following = self.panes.index(pane) + 1
         return self.panes[following] if following < len(self.panes) else None
 
+    def keep_free(self, lines: int) -> None:
+        """Show messages this many lines above the end of the panes, where a prompt covers these lines."""
+        self.query_one(MessageLine).styles.margin = (0, 0, lines, 0)
+
     def zoom(self, zoomed: bool) -> None:
         """Show the active pane alone if `zoomed` is True, otherwise all panes."""
         self.set_class(zoomed, "zoomed")
