@@ -9,12 +9,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .rows import Row
 from .watched import p99
 
-ROUNDS = 3
-KEYS = 200
+if TYPE_CHECKING:
+    from tests.helpers.terminal import Terminal
+
+_DOWN, _UP = "\x1b[B", "\x1b[A"
+_FIRST_ROW = 2
+"""The screen's row of the model in the tree; the first is 0."""
+_LOST_S = 10.0
+_WAITS_S = (0.0, 0.015, 0.03, 0.045, 0.06, 0.08)
+"""Seconds from the first paint to the first key, one start each: the panes are mounted meanwhile, and delay a key the most."""
 _PAINTED = r"embed|planning only"
 _FIGURE = r"exact|KL mean|SQNR +\d|planning only"
 _READY = r"\bready\b|planning only"
@@ -22,9 +30,9 @@ _READY = r"\bready\b|planning only"
 
 @dataclass(frozen=True)
 class Start:
-    """One start. figure: seconds from it to the first figure of the output. keys: seconds from key to first byte, of all that were
-    pressed from the first paint until the engine was ready. memory: MiB of all its processes then, shared pages divided by those
-    who share them.
+    """One start. figure: seconds from it to the first figure of the output. keys: seconds from a key to the bytes that move the
+    cursor, of all that were pressed until the engine was ready. memory: MiB of all its processes then, shared pages divided by
+    those who share them.
     """
 
     figure: float
@@ -39,8 +47,8 @@ def starting(folder: Path) -> list[Row]:
     rows: list[Row] = []
     for answers in (True, False):
         pressed: list[float] = []
-        while len(pressed) < KEYS:
-            pressed += start(("demo",), answers).keys
+        for wait in _WAITS_S:
+            pressed += start(("demo",), answers, wait).keys
         terminal = "a terminal that answers questions" if answers else "one that answers none"
         rows.append(
             Row(
@@ -54,13 +62,13 @@ def starting(folder: Path) -> list[Row]:
     models = (("demo", "demo"), ("22 M encoder", str(encoder(folder.parent / "encoder"))), ("671 B", str(giant)))
     for name, model in models:
         ours, threads = [], []
-        for _ in range(ROUNDS):
-            ours.append(start((model,)))
-            threads.append(start((model, "--in-process")))
+        for wait in _WAITS_S[::2]:
+            ours.append(start((model,), wait=wait))
+            threads.append(start((model, "--in-process"), wait=wait))
         keys = [seconds for one in ours for seconds in one.keys]
         rows += [
             Row(
-                f"{name}: keys from first paint to ready, p99 of {len(keys)} in {ROUNDS} starts",
+                f"{name}: keys from first paint to ready, p99 of {len(keys)} in {len(ours)} starts",
                 1000 * p99(keys),
                 "ms",
                 30,
@@ -86,21 +94,23 @@ def encoder(folder: Path) -> Path:
     return folder
 
 
-def start(arguments: Sequence[str], answers: bool = True) -> Start:
-    """Start the app, and press keys from its first paint until the engine is ready."""
+def start(arguments: Sequence[str], answers: bool = True, wait: float = 0.0) -> Start:
+    """Start the app, and press keys from `wait` seconds after its first paint until the engine is ready."""
     from tests.helpers.terminal import Terminal
 
     opened = Terminal(*arguments, answers=answers)
     opened.wait_for(_PAINTED)
+    time.sleep(wait)
     keys: list[float] = []
-    presses = 0
     figure: float | None = None
+    key = _DOWN
     while not re.search(_READY, opened.text):
-        pressed = time.perf_counter()
-        opened.press("\x1b[B" if (presses // 6) % 2 == 0 else "\x1b[A")
-        presses += 1
-        if opened.read(5.0):
-            keys.append(time.perf_counter() - pressed)
+        row = _cursor_row(opened)
+        if row is None or row <= _FIRST_ROW:  # at either end of the tree a key would move nothing
+            key = _DOWN
+        elif row >= _FIRST_ROW + 4:
+            key = _UP
+        keys.append(_until_moved(opened, key))
         quiet = time.perf_counter()
         while time.perf_counter() - quiet < 0.04:
             if opened.read(0.01):
@@ -111,6 +121,32 @@ def start(arguments: Sequence[str], answers: bool = True) -> Start:
     memory = _pss(opened.pid)
     opened.close()
     return Start(figure or time.perf_counter() - opened.started, tuple(keys), memory)
+
+
+def _cursor_row(opened: Terminal) -> int | None:
+    """The row of the module tree's cursor; None while it is drawn."""
+    rows = [row for row, line in enumerate(opened.text.split("\n")) if line.startswith("▌")]
+    return rows[0] if len(rows) == 1 else None
+
+
+def _until_moved(opened: Terminal, key: str) -> float:
+    """Seconds from a key to the arrival of the bytes that move the tree's cursor. What arrives is shown afterwards, because that
+    takes time in which nothing is read.
+    """
+    row, pressed = _cursor_row(opened), time.perf_counter()
+    opened.press(key)
+    while time.perf_counter() - pressed < _LOST_S:
+        arrived: list[tuple[float, bytes]] = []
+        while data := opened.take(0.05):
+            arrived.append((time.perf_counter(), data))
+        taken = None
+        for at, data in arrived:
+            opened.show(data)
+            if taken is None and _cursor_row(opened) not in (row, None):
+                taken = at - pressed
+        if taken is not None:
+            return taken
+    raise AssertionError(f"{key!r} moved nothing:\n{opened.text}")
 
 
 def _pss(process: int) -> float:

@@ -111,8 +111,10 @@ def app_of(launch: Launch) -> DtypeApp:
 
 @asynccontextmanager
 async def running(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIterator[Pilot[None]]:
-    """The app in a terminal of this size, past its first paint."""
+    """The app in a terminal of this size, with all its panes."""
     async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        await app.workers.wait_for_complete()
         await pilot.pause()
         yield pilot
 

@@ -122,15 +122,23 @@ class Terminal:
 
     def read(self, seconds: float = 0.05) -> int:
         """Take in what the program writes within `seconds`; the number of bytes."""
+        data = self.take(seconds)
+        self.show(data)
+        return len(data)
+
+    def take(self, seconds: float) -> bytes:
+        """What the program writes within `seconds`, which is not shown yet: pyte takes longer to show it than to read it."""
         if not select.select([self.keyboard], [], [], seconds)[0]:
-            return 0
+            return b""
         try:
-            data = os.read(self.keyboard, 1 << 16)
+            return os.read(self.keyboard, 1 << 16)
         except OSError:
-            return 0
+            return b""
+
+    def show(self, data: bytes) -> None:
+        """Show what `take` returned."""
         self.raw += data
         self._stream.feed(clean(data))
-        return len(data)
 
     @property
     def text(self) -> str:

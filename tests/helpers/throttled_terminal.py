@@ -61,7 +61,7 @@ class ThrottledTerminal(Terminal):
             while self._to_terminal and self._to_terminal[0][0] <= now:
                 arrived += self._to_terminal.popleft()[1]
             if arrived:
-                self._show(arrived)
+                self.show(arrived)
             if arrived or now >= until:
                 return len(arrived)
             due = [queue[0][0] for queue in (self._to_terminal, self._to_program) if queue]
@@ -87,7 +87,7 @@ class ThrottledTerminal(Terminal):
             self._free_at = begins + len(data) / self._rate
             self._to_terminal.append((self._free_at + self._delay, data))
 
-    def _show(self, arrived: bytes) -> None:
+    def show(self, arrived: bytes) -> None:
         self.raw += arrived
         data = self._unfinished + arrived
         unfinished = _UNFINISHED_SEQUENCE.search(data)

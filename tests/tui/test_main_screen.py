@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import re
@@ -11,6 +12,7 @@ from tests.helpers.recording_engine import app_of, demo_tree, engine, make_app, 
 from tests.helpers.scenes import inputs
 from tests.helpers.screen_text import lines, notices, screen, until
 from textual.binding import Binding
+from textual.events import Key
 from textual.widgets import Input
 
 from dtype_engine.core import dtypes
@@ -523,6 +525,29 @@ async def test_leaving_before_the_first_paint_is_over_is_no_error() -> None:
     app.main._is_complete = False  # as when q was faster than what follows the first paint
     await app._begin()
     assert not app.main._is_complete
+
+
+async def test_keys_of_the_tree_do_not_wait_for_the_panes() -> None:
+    app = make_app()
+    may_end = asyncio.Event()
+    seen = []
+
+    async def slowly() -> None:
+        await may_end.wait()
+        await MainScreen.complete(app.main)
+
+    app.main.complete = slowly  # type: ignore[method-assign]
+    async with app.run_test(size=(120, 36)) as pilot:
+        for key in ("down", "end", "question_mark"):
+            app.post_message(Key(key, None))
+            await asyncio.sleep(0.1)
+            seen.append((app.main.cursor, app.main._is_complete, len(app.screen_stack)))
+        may_end.set()
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        assert seen == [("model", False, 1), ("model.norm", False, 1), ("model.norm", False, 1)]
+        assert len(app.screen_stack) == 2
+        assert engine(app).commands == ["start"]
 
 
 async def test_leaving_closes_the_engine(app: DtypeApp) -> None:

@@ -28,7 +28,7 @@ from dtype_engine.worker.engine import CLOSE_WAIT_S, Engine
 from dtype_tui.base_app import BaseApp
 from dtype_tui.config.bindings import APP_KEYS, KEYS
 from dtype_tui.config.key_names import keys_of, on_keyboard
-from dtype_tui.main_screen import MainScreen, message_text
+from dtype_tui.main_screen import PAUSE_S, MainScreen, message_text
 from dtype_tui.process.gc_policy import pause_gc, resume_gc
 from dtype_tui.process.terminal import restore_at_once, server_disconnected, terminal_settings
 from dtype_tui.screens.engine_event import EventWaits
@@ -128,13 +128,15 @@ class DtypeApp(BaseApp[None]):
                 signal.signal(number, self._end_by_signal)
         if self.is_web:
             self.set_interval(_SERVER_EVERY_S, self._end_with_the_server)
-        # The engine starts after the first paint, because it imports torch.
-        self.call_after_refresh(self._begin)
+        # The engine starts after the first paint, because it imports torch. The worker leaves the app free to handle keys.
+        self.call_after_refresh(lambda: self.run_worker(self._begin()))
 
     async def _begin(self) -> None:
+        if self.return_code is None:  # otherwise the user has quit already, and nothing can be mounted any more
+            await self.main.complete()
+        await asyncio.sleep(PAUSE_S)
         if self.return_code is not None:
-            return  # the user quit before the first paint was complete, and nothing can be mounted any more
-        await self.main.complete()
+            return
         self._make_saver()
         pause_gc()
         # In case the engine never sends the event after which `MainScreen` resumes it.
@@ -214,7 +216,8 @@ class DtypeApp(BaseApp[None]):
         """Run an action as Textual's method of this name does, and report the action to the tour. Returns whether the action was
         handled. A read-only session says why it refuses an action.
         """
-        await self.main.complete()  # a key may come before the panes are mounted
+        if default_namespace is not self.main.tree_view:  # keys of the tree need nothing else
+            await self.main.complete()
         if self.launch.read_only and refuses(action if isinstance(action, str) else action[1]):
             self.main.say(READ_ONLY, "warning")
             return True

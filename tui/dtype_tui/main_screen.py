@@ -5,6 +5,7 @@ Keys that change the experiment call the controller; keys that open a window cal
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,6 @@ from textual.binding import BindingType
 from textual.containers import Container, Horizontal, Vertical
 from textual.geometry import Size
 from textual.screen import Screen
-from textual.widget import AwaitMount
 from textual.widgets import Static
 
 from dtype_engine.core.errors import UserError
@@ -54,6 +54,10 @@ DEPTH_FROM = (120, 36)
 """The smallest terminal, as (columns, lines), that has room for the plot of drift over depth below the tree."""
 TRADE_OFF_FROM = 180
 """Minimum number of terminal columns for showing the plot of drift against bytes next to the plot of drift over depth."""
+PAUSE_S = 0.01
+"""Number of seconds between the steps that follow the first paint: importing the panes, mounting them, and starting the engine. In
+between, the effects of keys are drawn. A frame takes 8 ms.
+"""
 MOST_WINDOWS = 6
 """Maximum number of open screens, the main screen included. If this many are open, no window opens for a result that arrives.
 Textual draws all screens, one over the other: for twenty windows of 200 rows, this takes eight seconds, in which no key is handled.
@@ -100,8 +104,9 @@ class MainScreen(Screen[None]):
         self._message = Static(id="message", markup=False)
         self._windows = Windows(controller, self.tree_view, lambda *window: self.app.push_screen(*window))
         self._awaited = AwaitedResults(controller)
-        self._rest: list[AwaitMount] = []
-        """The mounts of the panes and prompts, as Textual's awaitables. Empty until `complete` is called."""
+        self._completing = asyncio.Lock()
+        self._has_panes = False
+        """Whether the panes and prompts exist. They may still be mounting; `_is_complete` tells when they are mounted."""
         self._is_complete = False
         self.draw_every_s = 0.1
         """Minimum number of seconds between two redraws that are caused by engine events.
@@ -135,36 +140,40 @@ class MainScreen(Screen[None]):
         self.show_all()  # for the first paint, and after a window was closed, since some windows change the baseline
 
     async def complete(self) -> None:
-        """Mount the panes and the prompts, unless they are mounted. They are not part of the first paint, but no key is handled
-        without them.
+        """Mount the panes and the prompts, unless they are mounted. They are not part of the first paint, but only keys of the tree
+        are handled without them.
         """
-        if self._is_complete:
-            return  # awaiting the mounts again would lay out the whole screen again
-        if not self._rest:
+        async with self._completing:
+            if self._is_complete:
+                return
             from dtype_tui.widgets.command_line import CommandLine
             from dtype_tui.widgets.panes.depth import DepthPane
             from dtype_tui.widgets.panes.trade_off import TradeOffPane
             from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
 
+            completer = self._words.completer()
+            self.side.make_panes()
             self.depth = DepthPane(self.experiment, "depth")
             self.trade_off = TradeOffPane(self.experiment, "trade-off")
-            self._rest = [
+            await asyncio.sleep(PAUSE_S)
+            self._has_panes = True
+            rest = [
                 self.side.mount_panes(),
                 self.query_one("#below").mount(self.depth, self.trade_off),
                 self.mount(
                     self._too_small,
                     self._message,
                     CastPrompt(self.experiment, self.controller.add_rule),
-                    CommandLine(self.experiment, self._words.completer(), self._run),
+                    CommandLine(self.experiment, completer, self._run),
                     FilterPrompt(
                         self.tree_view.set_filter, lambda: len(self.tree_view.matches), self._go_to_first_match
                     ),
                 ),
             ]
             self.lay_out(self.app.size)
-        for mounted in self._rest:
-            await mounted
-        self._is_complete = True
+            for mounted in rest:
+                await mounted
+            self._is_complete = True
 
     @cached_property
     def _words(self) -> CommandWords:
@@ -180,12 +189,12 @@ class MainScreen(Screen[None]):
         self.side.set_class(narrow, "narrow")
         self._fits_depth = size.width >= DEPTH_FROM[0] and size.height >= DEPTH_FROM[1]
         self.set_class(size.width >= TRADE_OFF_FROM, "wide")
-        if self._rest:
+        if self._has_panes:
             needs, has = f"{SMALLEST[0]} x {SMALLEST[1]}", f"{size.width} x {size.height}"
             words = f"dtype-tui needs {needs}; this terminal is {has}. Enlarge it, or press q."
             self._too_small.update(words)
         self.call_after_refresh(self.show_all)
-        if self._rest:
+        if self._has_panes:
             self.call_after_refresh(self.on_bottom_prompt_resized)
 
     # -- drawing -------------------------------------------------------------------------------------------------
@@ -196,7 +205,7 @@ class MainScreen(Screen[None]):
             return
         self.tree_view.refresh_changed()
         self._show_status()
-        if not self._rest:
+        if not self._has_panes:
             return
         self._show_panes()
         self._message.display = not self.experiment.model.has_tree
@@ -293,7 +302,7 @@ class MainScreen(Screen[None]):
 
     def on_module_tree_moved(self, message: ModuleTree.Moved) -> None:
         self._wanted_cursor = None
-        if self._rest:
+        if self._has_panes:
             self.side.recipe.show("", message.name)
 
     def action_worst(self) -> None:

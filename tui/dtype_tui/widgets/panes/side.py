@@ -49,7 +49,7 @@ class SidePanes(Vertical):
         super().__init__(id="side")
         self._controller = controller
         self.panes: list[Pane] = []
-        """The panes, from top to bottom. Empty until `mount_panes` is called."""
+        """The panes, from top to bottom. Empty until `make_panes` is called."""
         self.recipe: RecipePane
         self.active: Pane
         """The pane that is shown if there is room for only one, and that is zoomed next."""
@@ -57,8 +57,8 @@ class SidePanes(Vertical):
     def compose(self) -> ComposeResult:
         yield MessageLine(in_place=True)
 
-    def mount_panes(self) -> AwaitMount:
-        """Mount the panes. This also imports their modules. It is done after the first paint, which shows no panes."""
+    def make_panes(self) -> None:
+        """Import the modules of the panes and make the panes. It is done after the first paint, which shows no panes."""
         from dtype_tui.widgets.panes.drift import DriftPane
         from dtype_tui.widgets.panes.memory import MemoryPane
         from dtype_tui.widgets.panes.recipe import RecipePane
@@ -66,6 +66,9 @@ class SidePanes(Vertical):
         experiment = self._controller.experiment
         self.recipe = RecipePane(self._controller, "recipe")
         self.panes = [DriftPane(experiment, "Drift", "drift"), MemoryPane(experiment, "Memory", "memory"), self.recipe]
+
+    def mount_panes(self) -> AwaitMount:
+        """Mount the panes that `make_panes` made."""
         self.place()
         self._tabs = Static(id="tabs", markup=False)
         self.activate(self.panes[0])
