@@ -216,7 +216,8 @@ class DtypeApp(BaseApp[None]):
         """Run an action as Textual's method of this name does, and report the action to the tour. Returns whether the action was
         handled. A read-only session says why it refuses an action.
         """
-        if default_namespace is not self.main.tree_view:  # keys of the tree need nothing else
+        # Actions of the tree need no panes, unlike those of others, such as `screen.next_pane`.
+        if default_namespace is not self.main.tree_view or not isinstance(action, str) or "." in action:
             await self.main.complete()
         if self.launch.read_only and refuses(action if isinstance(action, str) else action[1]):
             self.main.say(READ_ONLY, "warning")
