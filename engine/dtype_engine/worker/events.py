@@ -181,7 +181,7 @@ class OutputMeasured(Event, frozen=True):
 
 class Measured(Event, frozen=True):
     """Reports the result of a measurement that has run all inputs or reached the requested precision. `settings` are those of the
-    measurement. If the values that casts lose are counted afterwards, a second event reports the result with them.
+    measurement.
     """
 
     recipe: Recipe

@@ -196,13 +196,6 @@ class CommandRunner:
             if not totals.extent.whole and sequences.due():
                 self._emit(events.OutputMeasured(recipe, session.settings, totals.partial()))
 
-        reported = False
-
-        def on_report(report: DriftReport) -> None:
-            nonlocal reported
-            reported = True
-            self._emit(events.Measured(recipe, report, session.settings))
-
         session.use_recipe(recipe, on_progress=on_cast, cancelled=token)
         self._emit_memory()
         # Counting lost values reads the weights. If the model runs from the disk, the passes do so anyway.
@@ -215,7 +208,6 @@ class CommandRunner:
             on_progress=lambda run, done, total: self._emit(events.MeasuringProgress(recipe, run, done, total)),
             on_modules=on_modules,
             on_sequence=on_sequence,
-            on_report=on_report,
             cancelled=token,
             precision=lambda: None if self._in_full() else session.options.precision,
             all_modules=lambda: self._in_full() or session.options.modules == "exact",
@@ -226,12 +218,6 @@ class CommandRunner:
             if counts_later:
                 why = "those that the casts lose are not counted, because the model did not run"
                 self._emit(events.CastDone(recipe, None, why))
-            raise
-        except Cancelled:
-            if reported:
-                known = session.model.known_losses()
-                why = "those that the casts lose are not counted, because counting was stopped" if known is None else ""
-                self._emit(events.CastDone(recipe, known, why))
             raise
         if counts_later:
             self._emit(events.CastDone(recipe, report.lost))

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.cancellation import IsCancelled, never
 
 if TYPE_CHECKING:
-    from dtype_engine.results.drift import DriftReport, ModuleDrift
+    from dtype_engine.results.drift import ModuleDrift
     from dtype_engine.runtime.measure.running_totals import RunningTotals
 
 OnProgress = Callable[[str, int, int], None]
 OnModules = Callable[[tuple["ModuleDrift", ...]], None]
 OnSequence = Callable[["RunningTotals"], None]
-OnReport = Callable[["DriftReport"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +35,6 @@ class MeasurementListener:
     """A function that is called with the drift of the modules whose metrics have changed, at most once a second within a pass."""
     on_sequence: OnSequence | None = None
     """A function that is called after every sequence with the running totals. Later sequences change the same object."""
-    on_report: OnReport | None = None
-    """A function that `Session.drift` calls after the last pass if it must still read weights from files to count the values that
-    casts lose. The report lacks these counts and the user's own metrics.
-    """
     saves: bool = False
     """Whether `on_sequence` saves the totals. If True, fewer sequences of a model that is larger than memory run side by side, so
     that an interrupt loses fewer results.

@@ -519,15 +519,14 @@ class LiveModel:
             losses.append(weight.count_loss(dtype, cancelled, cast=planned is None))
         return tuple(loss for loss in losses if loss is not None)
 
-    def known_losses(self, planned: Mapping[str, str] | None = None) -> tuple[ValueLoss, ...] | None:
+    def known_losses(self, planned: Mapping[str, str]) -> tuple[ValueLoss, ...] | None:
         """Return what `lost_values(planned)` would, from its cache alone: how many values become infinite or zero, or saturate, in
         each weight where any do. Returns None if a weight is not in the cache. Any thread may call this method.
 
-        planned: the dtype of each weight, keyed by name; by default, the current dtypes.
+        planned: the dtype of each weight, keyed by name.
         """
-        dtypes_of = {name: weight.dtype for name, weight in self.weights.items()} if planned is None else planned
         changed = [
-            (weight, dtypes_of[name]) for name, weight in self.weights.items() if dtypes_of[name] != weight.info.dtype
+            (weight, planned[name]) for name, weight in self.weights.items() if planned[name] != weight.info.dtype
         ]
         if any(dtype not in weight.losses for weight, dtype in changed):
             return None

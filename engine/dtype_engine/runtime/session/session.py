@@ -504,8 +504,6 @@ class Session:
             if self.model.visits is not None and throttle.due():
                 on_progress("values that casts lose", done, total)
 
-        if listener.on_report is not None and self.model.visits is not None and self.model.known_losses() is None:
-            listener.on_report(self._meter.report(totals, self.recipe, self.memory(), ()))
         lost = self.model.lost_values(None, listener.cancelled, on_weights)
         report = self._meter.report(totals, self.recipe, self.memory(), lost)
         changes = (
