@@ -29,7 +29,7 @@ from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import RecipeRequest
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.bindings import DIGITS
-from dtype_tui.main_screen import MainScreen
+from dtype_tui.main_screen import PAUSE_S, MainScreen
 from dtype_tui.screens.generation import GenerationScreen
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.screens.settings import SettingsScreen
@@ -547,6 +547,33 @@ async def test_keys_of_the_tree_do_not_wait_for_the_panes() -> None:
         await pilot.pause()
         assert seen == [("model", False), ("model.norm", False), ("model.norm", False)]
         assert app.focused is app.main.side.panes[0]
+        assert engine(app).commands == ["start"]
+
+
+async def test_leaving_between_the_imports_and_the_panes_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app()
+    sleep = asyncio.sleep
+
+    async def leaving(seconds: float) -> None:
+        if seconds == PAUSE_S and not app.main._has_panes:
+            app.exit()
+        else:
+            await sleep(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", leaving)
+    async with app.run_test():
+        await sleep(0.2)
+    assert app.main.side.panes
+    assert not app.main._has_panes
+
+
+async def test_a_key_before_the_engine_starts_closes_the_offer_of_the_tour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtype_tui.app.PAUSE_S", 0.4)
+    app = make_app(offers_tour=True)
+    async with app.run_test(size=(120, 36)) as pilot:
+        app.post_message(Key("escape", "\x1b"))
+        await until(pilot, lambda: len(engine(app).commands) > 0, 5)
+        assert "tour" not in screen(app)
         assert engine(app).commands == ["start"]
 
 

@@ -96,6 +96,8 @@ class DtypeApp(BaseApp[None]):
         self.main.tree_view.fold(launch.config.fold)
         self.controller.begin(launch)
         self._saver: SessionSaver | None = None
+        self._has_begun = False
+        """Whether the tour was offered, or begun, if it is to be at launch."""
         self._terminal = terminal_settings()
         self._ending = threading.Lock()
         """Acquired for good by the thread that ends the process after a signal."""
@@ -133,16 +135,22 @@ class DtypeApp(BaseApp[None]):
 
     async def _begin(self) -> None:
         if self.return_code is None:  # otherwise the user has quit already, and nothing can be mounted any more
-            await self.main.complete()
+            await self._complete()
         await asyncio.sleep(PAUSE_S)
         if self.return_code is not None:
             return
-        self._make_saver()
         pause_gc()
         # In case the engine never sends the event after which `MainScreen` resumes it.
         asyncio.get_running_loop().call_later(LONGEST_WITHOUT_GC_S, resume_gc, True)
         self.controller.engine.start()
-        self.guide.begin()
+
+    async def _complete(self) -> None:
+        """Make what keys need but the first paint does not, unless it is made: panes, prompts, the session's saver, the tour."""
+        await self.main.complete()
+        if not self._has_begun and self.return_code is None:
+            self._has_begun = True
+            self._make_saver()
+            self.guide.begin()
 
     def _end_with_the_server(self) -> None:
         if server_disconnected():
@@ -218,7 +226,7 @@ class DtypeApp(BaseApp[None]):
         """
         # Actions of the tree need no panes, unlike those of others, such as `screen.next_pane`.
         if default_namespace is not self.main.tree_view or not isinstance(action, str) or "." in action:
-            await self.main.complete()
+            await self._complete()
         if self.launch.read_only and refuses(action if isinstance(action, str) else action[1]):
             self.main.say(READ_ONLY, "warning")
             return True

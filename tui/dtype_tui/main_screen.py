@@ -156,6 +156,8 @@ class MainScreen(Screen[None]):
             self.depth = DepthPane(self.experiment, "depth")
             self.trade_off = TradeOffPane(self.experiment, "trade-off")
             await asyncio.sleep(PAUSE_S)
+            if self.app.return_code is not None:
+                return  # the app is ending, and nothing can be mounted any more
             self._has_panes = True
             rest = [
                 self.side.mount_panes(),
@@ -217,6 +219,7 @@ class MainScreen(Screen[None]):
         node = self.tree_view.current.name if self.tree_view.rows else ""
         activity = self.controller.life.current_activity()[0] or self.controller.life.no_engine_words
         self.query_one("#below").display = self._fits_depth and self.experiment.model.no_forward is None
+        self.on_bottom_prompt_resized()  # the tree may reach down to the prompt now
         for pane in (*self.side.panes, self.depth, self.trade_off):
             pane.show(activity, node)
 

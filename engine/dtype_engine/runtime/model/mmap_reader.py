@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from contextlib import suppress
 
 import msgspec
 import torch
@@ -46,7 +47,8 @@ def read_mapped(stored: CheckpointTensor, alone: bool = False) -> torch.Tensor:
     except (OSError, ValueError) as error:
         raise UserError(f"can't read {byte_range.file}: {getattr(error, 'strerror', None) or error}") from None
     if alone and hasattr(mmap, "MADV_RANDOM"):
-        mapping.madvise(mmap.MADV_RANDOM)
+        with suppress(OSError):  # some file systems take no advice
+            mapping.madvise(mmap.MADV_RANDOM)
     if before % dtype.itemsize:  # the tensor is not aligned in its file, and torch's kernels need aligned addresses
         values = (
             torch.frombuffer(mapping, dtype=torch.uint8, count=byte_range.nbytes, offset=before).clone().view(dtype)
