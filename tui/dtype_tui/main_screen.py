@@ -196,8 +196,6 @@ class MainScreen(Screen[None]):
             words = f"dtype-tui needs {needs}; this terminal is {has}. Enlarge it, or press q."
             self._too_small.update(words)
         self.call_after_refresh(self.show_all)
-        if self._has_panes:
-            self.call_after_refresh(self.on_bottom_prompt_resized)
 
     # -- drawing -------------------------------------------------------------------------------------------------
 
@@ -219,7 +217,7 @@ class MainScreen(Screen[None]):
         node = self.tree_view.current.name if self.tree_view.rows else ""
         activity = self.controller.life.current_activity()[0] or self.controller.life.no_engine_words
         self.query_one("#below").display = self._fits_depth and self.experiment.model.no_forward is None
-        self.on_bottom_prompt_resized()  # the tree may reach down to the prompt now
+        self.on_bottom_prompt_resized()  # the tree may reach down to an open prompt now
         for pane in (*self.side.panes, self.depth, self.trade_off):
             pane.show(activity, node)
 
