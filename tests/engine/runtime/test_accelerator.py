@@ -23,6 +23,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.runtime.device import exact_float32, has_float64, random_states
+from dtype_engine.runtime.modes.reference import copied_bytes
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.scan import local_errors
 
@@ -254,6 +255,19 @@ def test_a_scan_of_a_model_larger_than_the_memory_holds_pieces_of_its_largest_we
         )
         with room_for(int(2.2 * head)) if limits else nullcontext():
             scores.append(session.scan(["float16", "float8_e4m3fn", "int8"], draws=2).scores())
+    assert scores[0] == scores[1]
+
+
+def test_a_scan_needs_no_room_for_float32_copies_of_all_weights(make_llama: Callable[..., Path]) -> None:
+    if DEVICE != "fake":
+        pytest.skip("only the fake accelerator counts every byte")
+    folder = make_llama(num_hidden_layers=16, hidden_size=128, dtype="bfloat16")
+    scores = []
+    for limited in (False, True):
+        gc.collect()
+        session = de.open(str(folder), inputs=[{"input_ids": torch.arange(3, 8)[None]}])
+        with room_for(copied_bytes(session.model) // 2) if limited else nullcontext():
+            scores.append(session.scan(["int8"], draws=2).scores())
     assert scores[0] == scores[1]
 
 

@@ -91,6 +91,12 @@ def holds_reference(weight: Weight) -> bool:
     return held and values.plain and values.dtype == reference_dtype(weight)
 
 
+def copied_bytes(model: LiveModel) -> int:
+    """Return how many bytes the weights take that a reference run widens or decodes, if it holds all of these copies at once."""
+    copied = (weight for weight in model.weights.values() if not holds_reference(weight))
+    return sum(weight.info.numel * reference_dtype(weight).itemsize for weight in copied)
+
+
 def reference_dtype(weight: Weight) -> torch.dtype:
     """Return the dtype in which a reference run uses a weight: float64 if it is stored in float64, otherwise float32.
 

@@ -37,7 +37,7 @@ from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.modes.reference import equals_reference, reference_name
+from dtype_engine.runtime.modes.reference import copied_bytes, equals_reference, reference_name
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner, keeping_cache
@@ -125,7 +125,9 @@ class Scan:
     draws: int | None = None
     """The number of backward passes per sequence. If None, `default_draws` decides."""
     budget: int = 0
-    """The maximum number of bytes for gradients and cast weights; if 0, `LiveModel.cache_budget` at the start."""
+    """The maximum number of bytes for gradients and cast weights, and for the copies of weights that an autograd graph may hold;
+    if 0, `LiveModel.cache_budget` at the start.
+    """
     save: Path | None = None
     """The file in which the results are saved. It is read at the start and written after every sequence. If None, results are not
     saved.
@@ -296,6 +298,7 @@ class Scan:
             cancelled,
             self._behavior.cache_amax,
             self.settings.classes_dim,
+            copied_bytes(self.model) > self.budget,
         )
         scores = one.run(batch, index, self.parts)
         if self.model.visits is not None:

@@ -73,6 +73,8 @@ class SequenceScan:
     """The calibrated largest |value| of each head, float32 [heads], by the name of a KV cache's tensor."""
     classes: ClassesDim = "auto"
     """The setting `classes_dim`: the output dimension along which logits lie, "auto" or "none"."""
+    rereads: bool = False
+    """Whether the autograd graph holds no copies of weights, and the backward passes make them again (`WeightOpRecorder`)."""
     unit: str = ""
     forward_seconds: float = 0.0
     """How many seconds the forward pass with an autograd graph took."""
@@ -185,7 +187,7 @@ class SequenceScan:
         while True:
             mode = WeightOpRecorder(
                 self.model.by_id, self.model.device, frozenset(self.wanted), self._on_gradient, copies,
-                self.model.visits, self.runner.enter_block,
+                self.rereads, self.model.visits, self.runner.enter_block,
             )  # fmt: skip
             caches = CacheRecorder(names, self._on_gradient) if names else None
             call = torch.enable_grad()(partial(batch.run, self.model.module))

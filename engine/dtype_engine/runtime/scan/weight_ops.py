@@ -33,6 +33,7 @@ from dtype_engine.runtime.modes.op_tables import (
     Arguments,
     is_in_place,
     replace_tensors,
+    takes_rows,
     tensors_in,
 )
 from dtype_engine.runtime.modes.promotion import call_mixed
@@ -126,8 +127,8 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _Remembered:
-    """Stands for a view of a weight's values in an autograd graph, if the model is larger than memory. It says how to read the
-    values and make the view again.
+    """Stands for a view of a weight's values in an autograd graph that holds no weights. It says how to read the values and make
+    the view again.
     """
 
     weight: Weight
@@ -170,8 +171,10 @@ class WeightOpRecorder(ReferenceMode):
 
     wanted: the weights whose operations are recorded. copies: the indexes, in the order of the pass, of operations whose tensors
     are copied, because the model overwrites them later. on_gradient: called in the backward pass as `on_gradient(operation, index
-    of the output, gradient)`. visits: if the model is larger than memory, the object that loads its blocks in turn. The autograd
-    graph then holds no weights: the backward pass reads them again, after it has called `enter_block(name)`.
+    of the output, gradient)`. rereads: whether the autograd graph holds no weights that a reference run widens or decodes, because
+    these copies would take too much memory. The backward pass then makes them again. visits: if the model is larger than memory,
+    the object that loads its blocks in turn. This implies `rereads`, and the backward pass calls `enter_block(name)` before it
+    reads weights of another block.
     """
 
     def __init__(
@@ -181,16 +184,18 @@ class WeightOpRecorder(ReferenceMode):
         wanted: frozenset[str],
         on_gradient: Callable[[WeightOp, int, torch.Tensor], None],
         copies: frozenset[int] = frozenset(),
+        rereads: bool = False,
         visits: BlockVisits | None = None,
         enter_block: Callable[[str], None] = ignore,
     ) -> None:
         super().__init__(weights, device)
+        self.rereads = rereads or visits is not None
         self.visits = visits
         self.enter_block = enter_block
         self._replacing: dict[int, _View] = {}
         """The weights whose values the running operation uses, by the address of the values' memory."""
         self._views: dict[int, _View] = {}
-        """If the model is larger than memory: the views of weights' values that the model's code now has, by their `id`."""
+        """If the graph holds no weights: the views of weights' values that the model's code now has, by their `id`."""
         self.operations: list[WeightOp] = []
         self.wanted = wanted
         self.on_gradient = on_gradient
@@ -228,24 +233,27 @@ class WeightOpRecorder(ReferenceMode):
         return super().__torch_function__(func, types, args, kwargs)
 
     def saving(self) -> AbstractContextManager[object]:
-        """Return a context manager for the forward pass of a model that is larger than memory. Under it, the autograd graph
-        remembers which weights it needs instead of their values.
+        """Return a context manager for the forward pass. Under it, a graph that is to hold no weights remembers which weights it
+        needs instead of their values.
         """
-        return nullcontext() if self.visits is None else saved_tensors_hooks(self._remembered, self._read_again)
+        return saved_tensors_hooks(self._remembered, self._read_again) if self.rereads else nullcontext()
 
     def _remembered(self, tensor: torch.Tensor) -> torch.Tensor | _Remembered:
         found = self._replacing.get(tensor.untyped_storage().data_ptr()) if self._replacing else None
-        if found is None or self.visits is None or found.dtype != tensor.dtype:
+        if found is None or found.dtype != tensor.dtype:
             return tensor
         offset = int(tensor.storage_offset())
-        return _Remembered(
-            self.weights[found.key], found.index, self.visits.inside, tensor.shape, tensor.stride(), offset
-        )
+        return _Remembered(self.weights[found.key], found.index, self._block, tensor.shape, tensor.stride(), offset)
+
+    @property
+    def _block(self) -> str:
+        return "" if self.visits is None else self.visits.inside
 
     def _read_again(self, saved: torch.Tensor | _Remembered) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
-        self.enter_block(saved.block)
+        if saved.block:
+            self.enter_block(saved.block)
         part = None if saved.index is None else self.part_of(saved.weight, saved.index)
         value = self.value_of(saved.weight, None) if part is None else part
         return value.as_strided(saved.shape, saved.strides, saved.offset)
@@ -291,12 +299,14 @@ class WeightOpRecorder(ReferenceMode):
         if name == "__getitem__" and id(args[0]) in sources and _is_index(args[1]):
             args, tensors = (args[0], int(args[1])), tensors[:1]  # a function of the weight alone
         replaced = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self.replaced}
-        if self.visits is not None and name == "__getitem__" and id(args[0]) in sources:
+        if self.rereads and name == "__getitem__" and id(args[0]) in sources:
             part = self.indexed(args, replaced)
             if part is not None:
                 return self._note_part(id(args[0]), int(args[1]), part)
-        values = self.current_values(replaced, None, name)
-        if self.visits is not None:
+        table = id(args[1]) if name == "embedding" and takes_rows(args, kwargs) else 0
+        looked_up = table in replaced and table not in self.written
+        values = {} if looked_up else self.current_values(replaced, None, name)
+        if self.rereads:
             unwritten = {key: value for key, value in values.items() if key not in self.written}
             views = [(value, _View(key, None, value.dtype)) for key, value in unwritten.items()]
             views += [(tensor, self._views[id(tensor)]) for tensor in tensors if id(tensor) in self._views]
@@ -305,14 +315,17 @@ class WeightOpRecorder(ReferenceMode):
         changed = [tensor for tensor in tensors if id(tensor) in self._opaque and id(tensor) not in self.written]
         values |= {id(tensor): _copied(tensor) for tensor in changed}
         given, given_kwargs = replace_tensors(args, kwargs, values) if values else (args, kwargs)
+        compute: Callable[[], Any] = partial(call_mixed, func, name, given, given_kwargs, self)
+        if looked_up:  # the copy of a whole table may be larger than all else that the pass needs
+            compute = partial(self.rows_of, self.weights[table], args[0])
         if not sources:
             if name == "topk":
                 topk_call = record_topk(self._topk_count, given, given_kwargs)
                 self.topk_calls += [topk_call] if topk_call is not None else []
                 self._topk_count += 1
-            return call_mixed(func, name, given, given_kwargs, self)
+            return compute()
         try:
-            return self._weighted(func, name, args, kwargs, given, given_kwargs, sources)
+            return self._weighted(func, name, args, kwargs, given, compute, sources)
         finally:
             self._replacing.clear()  # a pass that waits for others must not keep a weight in memory
 
@@ -376,7 +389,7 @@ class WeightOpRecorder(ReferenceMode):
             parent, rest = source.remake, args[1:]
             remade = lambda tensor: func(parent(tensor), *rest)  # noqa: E731
             view = self._views.get(id(args[0]))
-            if self.visits is not None and view is None and id(args[0]) in self.replaced:
+            if self.rereads and view is None and id(args[0]) in self.replaced:
                 view = _View(id(args[0]), None, answer.dtype)
             self._note(answer, WeightOrigin(source.weight, remade, False, source.rows), view)
         return answer
@@ -394,8 +407,8 @@ class WeightOpRecorder(ReferenceMode):
         return WeightOrigin(weight.info.name, _same, True)
 
     def _note(self, tensor: torch.Tensor, origin: WeightOrigin, view: _View | None = None) -> None:
-        """Remember how a tensor was computed from a weight. view: if the model is larger than memory, and the tensor shares memory
-        with a weight's values, whose they are. It is then not kept in memory by this.
+        """Remember how a tensor was computed from a weight. view: if the graph holds no weights, and the tensor shares memory with
+        a weight's values, whose they are. It is then not kept in memory by this.
         """
         key, place = id(tensor), _location(tensor)
         self._by_location.setdefault(place, key)
@@ -433,9 +446,14 @@ class WeightOpRecorder(ReferenceMode):
         args: Arguments,
         kwargs: dict[str, Any],
         given: Arguments,
-        given_kwargs: dict[str, Any],
+        compute: Callable[[], Any],
         sources: dict[int, WeightOrigin],
     ) -> Any:
+        """Run a call that uses weights, record it, and return its result.
+
+        args, kwargs: the arguments of the call, with the module's own tensors. given: its positional arguments with values in place
+        of weights. compute: runs the call. sources: as for `_of_one_weight`.
+        """
         number = len(self.operations)
         in_place = _writes_first(name, args)
         written = id(args[0]) if in_place else None
@@ -443,7 +461,7 @@ class WeightOpRecorder(ReferenceMode):
         if in_place and written not in sources:
             # The operation will be run again, on the values that its destination has before this call.
             args = (args[0].detach().clone(), *args[1:])
-        output = call_mixed(func, name, given, given_kwargs, self)
+        output = compute()
         results = tensors_in((given[0] if in_place and output is None else output,), {})
         if not in_place and self._of_one_weight(args, kwargs, results, sources):
             self._note_made(func, args, kwargs, output, sources)
@@ -480,7 +498,7 @@ class WeightOpRecorder(ReferenceMode):
         held_args, held_kwargs = replace_tensors(args, kwargs, activations | stand_ins)
         operation = WeightOp(
             func, name, self.module, held_args, held_kwargs, sources, [keep(tensor) for tensor in tapped],
-            frozenset(self._own_dtypes_read), block=self.visits.inside if self.visits is not None else "",
+            frozenset(self._own_dtypes_read), block=self._block,
             gradients=[[] for _ in tapped],
         )  # fmt: skip
         self._own_dtypes_read.clear()
