@@ -7,11 +7,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
-
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core.hints import hint
 from dtype_engine.core.options import Options
+from dtype_engine.core.system_memory import total_memory
 from dtype_engine.core.units import human_bytes, time_left
 
 _STEP, _MOST_TIMED, _TIMED_S = 1 << 20, 256 << 20, 0.3
@@ -93,14 +92,3 @@ def fit(nbytes: int) -> str:
     most = total_memory()
     verb = "fit into" if nbytes <= most else "do not fit into"
     return f"Weights of {human_bytes(nbytes)} {verb} this machine's {human_bytes(most)} of memory"
-
-
-def total_memory() -> int:
-    """Return the bytes of memory that this process may use: the machine's total memory, or its control group's limit."""
-    most = int(psutil.virtual_memory().total)
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            most = min(most, int(Path(limit).read_text()))
-        except (OSError, ValueError):
-            continue
-    return most

@@ -133,9 +133,9 @@ def _checked_records(path: Path, records: list[zipfile.ZipInfo]) -> dict[str, zi
                 f"{path}: {name} claims {record.file_size} bytes and takes {record.compress_size} in the archive: it is damaged"
             )
     if inflated:
-        import psutil
+        from dtype_engine.core.system_memory import free_memory  # rarely needed
 
-        free = int(psutil.virtual_memory().available)
+        free = free_memory()
         if inflated > free:
             raise UserError(
                 f"{path} is compressed and inflates to {human_bytes(inflated)}, and {human_bytes(free)} of memory are free; save "

@@ -9,7 +9,7 @@ import click
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.check.parts import unpaired_sentences
 from dtype_engine.checkpoint.completeness import what_is_missing
-from dtype_engine.checkpoint.memory_fit import fit, total_memory
+from dtype_engine.checkpoint.memory_fit import fit
 from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.cli.options import ModelCommand, json_option
@@ -19,6 +19,7 @@ from dtype_engine.cli.streams import answers
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.layer_kinds import totals_by_kind
+from dtype_engine.core.system_memory import total_memory
 from dtype_engine.recipe import require_matches
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.coverage import Coverage

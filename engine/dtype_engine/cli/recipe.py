@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from dtype_engine.checkpoint.memory_fit import fit, total_memory
+from dtype_engine.checkpoint.memory_fit import fit
 from dtype_engine.cli.options import ModelCommand, force_option, json_option
 from dtype_engine.cli.program import answer, print_json, print_stderr
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.system_memory import total_memory
 from dtype_engine.core.text import printable
 from dtype_engine.recipe import require_matches
 from dtype_engine.recipe.serving import RUNTIMES, lint_serving, serving_lines

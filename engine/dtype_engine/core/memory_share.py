@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import psutil
+from dtype_engine.core.system_memory import free_memory
 
 _processes = 1
 
@@ -17,4 +17,4 @@ def share_memory(processes: int) -> None:
 
 def memory_budget() -> int:
     """Return the budget for caches in bytes: a quarter of the free memory, divided by the number of processes that share it."""
-    return int(psutil.virtual_memory().available // 4 // _processes)
+    return free_memory() // 4 // _processes

@@ -19,11 +19,10 @@ from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 from typing import Protocol
 
-import psutil
-
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.memory_share import share_memory
+from dtype_engine.core.system_memory import free_memory
 from dtype_engine.evaluation.evaluate import cancel_by, evaluate
 from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
@@ -173,8 +172,7 @@ def fitting(workers: int, private: int) -> int:
     """Return how many of `workers` processes fit into the free memory, at least 1. private: bytes that each process needs in
     addition to the checkpoint, whose memory pages all processes share.
     """
-    free = psutil.virtual_memory().available
-    return max(1, min(workers, math.floor(free / (private + _PROCESS_BYTES))))
+    return max(1, min(workers, math.floor(free_memory() / (private + _PROCESS_BYTES))))
 
 
 def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:

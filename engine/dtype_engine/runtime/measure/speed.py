@@ -6,11 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
-import psutil
 import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.job_part import part_of
+from dtype_engine.core.system_memory import free_memory
 from dtype_engine.recipe import Plan, tensor_bytes
 from dtype_engine.results.runs import SpeedReport, SpeedRow
 from dtype_engine.runtime.device import free_bytes
@@ -143,7 +143,7 @@ def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
         if casts[name] != weight.info.dtype
     )
     held = sum(weight.nbytes for weight in model.weights.values() if weight.cast)
-    free = free_bytes(model.device) or psutil.virtual_memory().available
+    free = free_bytes(model.device) or free_memory()
     return max(0, needed - held - int(0.9 * free))
 
 

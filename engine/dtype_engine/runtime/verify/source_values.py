@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.checkpoint.schemes import EncodedWeight
 from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.core.system_memory import free_memory
 from dtype_engine.core.units import plural
 from dtype_engine.runtime.model.mmap_reader import read_encoded
 
@@ -102,9 +103,7 @@ def _of_pickles(files: tuple[Path, ...], wanted: frozenset[str], trust: bool) ->
 
 
 def _mapped(file: Path) -> bool:
-    import psutil
-
-    if 2 * file.stat().st_size < psutil.virtual_memory().available or not zipfile.is_zipfile(file):
+    if 2 * file.stat().st_size < free_memory() or not zipfile.is_zipfile(file):
         return False
     with zipfile.ZipFile(file) as archive:
         return all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())
