@@ -218,7 +218,7 @@ class _Details:
             lines.append("suggest    " + " ".join(f"--cast {shlex.quote(printable(rule, 300))}" for rule in found))
         elif self.with_remedy:
             lines += remedy_lines(self.remedy)
-        elif severe(report.lost):
+        elif severe(report.lost or ()):
             lines.append("           --suggest finds rules that keep the values which the casts lose")
         lines += [causes_text(self.causes)] if self.causes is not None else []
         return "\n".join([*lines, *verdict_lines(reached)])

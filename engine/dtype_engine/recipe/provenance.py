@@ -68,7 +68,7 @@ def recipe_text(
     contains the tensors with infinite or zero values. lost: the same tensors for a plan without a report; None if they are unknown.
     versions: those of the libraries, by name.
     """
-    losses = report.lost if report is not None else lost
+    losses = report.lost if report is not None and report.lost is not None else lost
     return write_recipe(
         plan.recipe,
         title,

@@ -68,7 +68,7 @@ def build_report(
     None if they were not measured. provenance: lines that say how the checkpoint was quantized, such as "not quantized: lm_head".
     Empty if its files don't say.
     """
-    losses = drift.lost if drift is not None else lost
+    losses = drift.lost if drift is not None and drift.lost is not None else lost
     sections = [
         *picture_sections(drift),
         *_depth(tree, drift),

@@ -147,6 +147,7 @@ def cache_change_text(before: int, after: int, context: int) -> str:
     return f"{sizes} for one sequence of {context:,} tokens"
 
 
+NOT_COUNTED = f"{'lost':<10} not counted: the values that the casts make infinite or zero"
 WEIGHTS_ONLY = "weights only: what a runtime does to activations (W8A8, W4A4) comes on top"
 
 
@@ -170,7 +171,7 @@ def drift_text(report: DriftReport) -> str:
         f"cosine     {output.cosine:.8f}",
         *picture_lines(output),
         f"non-finite {output.nonfinite}",
-        *loss_lines(report.lost),
+        *(loss_lines(report.lost) if report.lost is not None else [NOT_COUNTED]),
     ]
     if output.kl_mean is not None:
         lines.append(

@@ -319,8 +319,10 @@ class DriftReport:
     sequence.
     """
     notices: tuple[str, ...] = ()
-    lost: tuple[ValueLoss, ...] = ()
-    """The weights with values that their cast made infinite or zero, or clipped, with the numbers of such values."""
+    lost: tuple[ValueLoss, ...] | None = ()
+    """The weights with values that their cast made infinite or zero, or clipped, with the numbers of such values. None if they were
+    not counted.
+    """
     activations: Literal["none", "weights"] = "none"
     """The setting `quantize_activations` with which the candidate was run."""
     coverage: Coverage | None = None

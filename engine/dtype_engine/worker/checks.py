@@ -39,10 +39,10 @@ def check_event(event: object) -> None:
         case events.CastDone():
             _check_losses(event.lost or ())
         case events.Measured():
-            _check_losses(event.report.lost)
+            _check_losses(event.report.lost or ())
             _check_pictures(event.report.pictures)
         case events.RecipeMeasured():
-            _check_losses(event.report.lost)
+            _check_losses(event.report.lost or ())
             _check_pictures(event.report.pictures)
             _check_rules(event.report.rules)
         case events.NonfiniteFound():

@@ -196,6 +196,7 @@ class CommandRunner:
             if not totals.extent.whole and sequences.due():
                 self._emit(events.OutputMeasured(recipe, session.settings, totals.partial()))
 
+        measured: list[DriftReport] = []
         session.use_recipe(recipe, on_progress=on_cast, cancelled=token)
         self._emit_memory()
         # Counting lost values reads the weights. If the model runs from the disk, the passes do so anyway.
@@ -208,16 +209,19 @@ class CommandRunner:
             on_progress=lambda run, done, total: self._emit(events.MeasuringProgress(recipe, run, done, total)),
             on_modules=on_modules,
             on_sequence=on_sequence,
+            on_measured=measured.append,
             cancelled=token,
             precision=lambda: None if self._in_full() else session.options.precision,
             all_modules=lambda: self._in_full() or session.options.modules == "exact",
         )
         try:
             report: DriftReport = session.drift(listener)
-        except UserError:
-            if counts_later:
-                why = "those that the casts lose are not counted, because the model did not run"
-                self._emit(events.CastDone(recipe, None, why))
+        except (Cancelled, UserError) as error:
+            if counts_later and (measured or isinstance(error, UserError)):
+                why = "the count was stopped" if measured else "the model did not run"
+                self._emit(events.CastDone(recipe, None, f"those that the casts lose are not counted, because {why}"))
+            if measured:  # the passes have ended, and only what follows them was stopped
+                self._emit(events.Measured(recipe, measured[0], session.settings))
             raise
         if counts_later:
             self._emit(events.CastDone(recipe, report.lost))

@@ -104,6 +104,18 @@ def test_a_reading_of_weights_alone_says_so() -> None:
     assert "weights only" in drift_text(dataclasses.replace(found, weights_only=True))
 
 
+def test_values_that_were_not_counted_are_not_said_to_be_kept() -> None:
+    from tests.helpers.recording_engine import report
+
+    from dtype_engine.recipe import Recipe
+    from dtype_engine.reports.text import drift_text
+
+    found = report(Recipe())
+    assert "lost " not in drift_text(found)
+    text = drift_text(dataclasses.replace(found, lost=None))
+    assert "lost       not counted: the values that the casts make infinite or zero" in text
+
+
 def test_over_how_many_sequences_modules_were_compared_is_told_where_it_was_not_all() -> None:
     from tests.helpers.recording_engine import report
 

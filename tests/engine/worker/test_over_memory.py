@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,8 +14,11 @@ import transformers
 from tests.helpers.recorded_worker import RecordedEngine
 
 from dtype_engine import Options, Recipe, Rule
+from dtype_engine.core.cancellation import IsCancelled
+from dtype_engine.core.errors import Cancelled
+from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import SetRecipe
+from dtype_engine.worker.commands import Cancel, Measure, SetRecipe
 
 BF16 = Recipe((Rule.parse("*=bf16"),))
 
@@ -34,6 +39,57 @@ def test_the_noise_floor_is_measured_only_on_request(
     assert read is not None
     assert read > 0
     assert lost == report.lost
+
+
+def test_a_finished_drift_is_kept_if_the_count_of_lost_values_is_stopped(
+    make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over memory the count reads all weights once more, which takes as long as a pass."""
+    counting, original = threading.Event(), LiveModel.lost_values
+
+    def stopped(model: LiveModel, planned: Any, cancelled: IsCancelled, *rest: Any) -> Any:
+        if any(weight.dtype == "bfloat16" for weight in model.weights.values()):
+            counting.set()
+            while not cancelled():
+                time.sleep(0.005)
+            raise Cancelled
+        return original(model, planned, cancelled, *rest)
+
+    folder = make_llama(vocab_size=512, hidden_size=256, intermediate_size=512)
+    options = Options(over_memory=True, max_memory={"cpu": 1 << 21}, sequences=2, floor="never")
+    with RecordedEngine("thread", str(folder), options) as recorded:
+        recorded.wait_for(events.Idle)
+        begun = len(recorded.events)
+        with monkeypatch.context() as patched:
+            patched.setattr(LiveModel, "lost_values", stopped)
+            recorded.worker.request(SetRecipe(BF16))
+            assert counting.wait(60)
+            recorded.worker.request(Cancel())
+            report = recorded.measured(BF16, begun).report
+            recorded.wait_for(events.Idle, since=begun)
+        assert recorded.of(events.CastDone, begun) == [
+            events.CastDone(BF16, None, "those that the casts lose are not counted, because the count was stopped")
+        ]
+        begun = len(recorded.events)
+        recorded.worker.request(Measure())
+        whole = recorded.measured(BF16, begun).report
+    assert report.lost is None
+    assert whole.lost is not None
+    assert (report.output, report.modules, report.sequences) == (whole.output, whole.modules, whole.sequences)
+
+
+def test_a_finished_drift_is_kept_if_a_metric_fails(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "metrics.py").write_text("def broken(outputs, inputs):\n    raise ValueError('no labels')\n")
+    options = Options(metrics=(f"{tmp_path}/metrics.py:broken",), sequences=2, floor="never")
+    with RecordedEngine("thread", str(make_llama()), options) as recorded:
+        recorded.wait_for(events.Idle)
+        begun = len(recorded.events)
+        recorded.worker.request(SetRecipe(BF16))
+        failed = recorded.wait_for(events.Failed, since=begun)
+        report = recorded.measured(BF16, begun).report
+    assert "no labels" in failed.message
+    assert report.output.sqnr_db > 0
+    assert report.lost == ()
 
 
 def test_lost_values_are_counted_where_no_pass_can_run(tmp_path: Path) -> None:

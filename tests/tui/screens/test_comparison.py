@@ -14,6 +14,7 @@ from textual.pilot import Pilot
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.results.losses import ValueLoss
 from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.state.measurement_log import ModuleLog, measured
@@ -76,6 +77,23 @@ async def test_two_are_compared_rule_by_rule_tensor_by_tensor_and_module_by_modu
         text = " ".join(screen(app).split())
         assert f"{MLP} 30.00 dB 45.00 dB -15.00 dB" in text
         assert f" {LAYER} 50.00 dB" not in text, "it drifts alike"
+
+
+async def test_values_that_were_not_counted_are_not_said_to_be_kept() -> None:
+    app = make_app()
+    lost = ValueLoss("lm_head.weight", "float16", overflowed=7, vanished=0, elements=100)
+    async with running(app, (120, 50)) as pilot:
+        await ready(app, pilot)
+        for rule, losses in (("*=float16", (lost,)), ("*=bfloat16", None), ("*=float8_e4m3fn", ())):
+            recipe = Recipe((Rule.parse(rule),))
+            app.controller.experiment.push(recipe)
+            told = dataclasses.replace(report(recipe), lost=losses)
+            await say(app, pilot, events.Measured(recipe, told), events.Idle())
+        for keys, expected in ((("c", "j", "c"), "none not counted"), (("c", "j", "j", "c"), "none ⚠ 7 inf")):
+            await pilot.press("H", *keys)
+            await pilot.pause()
+            assert f"values lost {expected}" in " ".join(screen(app).split())
+            await pilot.press("escape", "escape")
 
 
 async def test_modules_of_an_earlier_session_are_not_known() -> None:

@@ -103,8 +103,8 @@ def _figures(one: Side, other: Side, plans: tuple[Plan, Plan]) -> Table:
     both("max |Δ|", lambda entry: f"{entry.output.max_abs:.4e}")
     if first.output.nonfinite or second.output.nonfinite:
         both("non-finite", lambda entry: f"{entry.output.nonfinite:,}")
-    if any(entry.overflowed or entry.vanished for entry in (first, second)):
-        both("values lost", lambda entry: loss_mark(entry.overflowed, entry.vanished) or "none")
+    if any(entry.overflowed is None or entry.overflowed or entry.vanished for entry in (first, second)):
+        both("values lost", _values_lost)
     both("KL mean", _kl)
     both("same top-1", _same_top)
     both("perplexity", _perplexity)
@@ -121,6 +121,12 @@ def _kl(entry: MeasuredRecipe) -> str | None:
         return None
     error = f" ± {entry.kl_error:.0e}" if entry.kl_error is not None else ""
     return f"{entry.output.kl_mean:.3e}{error} nats"
+
+
+def _values_lost(entry: MeasuredRecipe) -> str:
+    if entry.overflowed is None or entry.vanished is None:
+        return "not counted"
+    return loss_mark(entry.overflowed, entry.vanished) or "none"
 
 
 def _same_top(entry: MeasuredRecipe) -> str | None:

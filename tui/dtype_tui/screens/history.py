@@ -168,7 +168,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
                 words.append(f"; {printable(str(entry.settings), 100)}", style="not bold dim")
             if self._experiment.model.reference not in BY_NAME:
                 words.append(f"; reference: {printable(self._experiment.model.reference, 100)}", style="not bold dim")
-            if lost := loss_mark(entry.overflowed, entry.vanished):
+            if lost := loss_mark(entry.overflowed or 0, entry.vanished or 0):
                 words.append(f"  {lost}")
             self.query_one("#rules", Static).update(words)
 

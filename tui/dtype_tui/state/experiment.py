@@ -29,7 +29,7 @@ from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
 from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.state.cache_nodes import CacheNodes, add_cache_nodes
-from dtype_tui.state.measurement_log import MeasuredRecipe, ModuleLog, mark, measured, remember
+from dtype_tui.state.measurement_log import MeasuredRecipe, ModuleLog, lost_counts, mark, measured, remember
 from dtype_tui.state.results import Losses, Results, measured_modules
 from dtype_tui.state.rule_list import RuleList
 from dtype_tui.state.scan import ScanState
@@ -395,7 +395,10 @@ class Experiment:
                     self.results = replace(results, partial_drift=partial)
                 # The history shows these figures until the rest is measured, which may never happen.
                 about = self.recipe, self.settings, self.model.inputs, self.plan.planned_bytes
-                self.measured = remember(self.measured, MeasuredRecipe(*about, partial.output, partial.extent))
+                lost = lost_counts(results.losses.values)
+                self.measured = remember(
+                    self.measured, MeasuredRecipe(*about, partial.output, partial.extent, None, *lost)
+                )
             case events.Measured():
                 self._set_report(event.report)
             case events.WeightsCompared():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,6 +13,7 @@ from dtype_engine.recipe import Recipe
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift
+    from dtype_engine.results.losses import ValueLoss
     from dtype_engine.results.metrics import MetricChange
 
 MOST_MEASURED = 1000
@@ -33,11 +34,12 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
     """How many of the inputs were run to compute the metrics."""
     seconds: float | None = None
     """Total time of the candidate's passes over all inputs in seconds. None if some inputs or modules were not run."""
-    overflowed: int = 0
-    """Number of weight values that the casts of this recipe made infinite."""
-    vanished: int = 0
-    """Number of nonzero weight values that the casts of this recipe made zero. Tensors in which fewer than 1 in 100 values became
-    zero, or whose new dtype is meant to round small values to zero, such as int4, are not counted (`ValueLoss.is_rounding`).
+    overflowed: int | None = None
+    """Number of weight values that the casts of this recipe made infinite. None if they were not counted."""
+    vanished: int | None = None
+    """Number of nonzero weight values that the casts of this recipe made zero. None if they were not counted. Tensors in which
+    fewer than 1 in 100 values became zero, or whose new dtype is meant to round small values to zero, such as int4, are left out
+    (`ValueLoss.is_rounding`).
     """
     pinned: bool = False
     metrics: tuple[MetricChange, ...] = ()
@@ -110,9 +112,7 @@ class ModuleLog:
 
 def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned_bytes: int) -> MeasuredRecipe:
     """Return a drift report as an entry of the history. planned_bytes: the size of the model under the recipe."""
-    from dtype_engine.results.losses import severe  # imported late, for a faster first paint
-
-    lost = severe(report.lost)
+    overflowed, vanished = lost_counts(report.lost)
     return MeasuredRecipe(
         recipe,
         settings,
@@ -122,10 +122,22 @@ def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned
         report.sequences,
         # The time of a pass that reused earlier outputs, or covered only some inputs, is not the time of the recipe.
         seconds=None if report.seconds.reused or not report.sequences.whole else report.seconds.candidate,
-        overflowed=sum(loss.overflowed for loss in lost),
-        vanished=sum(loss.vanished for loss in lost),
+        overflowed=overflowed,
+        vanished=vanished,
         metrics=report.metrics,
     )
+
+
+def lost_counts(losses: Sequence[ValueLoss] | None) -> tuple[int | None, int | None]:
+    """Return how many values casts made infinite and how many they made zero, as `MeasuredRecipe` has them. losses: an entry for
+    each weight with such values, or None if they were not counted.
+    """
+    if losses is None:
+        return None, None
+    from dtype_engine.results.losses import severe  # imported late, for a faster first paint
+
+    lost = severe(losses)
+    return sum(loss.overflowed for loss in lost), sum(loss.vanished for loss in lost)
 
 
 def metric_names(entries: Iterable[MeasuredRecipe]) -> tuple[str, ...]:

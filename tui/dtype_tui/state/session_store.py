@@ -260,8 +260,8 @@ class _Measurement(msgspec.Struct, kw_only=True):
     output: OutputDrift
     extent: Extent
     seconds: float | None
-    overflowed: int
-    vanished: int
+    overflowed: int | None
+    vanished: int | None
     pinned: bool
     metrics: tuple[MetricChange, ...] = ()
     """The values of the user's own metrics. Files of older versions have none."""

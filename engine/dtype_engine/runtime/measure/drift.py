@@ -151,10 +151,10 @@ class DriftMeter:
         return sum(kept) + sum(cache.nbytes for cache, _ in list(self._caches.values()))
 
     def report(
-        self, totals: RunningTotals, recipe: Recipe, memory: MemoryStats, lost: tuple[ValueLoss, ...]
+        self, totals: RunningTotals, recipe: Recipe, memory: MemoryStats, lost: tuple[ValueLoss, ...] | None
     ) -> DriftReport:
         """Return a report of a measurement: the `totals`, and the model, device, settings, inputs and notices. recipe: the recipe
-        of the measured casts. lost: the weights whose casts make values infinite or zero.
+        of the measured casts. lost: the weights whose casts make values infinite or zero, or None if they were not counted.
         """
         candidate, output = self.candidate or self.model, totals.output
         return DriftReport(

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.cancellation import IsCancelled, never
 
 if TYPE_CHECKING:
-    from dtype_engine.results.drift import ModuleDrift
+    from dtype_engine.results.drift import DriftReport, ModuleDrift
     from dtype_engine.runtime.measure.running_totals import RunningTotals
 
 OnProgress = Callable[[str, int, int], None]
 OnModules = Callable[[tuple["ModuleDrift", ...]], None]
 OnSequence = Callable[["RunningTotals"], None]
+OnMeasured = Callable[["DriftReport"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,11 @@ class MeasurementListener:
     """A function that is called with the drift of the modules whose metrics have changed, at most once a second within a pass."""
     on_sequence: OnSequence | None = None
     """A function that is called after every sequence with the running totals. Later sequences change the same object."""
+    on_measured: OnMeasured | None = None
+    """A function that is called with the report when all passes have ended, before the last steps, which may take long: counting
+    the values that the casts of a model larger than memory lose, and the user's metrics. The report lacks these metrics, and its
+    `lost` is None if it takes long to find.
+    """
     saves: bool = False
     """Whether `on_sequence` saves the totals. If True, fewer sequences of a model that is larger than memory run side by side, so
     that an interrupt loses fewer results.

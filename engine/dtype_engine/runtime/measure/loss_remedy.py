@@ -58,7 +58,7 @@ def tried_remedy(
     returned. The model stays cast as in the last trial, so the caller has to apply its recipe again. count: finds how many values a
     cast would lose. `on_trial(done, total)` is called before each trial. Raises Cancelled.
     """
-    first = untried_remedy(tree, plan, report.lost, count, "")
+    first = untried_remedy(tree, plan, report.lost or (), count, "")
     if first is None:
         return None
     on_trial(0, 2)

@@ -504,12 +504,14 @@ class Session:
             if self.model.visits is not None and throttle.due():
                 on_progress("values that casts lose", done, total)
 
+        report = self._meter.report(totals, self.recipe, self.memory(), self.model.known_losses(self.plan.dtypes))
+        if listener.on_measured is not None:
+            listener.on_measured(report)
         lost = self.model.lost_values(None, listener.cancelled, on_weights)
-        report = self._meter.report(totals, self.recipe, self.memory(), lost)
         changes = (
             metrics.measure(self.settings, listener.on_progress, listener.cancelled) if metrics is not None else ()
         )
-        return dataclasses.replace(report, metrics=changes)
+        return dataclasses.replace(report, lost=lost, metrics=changes)
 
     def _metric_meter(self) -> MetricMeter | None:
         if self._metrics is None and self.options.metrics:
