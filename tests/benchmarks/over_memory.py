@@ -110,9 +110,11 @@ def measured(folder: Path, job: str, limited: bool) -> dict[str, Any]:
     import torch
 
     import dtype_engine as de
+    from dtype_engine.core.system_memory import total_memory
 
-    # The half of the limit is for Python and torch, and for activations.
-    limits = {"cpu": min(LIMIT // 2, folder.joinpath("model.safetensors").stat().st_size // 2)} if limited else {}
+    # Without a control group the program can't know the limit. Half of it is for Python and torch, and for activations.
+    size = folder.joinpath("model.safetensors").stat().st_size
+    limits = {"cpu": min(LIMIT // 2, size // 2)} if limited and total_memory() > LIMIT else {}
     generator = torch.Generator().manual_seed(1)
     inputs = [{"input_ids": torch.randint(0, VOCABULARY, (1, length), generator=generator)} for length in LENGTHS]
     session = de.open(
@@ -175,6 +177,10 @@ def _child(folder: Path, job: str, limited: bool) -> dict[str, Any]:
     return found
 
 
+def _times(found: dict[str, Any]) -> str:
+    return f"{found['seconds']:.0f} s (processor {found['processor']:.0f} s, peak {found['peak'] / 2**30:.2f} GiB)"
+
+
 def main() -> None:
     if "--job" in sys.argv:
         with contextlib.redirect_stdout(sys.stderr):
@@ -191,13 +197,11 @@ def main() -> None:
     if not (folder / "model.safetensors").exists():
         write(folder, given.gib, given.fp8)
     for job in given.jobs or [*JOBS, "scan", "export"]:
-        inside, over = _child(folder, job, False), _child(folder, job, True)
+        inside = _child(folder, job, False)
+        print(f"{job:18s} in memory {_times(inside)}", end="; ", flush=True)
+        over = _child(folder, job, True)
         same = "identical" if inside["shown"] == over["shown"] else "DIFFERENT"
-        print(
-            f"{job:18s} {same}; in memory {inside['seconds']:.0f} s (processor {inside['processor']:.0f} s); over memory "
-            f"{over['seconds']:.0f} s (processor {over['processor']:.0f} s), read {over['read'] / over['stored']:.2f} x the model",
-            flush=True,
-        )
+        print(f"over memory {_times(over)}, read {over['read'] / over['stored']:.2f} x the model; {same}", flush=True)
 
 
 if __name__ == "__main__":

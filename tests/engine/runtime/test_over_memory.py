@@ -25,7 +25,7 @@ from dtype_engine.runtime.measure import drift
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.model.load import blocks
 from dtype_engine.runtime.model.stored_values import StackedValues
-from dtype_engine.runtime.scan import local_errors
+from dtype_engine.runtime.scan import local_errors, scan
 
 LENGTHS = (5, 16, 3, 9)
 MORE = (*LENGTHS, 12, 8, 4, 6)
@@ -216,6 +216,23 @@ def test_a_scan_has_the_same_scores_and_can_be_resumed(
     before = visits.bytes_read
     assert opened(llama, 1 << 21, MORE).scan(dtypes, draws=2, save=tmp_path / "scan.json").scores() == found
     assert visits.bytes_read == before
+
+
+def test_only_as_many_sequences_are_scanned_side_by_side_as_have_room(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = opened(llama, None, MORE).scan(["int8"], draws=1).scores()
+    over, after = opened(llama, 1 << 21, MORE), list[int]()
+    monkeypatch.setattr(scan, "cache_budget", lambda device: 2_000_000)
+    found = over.scan(["int8"], draws=1, on_estimate=lambda report: after.append(report.sequences))
+    assert found.scores() == expected
+    # What a graph takes at least: each linear layer's input and output in float32.
+    shapes = [tensor.shape for name, tensor in over.tree.tensors.items() if name.endswith("_proj.weight")]
+    least = 4 * sum(rows + columns for rows, columns in shapes)
+    begins = [0, *after[:-1]]
+    assert 1 < len(after) < len(MORE)
+    assert after[-1] == len(MORE)
+    assert all(least * sum(MORE[begin:end]) < 2_000_000 for begin, end in zip(begins, after, strict=True))
 
 
 def quantized(folder: Path) -> None:

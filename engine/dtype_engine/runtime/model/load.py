@@ -34,6 +34,7 @@ from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.heap import return_large_memory, trim_heap
 from dtype_engine.core.options import Options
+from dtype_engine.core.system_memory import free_memory
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
@@ -85,7 +86,7 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
     if reason := why_no_pass(checkpoint, options):
         raise NoForward(reason)
     if checkpoint.stored_bytes > usable_memory(options.max_memory):
-        visits = BlockVisits(usable_memory(options.max_memory) // BLOCKS)
+        visits = BlockVisits(min(usable_memory(options.max_memory), free_memory()) // BLOCKS)
         return_large_memory()  # passes run side by side in threads, and glibc has memory for each
     elif (
         device.type != "cpu"

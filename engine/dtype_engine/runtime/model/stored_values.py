@@ -94,6 +94,12 @@ class StoredValues(ABC):
         """
         return None
 
+    def slice_of(self, rows: slice, device: torch.device) -> torch.Tensor:
+        """Return the values at some indexes of the weight's first dimension. If it is possible, the others are not decoded. rows:
+        a slice without a step, within the weight.
+        """
+        return self.read(device)[rows]
+
     def coded(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (values, None) or, for a weight that an export of this program stored with scales, (codes, scales)."""
         return self.read(device), None
@@ -191,6 +197,11 @@ class EncodedValues(StoredValues):
     def read(self, device: torch.device = _CPU) -> torch.Tensor:
         values = schemes.decode(self.weight, self._parts).to(device)
         return values.transpose(-1, -2).contiguous() if self.turned else values
+
+    def slice_of(self, rows: slice, device: torch.device) -> torch.Tensor:
+        if self.turned or len(self.shape) != 2:
+            return super().slice_of(rows, device)
+        return schemes.decode(self.weight, self._parts, rows.start, rows.stop).to(device)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         wanted, places = torch.unique(ids.reshape(-1), return_inverse=True)

@@ -68,6 +68,8 @@ class LocalErrors:
         self.rounding = ActivationRounding() if rounds else None
         self._cast: OrderedDict[tuple[str, str, int | None], torch.Tensor] = OrderedDict()
         self._held = 0
+        self._decoded: tuple[StoredValues, slice | None, torch.Tensor] | None = None
+        """The values that were decoded last, and of which rows: casts to several dtypes follow one another."""
 
     def of(self, operation: WeightOp, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
         """Rerun an operation with `weight` in each of the dtypes `names`. Returns, for each output, the local errors (output minus
@@ -98,13 +100,19 @@ class LocalErrors:
         weight = self.weights[name]
         return self._read(weight.reference, rows, weight.tensor.device).to(reference_dtype(weight))
 
-    @staticmethod
-    def _read(values: StoredValues, rows: slice | None, device: torch.device) -> torch.Tensor:
+    def _read(self, values: StoredValues, rows: slice | None, device: torch.device) -> torch.Tensor:
         """Return the values at some indexes of a weight's first dimension, on the device; None: at all indexes."""
+        if self._decoded is not None and self._decoded[0] is values and self._decoded[1] == rows:
+            return self._decoded[2]
+        self._decoded = None
         if rows is None:
-            return values.read(device)
-        part = values.part(rows.start, device) if rows.stop == rows.start + 1 else None
-        return values.read(device)[rows] if part is None else part[None]
+            read = values.read(device)
+        else:
+            part = values.part(rows.start, device) if rows.stop == rows.start + 1 else None
+            read = values.slice_of(rows, device) if part is None else part[None]
+        if values.decoded:
+            self._decoded = values, rows, read
+        return read
 
     def _computed_in(self, name: str, dtype: str) -> str:
         """Return the dtype in which an operation uses a weight whose planned dtype is `dtype`. This is usually `dtype` itself. If

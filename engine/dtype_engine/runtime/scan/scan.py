@@ -35,6 +35,7 @@ from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.options import STORED, RunSettings
 from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.results.scan import ScanReport, WeightScore
+from dtype_engine.runtime.device import cache_budget
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import copied_bytes, equals_reference, reference_name
@@ -56,7 +57,11 @@ the output size.
 """
 
 _SIDE_BY_SIDE = 8
-"""How many sequences of a model that is larger than memory are scanned side by side."""
+"""The maximum number of sequences of a model larger than memory that are scanned side by side."""
+_GRAPH_BYTES = 5
+"""How many bytes of an autograd graph there are for each input element and each row and column of a weight's matrix: 4 for the
+inputs and outputs of products in float32, and 1 for what lies between them. A Llama with its sums, norms and attention has 4.7.
+"""
 
 OnStep = Callable[[str, int, int | None], None]
 OnEstimate = Callable[[ScanReport], None]
@@ -270,11 +275,21 @@ class Scan:
 
     def _groups(self) -> Iterator[list[int]]:
         """Yield lists of the indexes of sequences that are scanned side by side: a single remaining sequence or, if the model is
-        larger than memory, several.
+        larger than memory, as many as have room for their autograd graphs in a quarter of the free memory.
         """
-        pending, size = self.pending(), self._side_by_side
-        for start in range(0, len(pending), size):
-            yield pending[start : start + size]
+        room = cache_budget(self.model.device)
+        shapes = (weight.info.shape for weight in self.model.weights.values())
+        lengths = sum(shape[-1] + shape[-2] for shape in shapes if len(shape) > 1)
+        group, nbytes = list[int](), 0
+        for index in self.pending():
+            size = _GRAPH_BYTES * lengths * self.inputs.batches[index].elements
+            if group and (len(group) == self._side_by_side or nbytes + size > room):
+                yield group
+                group, nbytes = [], 0
+            group.append(index)
+            nbytes += size
+        if group:
+            yield group
 
     def _measure(
         self, runner: ForwardRunner, index: int, on_measured: Callable[[int, int], None], cancelled: IsCancelled
