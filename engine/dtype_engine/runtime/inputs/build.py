@@ -25,7 +25,7 @@ from dtype_engine.runtime.inputs.multimodal import (
 from dtype_engine.runtime.inputs.preprocessing import parameters
 from dtype_engine.runtime.inputs.processor_limits import check_processor_files
 from dtype_engine.runtime.inputs.tensor_files import tensor_inputs
-from dtype_engine.runtime.inputs.text import prompt_texts, text_inputs
+from dtype_engine.runtime.inputs.text import prompt_texts, text_inputs, without_cache
 from dtype_engine.runtime.inputs.validate import with_labels
 from dtype_engine.runtime.model.diffusers_pipeline import PipelineModule
 from dtype_engine.runtime.model.live import LiveModel
@@ -42,7 +42,7 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
     if model.example_inputs is not None and not given:
         with failures_as(NoForward, f"example_inputs() of {model.title} failed", with_type):
             values = model.example_inputs()
-        inputs = from_values(values, "example_inputs()")
+        inputs = without_cache(model, from_values(values, "example_inputs()"))
         return with_labels(model, inputs) if options.metrics else inputs
     if isinstance(model.module, PipelineModule):
         return pipeline_inputs(model, options)

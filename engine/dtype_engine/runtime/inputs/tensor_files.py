@@ -19,7 +19,7 @@ from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
-from dtype_engine.runtime.inputs.text import with_next_tokens
+from dtype_engine.runtime.inputs.text import with_next_tokens, without_cache
 from dtype_engine.runtime.inputs.validate import ID_ARGUMENTS, check_fits, with_labels
 from dtype_engine.runtime.model.containers import named_tensors_in
 from dtype_engine.runtime.model.live import LiveModel
@@ -46,7 +46,8 @@ def tensor_inputs(model: LiveModel, path: Path, labelled: bool = False) -> Input
     calls = f"{len(batches)} calls" if len(batches) > 1 else "1 call"
     name = printable(path.name, 60)
     made_of = (f"tensors: {name}, unchanged",)
-    return with_next_tokens(model, Inputs(batches, f"tensors of {name}, {calls}", made=False, made_of=made_of))
+    inputs = Inputs(batches, f"tensors of {name}, {calls}", made=False, made_of=made_of)
+    return without_cache(model, with_next_tokens(model, inputs))
 
 
 def read_tensors(path: Path) -> Any:

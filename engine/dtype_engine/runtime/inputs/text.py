@@ -39,6 +39,9 @@ _ANY_LENGTH = 10**9
 _SHOWN_TOKENS = 40
 _TEXT_KEYS = ("messages", "text", "prompt")
 _JSONL = (".jsonl", ".ndjson")
+_NO_CACHE = {"use_cache": False}
+_CACHES = frozenset({"use_cache", "past_key_values", "cache_params"})
+"""Arguments by which the user says whether and how the model keeps a KV cache or the state of a recurrence."""
 BUILT_IN = "built-in prompts: Python code, prose, technical text, a sum"
 
 
@@ -268,12 +271,36 @@ def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
     kwargs: dict[str, Any] = {"input_ids": row, "attention_mask": torch.ones_like(row)}
     names = parameters(model.module)
     config = model.module.config
-    if "use_cache" in names and getattr(config, "use_cache", None) is not None:
-        kwargs["use_cache"] = False
+    if keeps_cache(model):
+        kwargs |= _NO_CACHE
     if getattr(config, "is_encoder_decoder", False):
         kwargs["decoder_input_ids"] = row
     kwargs = {key: value for key, value in kwargs.items() if key in names or "kwargs" in names}
     return Batch(kwargs=kwargs, next_tokens=_next_tokens(model, row), text=text)
+
+
+def keeps_cache(model: LiveModel) -> bool:
+    """Return whether a model of transformers returns a KV cache with its output unless it is called with `use_cache=False`."""
+    config = getattr(model.module, "config", None)
+    return "use_cache" in parameters(model.module) and getattr(config, "use_cache", None) is not None
+
+
+def without_cache(model: LiveModel, inputs: Inputs) -> Inputs:
+    """Return inputs that the user provided as tensors, with `use_cache=False` if the model would otherwise keep a KV cache and the
+    user's arguments do not speak of one. Layers write a cache into an argument, so that their outputs could not be reused after a
+    cast.
+    """
+    if not keeps_cache(model):
+        return inputs
+    batches = tuple(
+        batch
+        if _CACHES & batch.named(model.module).keys()
+        else dataclasses.replace(batch, kwargs=batch.kwargs | _NO_CACHE)
+        for batch in inputs.batches
+    )
+    changed = any(one is not other for one, other in zip(batches, inputs.batches, strict=True))
+    made_of = (*inputs.made_of, "use_cache: False, because the cache is not compared") if changed else inputs.made_of
+    return dataclasses.replace(inputs, batches=batches, made_of=made_of)
 
 
 def with_next_tokens(model: LiveModel, inputs: Inputs) -> Inputs:

@@ -59,8 +59,9 @@ the output size.
 _SIDE_BY_SIDE = 8
 """The maximum number of sequences of a model larger than memory that are scanned side by side."""
 _GRAPH_BYTES = 5
-"""How many bytes of an autograd graph there are for each input element and each row and column of a weight's matrix: 4 for the
-inputs and outputs of products in float32, and 1 for what lies between them. A Llama with its sums, norms and attention has 4.7.
+"""How many bytes of an autograd graph there are for each element of the largest input and each row and column of a weight's matrix:
+4 for the inputs and outputs of products in float32, and 1 for what lies between them. A Llama with its sums, norms and attention
+has 4.7.
 """
 
 OnStep = Callable[[str, int, int | None], None]
@@ -282,7 +283,9 @@ class Scan:
         lengths = sum(shape[-1] + shape[-2] for shape in shapes if len(shape) > 1)
         group, nbytes = list[int](), 0
         for index in self.pending():
-            size = _GRAPH_BYTES * lengths * self.inputs.batches[index].elements
+            tensors = self.inputs.batches[index].named_tensors()
+            longest = max((tensor.numel() for _, tensor in tensors), default=0)  # ids and their mask count once
+            size = _GRAPH_BYTES * lengths * longest
             if group and (len(group) == self._side_by_side or nbytes + size > room):
                 yield group
                 group, nbytes = [], 0

@@ -36,7 +36,7 @@ from dtype_engine.results.runs import Generation, SpeedReport
 from dtype_engine.results.scan import Prediction, ScanReport, SearchReport
 from dtype_engine.results.serving_memory import ActivationMemory
 from dtype_engine.runtime.inputs import Inputs, one_of_each_shape, summarize
-from dtype_engine.runtime.inputs.text import with_next_tokens
+from dtype_engine.runtime.inputs.text import with_next_tokens, without_cache
 from dtype_engine.runtime.inputs.validate import with_labels
 from dtype_engine.runtime.measure.activation_memory import estimator_of, measured
 from dtype_engine.runtime.measure.attribution import Attribution, OnCauses, Part, PartDrift
@@ -111,6 +111,7 @@ class Session:
         """The settings of candidate runs. They may be replaced between measurements."""
         if inputs is not None:
             inputs = with_next_tokens(model, with_labels(model, inputs) if options.metrics else inputs)
+            inputs = without_cache(model, inputs)
         self.inputs = inputs
         """The inputs on which the model is run, or None if it can't be run."""
         self.why_no_forward: str | None = None

@@ -1,0 +1,74 @@
+"""The user's own tensors run without a KV cache, so that outputs before the first changed layer are reused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.helpers import architectures
+
+import dtype_engine as de
+from dtype_engine import Recipe, Rule
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "t5", "qwen3_next", "mamba"])
+def test_figures_are_those_of_plain_torch_with_its_cache(name: str) -> None:
+    module, inputs = architectures.make(name)
+    inputs = {key: value for key, value in inputs.items() if key != "use_cache"}
+    other = copy.deepcopy(module)
+    for parameter in other.parameters():
+        parameter.data = parameter.data.bfloat16()
+    with torch.no_grad():
+        before, after = module(**inputs).logits, other(**inputs).logits
+    session = de.open(module, inputs=inputs)
+    session.cast("*", "bfloat16")
+    found = session.drift().output
+    assert found.max_abs == pytest.approx(float((after.float() - before).abs().max()), rel=1e-3)
+    assert session.inputs_reading is not None
+    assert any("use_cache" in line for line in session.inputs_reading.made_of)
+
+
+def test_a_late_cast_reuses_the_layers_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _ = architectures.make("llama")
+    session = de.open(module, inputs={"input_ids": architectures.tokens()})
+    session.drift()
+    first, called = module.get_submodule("model.layers.0.self_attn"), list[bool]()
+    original = type(first).forward
+
+    def forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
+        called.append(attention is first)
+        return original(attention, *args, **kwargs)
+
+    monkeypatch.setattr(type(first), "forward", forward)
+    session.apply(Recipe((Rule("model.layers.1", "bfloat16"),)))
+    session.drift()
+    assert called == [False]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_what_the_user_says_stays(told: bool) -> None:
+    session = de.open(architectures.make("llama")[0], inputs={"input_ids": architectures.tokens(), "use_cache": told})
+    assert session.inputs is not None
+    assert session.inputs.batches[0].kwargs["use_cache"] is told
+    assert not any("use_cache" in line for line in session.inputs.made_of)
+
+
+def test_tensors_of_a_file_and_of_example_inputs(
+    make_llama: Callable[..., Path], tmp_path: Path, monkeypatch: Any
+) -> None:
+    save_file({"input_ids": torch.arange(3, 9)[None]}, tmp_path / "x.safetensors")
+    session = de.open(str(make_llama()), options=de.Options(tensors=tmp_path / "x.safetensors"))
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom tests.helpers import architectures\n"
+        "def Net():\n    return architectures.make('llama')[0]\n"
+        "def example_inputs():\n    return {'input_ids': torch.arange(3, 9)[None]}\n"
+    )
+    other = de.open(f"{tmp_path}/net.py:Net")
+    for each in (session, other):
+        assert each.inputs is not None
+        assert each.inputs.batches[0].kwargs["use_cache"] is False
