@@ -37,11 +37,18 @@ def _number(context: click.Context, parameter: click.Parameter, text: str | None
     return number
 
 
+def _divergence(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    number = _number(context, parameter, text)
+    if number is not None and number < 0:
+        raise click.BadParameter(f"{text!r} is less than any KL divergence: write 0 or more")
+    return number
+
+
 _OPTIONS = (
     click.option(
         "--max-kl",
         metavar="NATS",
-        callback=_number,
+        callback=_divergence,
         help="Fail if the mean KL divergence of the candidate's output distribution from the reference's is larger than this "
         "number, in nats per position.",
     ),

@@ -162,6 +162,6 @@ def test_a_missed_limit_is_exit_status_1_with_the_reason() -> None:
 
 
 def test_limits_that_are_none_are_refused_in_a_line() -> None:
-    for arguments in (("--min-top1", "99"), ("--max-kl", "small"), ("--min-sqnr", "nan")):
+    for arguments in (("--min-top1", "99"), ("--max-kl", "small"), ("--max-kl", "-1"), ("--min-sqnr", "nan")):
         done = drift(*arguments)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
