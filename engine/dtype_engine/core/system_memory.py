@@ -21,38 +21,51 @@ subgroups.
 
 def total_memory() -> int:
     """Return the bytes of memory that this process may use: the machine's memory, or the limit of a control group if it is less."""
-    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _limits())])
+    limits = (_number(folder / limit) for folder, (limit, _, _) in _groups())
+    return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
 
 
 def free_memory() -> int:
     """Return the bytes of memory that are free for this process: those of the machine, or those of a control group if they are
     fewer. Memory that holds pages of files counts as free, because the system can drop these pages.
     """
-    free = [max(0, limit - used) for limit, used in _limits()]
-    return min([int(psutil.virtual_memory().available), *free])
+    free = int(psutil.virtual_memory().available)
+    for folder, (limit, current, prefix) in _groups():
+        most, used = _number(folder / limit), _number(folder / current)
+        if most is not None and used is not None:
+            free = min(free, max(0, most - used + _file_pages(folder / "memory.stat", prefix)))
+    return free
 
 
-def _limits() -> Iterator[tuple[int, int]]:
-    """Yield the limits of the control groups to which this process belongs, and how much of them is used, in bytes."""
-    for folder, (most, current, prefix) in _groups():
-        try:
-            limit = int((folder / most).read_text())
-            used = int((folder / current).read_text())
-            stat = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
-            used -= sum(int(stat[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
-        except (OSError, ValueError, KeyError):
-            continue  # this group has no limit, or can't be read
-        yield limit, used
+def _number(file: Path) -> int | None:
+    """Return the number in a file of a control group, or None if it has none, such as "max"."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _file_pages(file: Path, prefix: str) -> int:
+    """Return the bytes of files' pages in memory according to a group's `memory.stat`. prefix: as in `_VERSION_1`."""
+    wanted = {f"{prefix}active_file", f"{prefix}inactive_file"}
+    try:
+        entries = (line.split() for line in file.read_text().splitlines())
+        return sum(int(entry[1]) for entry in entries if len(entry) == 2 and entry[0] in wanted)
+    except (OSError, ValueError):
+        return 0
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the folders of all control groups to which this process belongs, innermost first, and the names in them."""
+    """Yield the folders of the control groups to which this process may belong, and the names in them: its own, those around it,
+    and the roots, which are its own in a container.
+    """
     try:
-        lines = _OWN_GROUPS.read_text().splitlines()
+        lines = _OWN_GROUPS.read_text(errors="replace").splitlines()
     except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
+        lines = []
+    for line in ("0::/", "0:memory:/", *lines):
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
         if controllers and "memory" not in controllers.split(","):
             continue
         names, root = (_VERSION_1, _GROUPS / "memory") if controllers else (_VERSION_2, _GROUPS)

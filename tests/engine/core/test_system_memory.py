@@ -58,6 +58,20 @@ def test_version_1_counts_what_subgroups_hold(groups: Path) -> None:
     assert system_memory.free_memory() == 9 * MIB
 
 
+def test_the_limit_counts_if_nothing_else_can_be_read(groups: Path) -> None:
+    write(groups / "cgroup", max=str(64 * MIB))
+    assert system_memory.total_memory() == 64 * MIB
+    assert system_memory.free_memory() > 0
+    write(groups / "cgroup/memory", limit_in_bytes=str(32 * MIB), usage_in_bytes=str(30 * MIB), stat="cache 5\n\nodd")
+    assert (system_memory.total_memory(), system_memory.free_memory()) == (32 * MIB, 2 * MIB)
+
+
+def test_odd_lines_about_groups_are_passed_over(groups: Path) -> None:
+    (groups / "own").write_bytes(b"\nodd\n3:memory\n0::/a\xff:b\n")
+    write(groups / "cgroup", max=str(64 * MIB), current="0", stat="")
+    assert system_memory.total_memory() == 64 * MIB
+
+
 def test_a_group_without_a_limit_and_a_system_without_groups(groups: Path) -> None:
     assert system_memory.total_memory() == psutil.virtual_memory().total
     (groups / "own").write_text("0::/a\n")
