@@ -235,6 +235,21 @@ def test_only_as_many_sequences_are_scanned_side_by_side_as_have_room(
     assert all(least * sum(MORE[begin:end]) < 2_000_000 for begin, end in zip(begins, after, strict=True))
 
 
+def test_the_first_picture_tells_how_many_run_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture of 64 x 64 pixels has 12,288 numbers, and its 17 patches make a small graph."""
+    config = transformers.ViTConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=16
+    )
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
+    options = de.Options(over_memory=True, max_memory={"cpu": 1 << 19})
+    pictures = [{"pixel_values": torch.randn(1, 3, 64, 64)} for _ in range(6)]
+    session, after = de.open(str(tmp_path), options=options, inputs=pictures), list[int]()
+    assert session.model.visits is not None
+    monkeypatch.setattr(scan, "cache_budget", lambda device: 8_000_000)
+    session.scan(["int8"], draws=1, on_estimate=lambda report: after.append(report.sequences))
+    assert after == [1, 6]
+
+
 def quantized(folder: Path) -> None:
     """Store the layers' weights as DeepSeek does: codes in float8_e4m3fn and a scale for each block of 128 x 128."""
     tensors = load_file(folder / "model.safetensors")

@@ -86,7 +86,9 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
     if reason := why_no_pass(checkpoint, options):
         raise NoForward(reason)
     if checkpoint.stored_bytes > usable_memory(options.max_memory):
-        visits = BlockVisits(min(usable_memory(options.max_memory), free_memory()) // BLOCKS)
+        usable = usable_memory(options.max_memory)
+        # A limit that the user sets is kept as it is, so that several jobs divide the model into the same blocks.
+        visits = BlockVisits((usable if "cpu" in options.max_memory else min(usable, free_memory())) // BLOCKS)
         return_large_memory()  # passes run side by side in threads, and glibc has memory for each
     elif (
         device.type != "cpu"

@@ -25,7 +25,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.runtime.device import copied_to
 from dtype_engine.runtime.formats import schemes
 from dtype_engine.runtime.model.mmap_reader import read_part, read_quantized
-from dtype_engine.runtime.model.visits import BlockVisits
+from dtype_engine.runtime.model.visits import MOST_KEPT, BlockVisits
 from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
 
@@ -389,6 +389,12 @@ class VisitedValues(StoredValues):
         codes, scale = self.coded(device)
         assert scale is not None
         return dequantize(codes, scale, self.dtype, dtypes.BY_NAME[self.format].blocks)
+
+    def slice_of(self, rows: slice, device: torch.device) -> torch.Tensor:
+        if 4 * math.prod(self.shape) <= MOST_KEPT * self.visits.most:
+            return super().slice_of(rows, device)  # all is kept for the other sequences
+        self.visits.note_use(self.values)
+        return self.values.slice_of(rows, device)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         self.visits.note_use(self.values)

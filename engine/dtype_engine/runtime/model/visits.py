@@ -27,7 +27,7 @@ SMALLEST = 1 << 16
 """Weights of fewer bytes, such as those of a norm, stay in memory."""
 BLOCKS = 16
 """The memory is divided into this many parts. One block of the model takes at most one of them, as float32."""
-_MOST_KEPT = 8
+MOST_KEPT = 8
 """Values of the current block are kept until they take as much memory as this many blocks. Beyond that, values are read or computed
 at each use.
 """
@@ -159,7 +159,7 @@ class BlockVisits:
                 made = make()
         parts = made if isinstance(made, tuple) else (made,)
         self._kept += sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
-        if self._kept <= _MOST_KEPT * self.most:
+        if self._kept <= MOST_KEPT * self.most:
             self._values[key] = made
         return made
 

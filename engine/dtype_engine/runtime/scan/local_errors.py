@@ -136,7 +136,9 @@ class LocalErrors:
             return functional.embedding(ids, self.cast(name, dtype))
         weight = self.weights[name]
         rows = weight.stored.rows(ids)
-        values = values_in(rows.flatten(0, -2), dtype, reference_dtype(weight), self._amax(name, dtype, True))
+        values = values_in(
+            rows.reshape(-1, rows.shape[-1]), dtype, reference_dtype(weight), self._amax(name, dtype, True)
+        )
         return values.view(rows.shape)
 
     def _amax(self, name: str, dtype: str, in_parts: bool) -> float | None:

@@ -59,10 +59,11 @@ the output size.
 _SIDE_BY_SIDE = 8
 """The maximum number of sequences of a model larger than memory that are scanned side by side."""
 _GRAPH_BYTES = 5
-"""How many bytes of an autograd graph there are for each element of the largest input and each row and column of a weight's matrix:
-4 for the inputs and outputs of products in float32, and 1 for what lies between them. A Llama with its sums, norms and attention
-has 4.7.
+"""An estimate of the bytes of an autograd graph for each token and each row and column of a weight's matrix: 4 for the inputs and
+outputs of products in float32, and 1 for what lies between them. A Llama with its sums, norms and attention has 4.7.
 """
+_OF_HELD = 4 / 3
+"""The bytes of an autograd graph, divided by those of the arguments and outputs of the operations that use weights, in a Llama."""
 
 OnStep = Callable[[str, int, int | None], None]
 OnEstimate = Callable[[ScanReport], None]
@@ -150,6 +151,8 @@ class Scan:
     None, UserError is raised instead.
     """
     _seen: FileIdentity | None = None
+    _bytes_per_element: float | None = None
+    """How many bytes of an autograd graph there are for each element of the largest input, as far as known."""
 
     def __post_init__(self) -> None:
         if self.model.reference == STORED:
@@ -278,21 +281,28 @@ class Scan:
         """Yield lists of the indexes of sequences that are scanned side by side: a single remaining sequence or, if the model is
         larger than memory, as many as have room for their autograd graphs in a quarter of the free memory.
         """
-        room = cache_budget(self.model.device)
-        shapes = (weight.info.shape for weight in self.model.weights.values())
-        lengths = sum(shape[-1] + shape[-2] for shape in shapes if len(shape) > 1)
-        group, nbytes = list[int](), 0
+        room, group, nbytes = cache_budget(self.model.device), list[int](), 0.0
         for index in self.pending():
-            tensors = self.inputs.batches[index].named_tensors()
-            longest = max((tensor.numel() for _, tensor in tensors), default=0)  # ids and their mask count once
-            size = _GRAPH_BYTES * lengths * longest
-            if group and (len(group) == self._side_by_side or nbytes + size > room):
+            if group and (len(group) == self._side_by_side or nbytes + self._graph_bytes(index) > room):
                 yield group
-                group, nbytes = [], 0
+                group, nbytes = [], 0.0
             group.append(index)
-            nbytes += size
+            nbytes += self._graph_bytes(index)
         if group:
             yield group
+
+    def _graph_bytes(self, index: int) -> float:
+        """Return about how many bytes the autograd graph of a sequence takes: in proportion to the elements of its largest input,
+        by the sequences that were scanned before or, for the first one, by the shapes of the weights.
+        """
+        if self._bytes_per_element is None:
+            shapes = (weight.info.shape for weight in self.model.weights.values())
+            self._bytes_per_element = _GRAPH_BYTES * sum(shape[-1] + shape[-2] for shape in shapes if len(shape) > 1)
+        return self._bytes_per_element * self._longest(index)
+
+    def _longest(self, index: int) -> int:
+        tensors = self.inputs.batches[index].named_tensors()
+        return max((tensor.numel() for _, tensor in tensors), default=1)
 
     def _measure(
         self, runner: ForwardRunner, index: int, on_measured: Callable[[int, int], None], cancelled: IsCancelled
@@ -319,6 +329,8 @@ class Scan:
             copied_bytes(self.model) > self.budget,
         )
         scores = one.run(batch, index, self.parts)
+        if self.model.visits is not None:
+            self._bytes_per_element = _OF_HELD * one.graph_bytes / max(1, self._longest(index))
         if self.model.visits is not None:
             seconds = one.forward_seconds  # another pass would read all weights again
         if self._pace is None or seconds is not None:

@@ -80,6 +80,8 @@ class SequenceScan:
     """How many seconds the forward pass with an autograd graph took."""
     elements: int = 1
     """The number of elements in the main output."""
+    graph_bytes: int = 0
+    """How many bytes the arguments and outputs of the recorded operations take."""
     _sums: dict[str, torch.Tensor] = field(default_factory=dict)
     _independent: dict[str, torch.Tensor] = field(default_factory=dict)
     _samples: list[TopKSample] = field(default_factory=list)
@@ -107,6 +109,7 @@ class SequenceScan:
         """
         output, mode, writes = self._forward(batch)
         self._operations = [*mode.operations, *writes]
+        self.graph_bytes = mode.held_bytes
         name, main = main_output(output)
         if not main.requires_grad:
             raise NoForward(
@@ -191,8 +194,14 @@ class SequenceScan:
             )  # fmt: skip
             caches = CacheRecorder(names, self._on_gradient) if names else None
             call = torch.enable_grad()(partial(batch.run, self.model.module))
-            with mode.saving(), differentiable_recurrence(self.model.module, self.model.device):
-                output = self.runner.under(mode, call, caches)
+            try:
+                with mode.saving(), differentiable_recurrence(self.model.module, self.model.device):
+                    output = self.runner.under(mode, call, caches)
+            except NoForward:
+                if not self.rereads or self.model.visits is not None:
+                    raise
+                self.rereads = False  # torch.func.grad, for example, does not allow hooks on what a graph keeps
+                continue
             self.forward_seconds = self.runner.last_seconds
             mode.release()
             overwritten = mode.overwritten

@@ -109,6 +109,11 @@ class WeightOp:
     def _held(self) -> list[torch.Tensor]:
         return [*tensors_in(self.args, self.kwargs), *self.outputs]
 
+    @property
+    def held_activations(self) -> list[torch.Tensor]:
+        """The arguments that do not come from a weight, and the outputs."""
+        return [tensor for tensor in self._held() if id(tensor) not in self.sources and not is_wrapped(tensor)]
+
     def note_versions(self) -> None:
         """Store torch's version counters of the arguments and outputs, so that `overwritten` can compare them later."""
         self.versions = [version_of(tensor) for tensor in self._held()]
@@ -123,6 +128,8 @@ class _View:
     index: int | None
     """The only index of the weight's first dimension that was read, or None if all of it was read."""
     dtype: torch.dtype
+    version: int
+    """torch's version counter of the values when they were read. It reveals later writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +249,8 @@ class WeightOpRecorder(ReferenceMode):
         found = self._replacing.get(tensor.untyped_storage().data_ptr()) if self._replacing else None
         if found is None or found.dtype != tensor.dtype:
             return tensor
+        if found.key in self.written or version_of(tensor) != found.version:
+            return tensor  # the files don't have these values
         offset = int(tensor.storage_offset())
         return _Remembered(self.weights[found.key], found.index, self._block, tensor.shape, tensor.stride(), offset)
 
@@ -262,6 +271,12 @@ class WeightOpRecorder(ReferenceMode):
     def overwritten(self) -> frozenset[int]:
         """The indexes of the recorded operations whose tensors the model overwrote later."""
         return frozenset(index for index, operation in enumerate(self.operations) if operation.overwritten)
+
+    @property
+    def held_bytes(self) -> int:
+        """How many bytes the arguments and outputs of the recorded operations take, without weights."""
+        held = (tensor.untyped_storage() for operation in self.operations for tensor in operation.held_activations)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
     def release(self) -> None:
         """Release the tensors that are needed only during the forward pass. Must be called after it."""
@@ -308,11 +323,13 @@ class WeightOpRecorder(ReferenceMode):
         values = {} if looked_up else self.current_values(replaced, None, name)
         if self.rereads:
             unwritten = {key: value for key, value in values.items() if key not in self.written}
-            views = [(value, _View(key, None, value.dtype)) for key, value in unwritten.items()]
-            views += [(tensor, self._views[id(tensor)]) for tensor in tensors if id(tensor) in self._views]
+            views = [(value, _View(key, None, value.dtype, version_of(value))) for key, value in unwritten.items()]
+            seen = [(tensor, self._views[id(tensor)]) for tensor in tensors if id(tensor) in self._views]
+            views += [(tensor, view) for tensor, view in seen if view.key not in self.written]
             self._replacing = {tensor.untyped_storage().data_ptr(): view for tensor, view in views}
         # The memory of these is restored after the pass, but the backward pass needs the values that the operation used.
-        changed = [tensor for tensor in tensors if id(tensor) in self._opaque and id(tensor) not in self.written]
+        read = tensors[1:] if _writes_first(name, args) else tensors
+        changed = [tensor for tensor in read if self._opaque and self._is_restored(tensor)]
         values |= {id(tensor): _copied(tensor) for tensor in changed}
         given, given_kwargs = replace_tensors(args, kwargs, values) if values else (args, kwargs)
         compute: Callable[[], Any] = partial(call_mixed, func, name, given, given_kwargs, self)
@@ -365,6 +382,11 @@ class WeightOpRecorder(ReferenceMode):
         super()._set_data(key, value)
         self._hide({key})
 
+    def _is_restored(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor shares the memory of a weight to which the pass has written, and that is restored after it."""
+        keys = {id(tensor), *map(id, self._sharing_memory(tensor))}
+        return bool(keys & self._opaque) and id(tensor) not in self.written
+
     def _hide(self, keys: Iterable[int]) -> None:
         """Stop following the weights whose tensors have the `id`s in `keys`, because the pass has changed their memory in an
         unknown way.
@@ -389,8 +411,8 @@ class WeightOpRecorder(ReferenceMode):
             parent, rest = source.remake, args[1:]
             remade = lambda tensor: func(parent(tensor), *rest)  # noqa: E731
             view = self._views.get(id(args[0]))
-            if self.rereads and view is None and id(args[0]) in self.replaced:
-                view = _View(id(args[0]), None, answer.dtype)
+            if self.rereads and view is None and id(args[0]) in self.replaced - self.written.keys():
+                view = _View(id(args[0]), None, answer.dtype, version_of(answer))
             self._note(answer, WeightOrigin(source.weight, remade, False, source.rows), view)
         return answer
 
@@ -436,7 +458,9 @@ class WeightOpRecorder(ReferenceMode):
             return values[index if len(values) == count else 0]
 
         rows = slice(index, index + 1)
-        self._note(part, WeightOrigin(weight.info.name, remake, False, rows), _View(key, index, part.dtype))
+        self._note(
+            part, WeightOrigin(weight.info.name, remake, False, rows), _View(key, index, part.dtype, version_of(part))
+        )
         return part
 
     def _weighted(
