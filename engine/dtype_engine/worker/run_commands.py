@@ -217,12 +217,22 @@ class CommandRunner:
         try:
             report: DriftReport = session.drift(listener)
         except (Cancelled, UserError) as error:
-            if counts_later and (measured or isinstance(error, UserError)):
-                why = "the count was stopped" if measured else "the model did not run"
-                self._emit(events.CastDone(recipe, None, f"those that the casts lose are not counted, because {why}"))
-            if measured:  # the passes have ended, and only what follows them was stopped
-                self._emit(events.Measured(recipe, measured[0], session.settings))
-            raise
+            if not measured:
+                if counts_later and isinstance(error, UserError):
+                    why = "those that the casts lose are not counted, because the model did not run"
+                    self._emit(events.CastDone(recipe, None, why))
+                raise
+            refuse_changed(identities)
+            # The passes have ended, and only what follows them was stopped or failed.
+            lost = session.model.known_losses(session.plan.dtypes)
+            why = "those that the casts lose are not counted, because the count was stopped" if lost is None else ""
+            if counts_later:
+                self._emit(events.CastDone(recipe, lost, why))
+            self._emit(events.Measured(recipe, replace(measured[0], lost=lost), session.settings))
+            if isinstance(error, Cancelled):
+                raise
+            self._emit(events.Refused(command.name, error.sentence))
+            return ()
         if counts_later:
             self._emit(events.CastDone(recipe, report.lost))
         self._emit(events.Measured(recipe, report, session.settings))

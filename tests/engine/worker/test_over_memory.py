@@ -78,18 +78,40 @@ def test_a_finished_drift_is_kept_if_the_count_of_lost_values_is_stopped(
     assert (report.output, report.modules, report.sequences) == (whole.output, whole.modules, whole.sequences)
 
 
-def test_a_finished_drift_is_kept_if_a_metric_fails(make_llama: Callable[..., Path], tmp_path: Path) -> None:
-    (tmp_path / "metrics.py").write_text("def broken(outputs, inputs):\n    raise ValueError('no labels')\n")
-    options = Options(metrics=(f"{tmp_path}/metrics.py:broken",), sequences=2, floor="never")
-    with RecordedEngine("thread", str(make_llama()), options) as recorded:
+def broken(folder: Path, code: str) -> tuple[str]:
+    (folder / "metrics.py").write_text(f"import os\ndef broken(outputs, inputs):\n    {code}\n")
+    return (f"{folder}/metrics.py:broken",)
+
+
+@pytest.mark.parametrize("over_memory", [False, True])
+def test_a_finished_drift_is_kept_if_a_metric_fails(
+    make_llama: Callable[..., Path], tmp_path: Path, over_memory: bool
+) -> None:
+    folder = make_llama(vocab_size=512, hidden_size=256, intermediate_size=512)
+    limits = {"over_memory": True, "max_memory": {"cpu": 1 << 21}} if over_memory else {}
+    metrics = broken(tmp_path, "raise ValueError('no labels')")
+    options = Options(metrics=metrics, sequences=2, floor="never", **limits)  # type: ignore[arg-type]
+    with RecordedEngine("thread", str(folder), options) as recorded:
         recorded.wait_for(events.Idle)
         begun = len(recorded.events)
         recorded.worker.request(SetRecipe(BF16))
-        failed = recorded.wait_for(events.Failed, since=begun)
         report = recorded.measured(BF16, begun).report
-    assert "no labels" in failed.message
+        refused = recorded.wait_for(events.Refused, since=begun)
+        recorded.wait_for(events.Idle, since=begun)
+        assert not recorded.of(events.Failed, begun)
+        assert [each.lost for each in recorded.of(events.CastDone, begun)] == [()]
+    assert "no labels" in refused.message
     assert report.output.sqnr_db > 0
     assert report.lost == ()
+
+
+def test_no_figures_are_kept_of_files_that_change_meanwhile(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_llama()
+    metrics = broken(tmp_path, f"os.utime('{folder}/model.safetensors', (1, 1))\n    return 1.0")
+    with RecordedEngine("thread", str(folder), Options(metrics=metrics, sequences=2, floor="never")) as recorded:
+        failed = recorded.wait_for(events.Failed)
+        assert not recorded.of(events.Measured)
+    assert "after it was opened" in failed.message
 
 
 def test_lost_values_are_counted_where_no_pass_can_run(tmp_path: Path) -> None:
