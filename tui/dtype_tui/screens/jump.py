@@ -54,7 +54,7 @@ class JumpScreen(ModalScreen[int]):
         for place, static in zip(self._places, self._statics.values(), strict=True):
             static.styles.offset = place.x, place.y
             yield static
-        yield LineInput("jump-label", lambda _: None, self._go, "the label of a row or a pane   Esc: close")
+        yield LineInput("jump-label", lambda _: None, self._go, "the label of a row or a pane  Esc closes")
 
     def on_resize(self, event: events.Resize) -> None:
         if event.size != self._size:

@@ -56,7 +56,7 @@ class CastPrompt(BottomPrompt):
         """
 
     def compose(self) -> ComposeResult:
-        yield Static(Text(" cast PATTERN=DTYPE   Tab: more general   Enter: cast   Esc: close", style="dim"))
+        yield Static(Text(" cast PATTERN=DTYPE  Tab widens  Enter casts  Esc closes", style="dim"))
         yield from super().compose()
 
     def edit(self, rule: Rule, replace: Callable[[Rule], None]) -> None:
