@@ -197,11 +197,12 @@ def main() -> None:
     if not (folder / "model.safetensors").exists():
         write(folder, given.gib, given.fp8)
     for job in given.jobs or [*JOBS, "scan", "export"]:
-        inside = _child(folder, job, False)
-        print(f"{job:18s} in memory {_times(inside)}", end="; ", flush=True)
         over = _child(folder, job, True)
+        read = over["read"] / over["stored"]
+        print(f"{job:18s} over memory {_times(over)}, read {read:.2f} x the model", end="; ", flush=True)
+        inside = _child(folder, job, False)
         same = "identical" if inside["shown"] == over["shown"] else "DIFFERENT"
-        print(f"over memory {_times(over)}, read {over['read'] / over['stored']:.2f} x the model; {same}", flush=True)
+        print(f"in memory {_times(inside)}; {same}", flush=True)
 
 
 if __name__ == "__main__":

@@ -86,9 +86,7 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
     if reason := why_no_pass(checkpoint, options):
         raise NoForward(reason)
     if checkpoint.stored_bytes > usable_memory(options.max_memory):
-        usable = usable_memory(options.max_memory)
-        # A limit that the user sets is kept as it is, so that several jobs divide the model into the same blocks.
-        visits = BlockVisits((usable if "cpu" in options.max_memory else min(usable, free_memory())) // BLOCKS)
+        visits = BlockVisits(_memory_for(options) // BLOCKS)
         return_large_memory()  # passes run side by side in threads, and glibc has memory for each
     elif (
         device.type != "cpu"
@@ -108,6 +106,16 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
                 whole, source.title, device, example_inputs=getattr(code, "example_inputs", None), places=places
             )
     return _from_checkpoint(checkpoint, source, options, device, on_step, visits)
+
+
+def _memory_for(options: Options) -> int:
+    """Return how many bytes a model that is larger than memory may take. Without a limit for the CPU, these are three quarters of
+    the free memory, because activations, and weights while they are decoded and cast, come on top.
+
+    A limit that the user sets stays as it is, so that several jobs divide the model into the same blocks.
+    """
+    usable = usable_memory(options.max_memory)
+    return usable if "cpu" in options.max_memory else min(usable, free_memory() * 3 // 4)
 
 
 _NO_ARCHITECTURE = {
