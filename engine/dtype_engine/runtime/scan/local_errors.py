@@ -69,7 +69,9 @@ class LocalErrors:
         self._cast: OrderedDict[tuple[str, str, int | None], torch.Tensor] = OrderedDict()
         self._held = 0
         self._decoded: tuple[StoredValues, slice | None, torch.Tensor] | None = None
-        """The values that were decoded last, and of which rows: casts to several dtypes follow one another."""
+        """While an operation is rerun: the codes that were decoded last, of which rows, and their values. Casts to several dtypes
+        follow one another.
+        """
 
     def of(self, operation: WeightOp, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
         """Rerun an operation with `weight` in each of the dtypes `names`. Returns, for each output, the local errors (output minus
@@ -91,6 +93,7 @@ class LocalErrors:
                             befores, again = beside, _Rerun(operation, (weight, *companions), self, rows)
                     for error, before, after in zip(errors, befores, again.outputs(dtype), strict=True):
                         torch.sub(after.to(error.dtype), before.to(error.dtype), out=error[row][part])
+        self._decoded = None
         return [error.flatten(1) if error.ndim > 1 else error[:, None] for error in errors]
 
     def stored(self, name: str, rows: slice | None) -> torch.Tensor:
@@ -110,7 +113,7 @@ class LocalErrors:
         else:
             part = values.part(rows.start, device) if rows.stop == rows.start + 1 else None
             read = values.slice_of(rows, device) if part is None else part[None]
-        if values.decoded:
+        if values.format:
             self._decoded = values, rows, read
         return read
 
