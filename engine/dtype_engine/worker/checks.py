@@ -45,6 +45,8 @@ def check_event(event: object) -> None:
             _check_losses(event.report.lost or ())
             _check_pictures(event.report.pictures)
             _check_rules(event.report.rules)
+        case events.ExportPlanned() if event.plan is not None:
+            _check_losses(event.plan.lost or ())
         case events.NonfiniteFound():
             _check_rules(event.found.remedy)
         case events.LossRemedyFound():
