@@ -49,6 +49,8 @@ def bars_until(terminal: Terminal, pattern: str, seconds: float = 240) -> dict[s
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         terminal.read()
+        while terminal.read(0.005):  # half a frame may have one digit of the old number and one of the new
+            pass
         found = _BAR.search(terminal.text)
         if found is not None:
             shares = seen.setdefault(found["job"].partition(":")[0], [])
