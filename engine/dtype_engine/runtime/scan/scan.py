@@ -151,6 +151,8 @@ class Scan:
     None, UserError is raised instead.
     """
     _seen: FileIdentity | None = None
+    _can_reread: bool = True
+    """False if the model does not run while the autograd graph holds no copies of weights."""
     _bytes_per_element: float | None = None
     """How many bytes of an autograd graph there are for each element of the largest input, as far as known."""
 
@@ -314,6 +316,7 @@ class Scan:
         seconds = None
         if self.model.visits is None and (self._pace is None or index % TIMED == 0):
             seconds = runner.reference(partial(batch.run, self.model.module)).seconds
+        rereads = self._can_reread and copied_bytes(self.model) > self.budget
         one = SequenceScan(
             self.model,
             runner,
@@ -326,12 +329,12 @@ class Scan:
             cancelled,
             self._behavior.cache_amax,
             self.settings.classes_dim,
-            copied_bytes(self.model) > self.budget,
+            rereads,
         )
         scores = one.run(batch, index, self.parts)
+        self._can_reread = self._can_reread and one.rereads == rereads
         if self.model.visits is not None:
             self._bytes_per_element = _OF_HELD * one.graph_bytes / max(1, self._longest(index))
-        if self.model.visits is not None:
             seconds = one.forward_seconds  # another pass would read all weights again
         if self._pace is None or seconds is not None:
             self._pace = (seconds or 0.0) / one.elements

@@ -411,8 +411,9 @@ class WeightOpRecorder(ReferenceMode):
             parent, rest = source.remake, args[1:]
             remade = lambda tensor: func(parent(tensor), *rest)  # noqa: E731
             view = self._views.get(id(args[0]))
-            if self.rereads and view is None and id(args[0]) in self.replaced - self.written.keys():
-                view = _View(id(args[0]), None, answer.dtype, version_of(answer))
+            key = id(args[0])
+            if self.rereads and view is None and key in self.replaced and key not in self.written:
+                view = _View(key, None, answer.dtype, version_of(answer))
             self._note(answer, WeightOrigin(source.weight, remade, False, source.rows), view)
         return answer
 
