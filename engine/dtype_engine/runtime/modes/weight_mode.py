@@ -291,7 +291,7 @@ class WeightMode(TorchFunctionMode):
         base = base_of(tensor)
         if any(id(each) in self.weights or each in self.standing_for for each in (tensor, base) if each is not None):
             return True
-        return any(id(each) in self.weights for each in self._sharing_memory(tensor))
+        return any(id(each) in self.weights for each in self.sharing_memory(tensor))
 
     def arguments_of(self, module: nn.Module, args: Arguments) -> Arguments:
         """Return the positional arguments with which to call a module.
@@ -361,7 +361,7 @@ class WeightMode(TorchFunctionMode):
             if tensor in self.standing_for or base_of(tensor) in self.standing_for:
                 continue
             inner, wrap = unwrapped(tensor)
-            weight = next((each for each in self._sharing_memory(inner) if id(each) in self.replaced), None)
+            weight = next((each for each in self.sharing_memory(inner) if id(each) in self.replaced), None)
             if weight is None:
                 continue
             self.note_use(id(weight))
@@ -507,7 +507,7 @@ class WeightMode(TorchFunctionMode):
             self.written.setdefault(given, owner)
             self.replaced.add(given)
             return
-        for shared in self._sharing_memory(destination):
+        for shared in self.sharing_memory(destination):
             if id(shared) not in self._held:
                 self._held[id(shared)] = shared.data, shared.data.clone()
 
@@ -518,11 +518,11 @@ class WeightMode(TorchFunctionMode):
         if id(value) in self.replaced:
             value = self._value(id(value))
         value = value.detach()
-        self.written[key] = value.clone() if next(self._sharing_memory(value), None) is not None else value
+        self.written[key] = value.clone() if next(self.sharing_memory(value), None) is not None else value
         self.standing_for[self.written[key]] = key
         self.replaced.add(key)
 
-    def _sharing_memory(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    def sharing_memory(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         if self._addresses is None:
             lasting = [*(weight.tensor for weight in self.weights.values()), *self.kept]
             self._addresses = sorted(((*_span(each), each) for each in lasting), key=lambda span: span[:2])

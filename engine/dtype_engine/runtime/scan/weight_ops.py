@@ -384,7 +384,7 @@ class WeightOpRecorder(ReferenceMode):
 
     def _is_restored(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor shares the memory of a weight to which the pass has written, and that is restored after it."""
-        keys = {id(tensor), *map(id, self._sharing_memory(tensor))}
+        keys = {id(tensor), *map(id, self.sharing_memory(tensor))}
         return bool(keys & self._opaque) and id(tensor) not in self.written
 
     def _hide(self, keys: Iterable[int]) -> None:
