@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner, keeping_cache
 from dtype_engine.runtime.scan import saved as scan_file
 from dtype_engine.runtime.scan.cache_writes import scored_bytes
+from dtype_engine.runtime.scan.kept_tensors import ActivationFile, free_for_activations
 from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.saved import Fingerprint
 from dtype_engine.runtime.scan.scores import SequenceScores, combine_scores
@@ -62,8 +63,10 @@ _GRAPH_BYTES = 5
 """An estimate of the bytes of an autograd graph for each token and each row and column of a weight's matrix: 4 for the inputs and
 outputs of products in float32, and 1 for what lies between them. A Llama with its sums, norms and attention has 4.7.
 """
-_OF_HELD = 4 / 3
-"""The bytes of an autograd graph, divided by those of the arguments and outputs of the operations that use weights, in a Llama."""
+_OUTPUT_BYTES = 16
+"""About how many bytes of memory a sequence takes for each element of its main output: the output, probes and gradients, all in
+float32.
+"""
 
 OnStep = Callable[[str, int, int | None], None]
 OnEstimate = Callable[[ScanReport], None]
@@ -155,6 +158,8 @@ class Scan:
     """False if the model does not run while the autograd graph holds no copies of weights."""
     _bytes_per_element: float | None = None
     """How many bytes of an autograd graph there are for each element of the largest input, as far as known."""
+    _outputs_per_element: float | None = None
+    """How many elements the main output has for each element of the largest input, as far as known."""
 
     def __post_init__(self) -> None:
         if self.model.reference == STORED:
@@ -234,7 +239,7 @@ class Scan:
         """
         report: ScanReport | None = None
         count = len(self.shard.of(range(self.parts)))
-        for group in self._groups():
+        for group, in_file in self._groups():
             before = count - len(self.pending())
             done_of = dict.fromkeys(group, 0)
 
@@ -246,7 +251,7 @@ class Scan:
 
             with self._runner(cancelled) as runner:
                 run = self._measure
-                works = [partial(run, runner, index, partial(measured, index), cancelled) for index in group]
+                works = [partial(run, runner, index, in_file, partial(measured, index), cancelled) for index in group]
                 for part in runner.side_by_side(works):
                     self.add(part)
             report = self.report()
@@ -264,8 +269,9 @@ class Scan:
 
         Raises NoForward, KernelError and Cancelled.
         """
+        _, in_file = self._next_group([index])
         with self._runner(cancelled) as runner:
-            return self._measure(runner, index, on_measured, cancelled)
+            return self._measure(runner, index, in_file, on_measured, cancelled)
 
     @contextmanager
     def _runner(self, cancelled: IsCancelled) -> Iterator[ForwardRunner]:
@@ -279,19 +285,49 @@ class Scan:
     def _side_by_side(self) -> int:
         return 1 if self.model.visits is None else _SIDE_BY_SIDE
 
-    def _groups(self) -> Iterator[list[int]]:
-        """Yield lists of the indexes of sequences that are scanned side by side: a single remaining sequence or, if the model is
-        larger than memory, as many as have room for their autograd graphs in a quarter of the free memory.
+    def _groups(self) -> Iterator[tuple[list[int], bool]]:
+        """Yield lists of the indexes of sequences that are scanned side by side, and whether their activations are written to a
+        file until the backward passes.
         """
-        room, group, nbytes = cache_budget(self.model.device), list[int](), 0.0
-        for index in self.pending():
-            if group and (len(group) == self._side_by_side or nbytes + self._graph_bytes(index) > room):
-                yield group
-                group, nbytes = [], 0.0
-            group.append(index)
-            nbytes += self._graph_bytes(index)
-        if group:
-            yield group
+        pending = self.pending()
+        while pending:
+            group, in_file = self._next_group(pending)
+            yield group, in_file
+            pending = pending[len(group) :]
+
+    def _next_group(self, pending: list[int]) -> tuple[list[int], bool]:
+        """Return how many of the sequences `pending` to scan side by side, and whether to write their activations to a file. For a
+        model in memory this is one sequence, without a file.
+
+        A model that is larger than memory is read once for each group of sequences and pass. Of the autograd graphs, a quarter of
+        the free memory is for those that are not in a file. With a file more sequences run side by side, but it must also be
+        written, and read in each backward pass. What reads and writes fewer bytes for each sequence is chosen.
+        """
+        if self.model.visits is None:
+            return pending[:1], False
+        room, most = cache_budget(self.model.device), pending[: self._side_by_side]
+        in_memory = _first_of(most, self._graph_bytes, room)
+        graphs = sum(map(self._graph_bytes, most))
+        if graphs <= room or graphs > free_for_activations():
+            return in_memory, False
+        in_file = _first_of(most, self._bytes_beside_file, room)
+        passes = 1 + self.backward_passes
+        read = passes * self.model.tree.stored_bytes / len(in_memory)
+        read_with_file = passes * (self.model.tree.stored_bytes / len(in_file) + graphs / len(most))
+        if self._graph_bytes(pending[0]) <= room and read <= read_with_file:
+            return in_memory, False
+        return in_file, True
+
+    def _bytes_beside_file(self, index: int) -> float:
+        """Return about how many bytes of memory a sequence takes whose activations are in a file: those of two blocks, and what is
+        in proportion to its output.
+        """
+        assert self.model.visits is not None
+        per_element = self._outputs_per_element
+        if per_element is None:
+            per_element = max(weight.info.shape[0] for weight in self.model.weights.values() if weight.info.shape)
+        output = _OUTPUT_BYTES * per_element * self._longest(index)
+        return output + 2 * self._graph_bytes(index) / max(1, len(self.model.visits.blocks))
 
     def _graph_bytes(self, index: int) -> float:
         """Return about how many bytes the autograd graph of a sequence takes: in proportion to the elements of its largest input,
@@ -307,7 +343,12 @@ class Scan:
         return max((tensor.numel() for _, tensor in tensors), default=1)
 
     def _measure(
-        self, runner: ForwardRunner, index: int, on_measured: Callable[[int, int], None], cancelled: IsCancelled
+        self,
+        runner: ForwardRunner,
+        index: int,
+        in_file: bool,
+        on_measured: Callable[[int, int], None],
+        cancelled: IsCancelled,
     ) -> ScannedSequence:
         batch = runner.reference_batch(self.inputs.batches[index])
         if self._cached:
@@ -331,10 +372,12 @@ class Scan:
             self.settings.classes_dim,
             rereads,
         )
-        scores = one.run(batch, index, self.parts)
+        with closing(ActivationFile()) if in_file else nullcontext() as one.file:
+            scores = one.run(batch, index, self.parts)
         self._can_reread = self._can_reread and one.rereads == rereads
         if self.model.visits is not None:
-            self._bytes_per_element = _OF_HELD * one.graph_bytes / max(1, self._longest(index))
+            self._bytes_per_element = one.graph_bytes / max(1, self._longest(index))
+            self._outputs_per_element = one.elements / max(1, self._longest(index))
             seconds = one.forward_seconds  # another pass would read all weights again
         if self._pace is None or seconds is not None:
             self._pace = (seconds or 0.0) / one.elements
@@ -395,3 +438,14 @@ class Scan:
             ),
             self._seen,
         )  # fmt: skip
+
+
+def _first_of(indexes: list[int], nbytes: Callable[[int], float], room: int) -> list[int]:
+    """Return the first of the given sequences that take at most `room` bytes together, but at least one."""
+    taken, total = list[int](), 0.0
+    for index in indexes:
+        total += nbytes(index)
+        if taken and total > room:
+            break
+        taken.append(index)
+    return taken

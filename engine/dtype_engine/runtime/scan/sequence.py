@@ -32,6 +32,7 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan.cache_writes import CacheRecorder, CacheWrite
 from dtype_engine.runtime.scan.companions import added_drift, companions_of
 from dtype_engine.runtime.scan.dtype_dependent_weights import weights_to_measure
+from dtype_engine.runtime.scan.kept_tensors import ActivationFile, KeptTensor
 from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.measured_weights import CastWeightsMode, measure_unfollowed, read_otherwise
 from dtype_engine.runtime.scan.probes import OutputProbes
@@ -45,6 +46,9 @@ from dtype_engine.runtime.scan.routing import (
 )
 from dtype_engine.runtime.scan.scores import SequenceScores
 from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOpRecorder
+
+_OF_HELD = 4 / 3
+"""The bytes of an autograd graph, divided by those of the arguments and outputs of the operations that use weights, in a Llama."""
 
 
 @dataclass
@@ -75,19 +79,23 @@ class SequenceScan:
     """The setting `classes_dim`: the output dimension along which logits lie, "auto" or "none"."""
     rereads: bool = False
     """Whether the autograd graph holds no copies of weights, and the backward passes make them again (`WeightOpRecorder`)."""
+    file: ActivationFile | None = None
+    """Where activations are kept until the backward passes; None: in memory."""
     unit: str = ""
     forward_seconds: float = 0.0
     """How many seconds the forward pass with an autograd graph took."""
     elements: int = 1
     """The number of elements in the main output."""
     graph_bytes: int = 0
-    """How many bytes the arguments and outputs of the recorded operations take."""
+    """About how many bytes the autograd graph took, with the arguments and outputs of the recorded operations."""
     _sums: dict[str, torch.Tensor] = field(default_factory=dict)
     _independent: dict[str, torch.Tensor] = field(default_factory=dict)
     _samples: list[TopKSample] = field(default_factory=list)
     _operations: list[WeightOp | CacheWrite] = field(default_factory=list)
-    _squares: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    """The sums of the squared gradients of the probes until now, by the `id` of an operation and the index of its output."""
+    _squares: dict[tuple[int, int], torch.Tensor | KeptTensor] = field(default_factory=dict)
+    """The sums of the squared gradients of the probes until now, by the `id` of an operation and the index of its output. Those in
+    `file` have a `KeptTensor`.
+    """
     _column: int = 0
     _count: int = 0
     _last: bool = False
@@ -109,7 +117,7 @@ class SequenceScan:
         """
         output, mode, writes = self._forward(batch)
         self._operations = [*mode.operations, *writes]
-        self.graph_bytes = mode.held_bytes
+        self.graph_bytes = round(_OF_HELD * mode.held_bytes) if self.file is None else self.file.nbytes
         name, main = main_output(output)
         if not main.requires_grad:
             raise NoForward(
@@ -190,7 +198,7 @@ class SequenceScan:
         while True:
             mode = WeightOpRecorder(
                 self.model.by_id, self.model.device, frozenset(self.wanted), self._on_gradient, copies,
-                self.rereads, self.model.visits, self.runner.enter_block,
+                self.rereads, self.model.visits, self._enter_block, self.file,
             )  # fmt: skip
             caches = CacheRecorder(names, self._on_gradient) if names else None
             call = torch.enable_grad()(partial(batch.run, self.model.module))
@@ -208,6 +216,13 @@ class SequenceScan:
             if not overwritten:
                 return output, mode, [] if caches is None else caches.writes
             copies |= overwritten
+            if self.file is not None:
+                self.file.clear()
+
+    def _enter_block(self, name: str) -> None:
+        if self.file is not None and self.model.visits is not None and self.model.visits.inside != name:
+            self.file.end_block()  # other sequences may run before this one goes on
+        self.runner.enter_block(name)
 
     def _backward(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> None:
         """Run all backward passes: first those that start at the margins of routers, then those that start at the main output.
@@ -267,20 +282,21 @@ class SequenceScan:
         if self.cancelled():
             raise Cancelled
         if isinstance(operation, WeightOp) and operation.block:
-            self.runner.enter_block(operation.block)
+            self._enter_block(operation.block)
         gradients_of = []
         for index, each in enumerate(operation.gradients):
             gradients_of.append(self._gradients(each, (id(operation), index)))
             each.clear()
-        for weight in operation.weights:
+        loaded = operation.loaded(self.file) if isinstance(operation, WeightOp) else operation
+        for weight in loaded.weights:
             costly = self.costly.get(weight, ())
             if not costly:
                 continue
-            if isinstance(operation, CacheWrite):
-                errors_of = operation.errors(costly, self.amax)
+            if isinstance(loaded, CacheWrite):
+                errors_of = loaded.errors(costly, self.amax)
             else:
                 with stopping(self.cancelled):  # casts of a large weight to all dtypes take many seconds
-                    errors_of = self.local.of(operation, weight, costly)
+                    errors_of = self.local.of(loaded, weight, costly)
             for gradients, errors in zip(gradients_of, errors_of, strict=True):
                 if gradients is not None:
                     self._add(weight, errors, gradients)
@@ -303,14 +319,17 @@ class SequenceScan:
         """
         squares = [(1 + column - self._count, each.square()) for column, each in given if column >= self._count]
         # Squares are added one by one, because torch takes ten times as long to sum over a first dimension of four.
-        drawn = self._squares.pop(key, None)
+        before = self._squares.pop(key, None)
+        drawn = self.file.take(before) if isinstance(before, KeptTensor) and self.file is not None else before
+        assert not isinstance(drawn, KeptTensor)
         for column, gradient in given:
             if column < self._count:
                 drawn = gradient.square() if drawn is None else drawn.addcmul_(gradient, gradient)
         if drawn is not None and self._final:
             squares.append((0, drawn))
         elif drawn is not None:
-            self._squares[key] = drawn
+            instead_of = before if isinstance(before, KeptTensor) else None
+            self._squares[key] = drawn if self.file is None else self.file.put(drawn, instead_of)
         return _Gradients(list(given), squares) if given or squares else None
 
 
@@ -338,25 +357,25 @@ class _Gradients:
 
 
 class _Reference:
-    """The output of the reference run in float64, prepared for several comparisons. `numerics.compare.metrics` defines the
+    """The output of the reference run, with which other outputs are compared in float64. `numerics.compare.metrics` defines the
     metrics.
     """
 
     def __init__(self, output: torch.Tensor, distribution: bool) -> None:
         self.distribution = distribution
-        self.values = for_sums(output).double()
-        if distribution:
-            self.log_p = torch.log_softmax(self.values, -1)
-            self.p = self.log_p.exp()
+        self.output = output
 
     def drift(self, other: torch.Tensor) -> float:
         """Return the KL divergence (or the squared difference, if the output is no distribution) of the output `other` from the
         reference's, summed over all positions. Returns infinity if the sum is not finite.
         """
+        values = for_sums(self.output).double()  # not kept, since many sequences may run side by side
         if not self.distribution:
-            total = float((for_sums(other).double() - self.values).square().sum())
+            total = float((for_sums(other).double() - values).square().sum())
         else:
+            log_p = torch.log_softmax(values, -1)
+            p = log_p.exp()
             # If p is 0, the term is 0 for any q.
-            gained = (self.log_p - torch.log_softmax(for_sums(other).double(), -1)).mul_(self.p)
-            total = float(torch.where(self.p > 0, gained, 0.0).sum())
+            gained = (log_p - torch.log_softmax(for_sums(other).double(), -1)).mul_(p)
+            total = float(torch.where(p > 0, gained, 0.0).sum())
         return max(0.0, total) if math.isfinite(total) else math.inf

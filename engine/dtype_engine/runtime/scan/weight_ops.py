@@ -15,9 +15,9 @@ weights.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.model.torch_private import base_of, is_wrapped, unwrapped, version_of
+from dtype_engine.runtime.model.torch_private import (
+    WeakIdKeyDictionary,
+    base_of,
+    is_wrapped,
+    unwrapped,
+    version_of,
+)
 from dtype_engine.runtime.model.visits import BlockVisits
 from dtype_engine.runtime.modes.op_tables import (
     TENSOR_PROPERTIES,
@@ -38,6 +44,7 @@ from dtype_engine.runtime.modes.op_tables import (
 )
 from dtype_engine.runtime.modes.promotion import call_mixed
 from dtype_engine.runtime.modes.reference import ReferenceMode
+from dtype_engine.runtime.scan.kept_tensors import ActivationFile, KeptTensor, is_keepable, value_of
 from dtype_engine.runtime.scan.routing import TopKCall, record_topk
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
@@ -95,6 +102,10 @@ class WeightOp:
     """
     gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
     """For each output, the gradients received so far: pairs (number of the backward pass, gradient [elements])."""
+    kept: dict[int, KeptTensor] = field(default_factory=dict)
+    """If activations are written to a file: what stands for each activation among the arguments and outputs, which are then tensors
+    without memory, by their `id`.
+    """
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -104,7 +115,17 @@ class WeightOp:
     @property
     def overwritten(self) -> bool:
         """Whether the model wrote to the arguments or outputs after the operation, so that a rerun would use other values."""
-        return [version_of(tensor) for tensor in self._held()] != self.versions
+        kept = any(each.changed for each in self.kept.values())
+        return kept or [version_of(tensor) for tensor in self._held()] != self.versions
+
+    def loaded(self, file: ActivationFile | None) -> WeightOp:
+        """Return the operation with the activations that were written to `file`, or itself if there are none."""
+        if file is None or not self.kept:
+            return self
+        loaded = {key: file.load(each) for key, each in self.kept.items()}
+        args, kwargs = replace_tensors(self.args, self.kwargs, loaded)
+        outputs = [loaded.get(id(tensor), tensor) for tensor in self.outputs]
+        return replace(self, args=args, kwargs=kwargs, outputs=outputs, kept={})
 
     def _held(self) -> list[torch.Tensor]:
         return [*tensors_in(self.args, self.kwargs), *self.outputs]
@@ -112,7 +133,8 @@ class WeightOp:
     @property
     def held_activations(self) -> list[torch.Tensor]:
         """The arguments that do not come from a weight, and the outputs."""
-        return [tensor for tensor in self._held() if id(tensor) not in self.sources and not is_wrapped(tensor)]
+        out = self.sources.keys() | self.kept.keys()
+        return [tensor for tensor in self._held() if id(tensor) not in out and not is_wrapped(tensor)]
 
     def note_versions(self) -> None:
         """Store torch's version counters of the arguments and outputs, so that `overwritten` can compare them later."""
@@ -181,7 +203,7 @@ class WeightOpRecorder(ReferenceMode):
     of the output, gradient)`. rereads: whether the autograd graph holds no weights that a reference run widens or decodes, because
     these copies would take too much memory. The backward pass then makes them again. visits: if the model is larger than memory,
     the object that loads its blocks in turn. This implies `rereads`, and the backward pass calls `enter_block(name)` before it
-    reads weights of another block.
+    reads weights of another block. file: where activations are kept until the backward passes; None: in memory.
     """
 
     def __init__(
@@ -194,11 +216,13 @@ class WeightOpRecorder(ReferenceMode):
         rereads: bool = False,
         visits: BlockVisits | None = None,
         enter_block: Callable[[str], None] = ignore,
+        file: ActivationFile | None = None,
     ) -> None:
         super().__init__(weights, device)
         self.rereads = rereads or visits is not None
         self.visits = visits
         self.enter_block = enter_block
+        self.file = file
         self._replacing: dict[int, _View] = {}
         """The weights whose values the running operation uses, by the address of the values' memory."""
         self._views: dict[int, _View] = {}
@@ -227,7 +251,8 @@ class WeightOpRecorder(ReferenceMode):
         """
         self._opaque: set[int] = set()
         """The `id`s of the weights to which the pass has written in a way that the recorder can't repeat on other values."""
-        self._given: dict[int, tuple[torch.Tensor, WeightOp]] = {}
+        self._given: MutableMapping[torch.Tensor, WeightOp] = WeakIdKeyDictionary()
+        """The operations whose outputs the model's code now has."""
         self._topk_count = 0
         self._start = torch.zeros((), device=device, requires_grad=True)
 
@@ -245,12 +270,12 @@ class WeightOpRecorder(ReferenceMode):
         """
         return saved_tensors_hooks(self._remembered, self._read_again) if self.rereads else nullcontext()
 
-    def _remembered(self, tensor: torch.Tensor) -> torch.Tensor | _Remembered:
+    def _remembered(self, tensor: torch.Tensor) -> KeptTensor | _Remembered:
         found = self._replacing.get(tensor.untyped_storage().data_ptr()) if self._replacing else None
-        if found is None or found.dtype != tensor.dtype:
-            return tensor
-        if found.key in self.written or version_of(tensor) != found.version:
-            return tensor  # the files don't have these values
+        # The files don't have values that the model has written.
+        known = found is not None and found.key not in self.written and version_of(tensor) == found.version
+        if found is None or found.dtype != tensor.dtype or not known:
+            return KeptTensor.of(tensor) if self.file is None else self.file.keep(tensor, self._block)
         offset = int(tensor.storage_offset())
         return _Remembered(self.weights[found.key], found.index, self._block, tensor.shape, tensor.stride(), offset)
 
@@ -258,9 +283,9 @@ class WeightOpRecorder(ReferenceMode):
     def _block(self) -> str:
         return "" if self.visits is None else self.visits.inside
 
-    def _read_again(self, saved: torch.Tensor | _Remembered) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
+    def _read_again(self, saved: KeptTensor | _Remembered) -> torch.Tensor:
+        if isinstance(saved, KeptTensor):
+            return value_of(saved) if self.file is None else self.file.load(saved)
         if saved.block:
             self.enter_block(saved.block)
         part = None if saved.index is None else self.part_of(saved.weight, saved.index)
@@ -280,6 +305,8 @@ class WeightOpRecorder(ReferenceMode):
 
     def release(self) -> None:
         """Release the tensors that are needed only during the forward pass. Must be called after it."""
+        if self.file is not None:
+            self.file.write()
         self._replacing.clear()
         self._given.clear()
         self._made.clear()
@@ -403,8 +430,8 @@ class WeightOpRecorder(ReferenceMode):
         if source is None:
             if func.__self__ is torch.Tensor.data and args[0].grad_fn is not None:
                 return args[0].view_as(args[0])
-            if func.__self__ is torch.Tensor.dtype and id(args[0]) in self._given:
-                self.dtype_read += self._given[id(args[0])][1].weights
+            if func.__self__ is torch.Tensor.dtype and args[0] in self._given:
+                self.dtype_read += self._given[args[0]].weights
         elif func.__self__ is torch.Tensor.dtype:
             self._own_dtypes_read.add(source.weight)
         elif func.__self__ in TENSOR_PROPERTIES:
@@ -520,17 +547,20 @@ class WeightOpRecorder(ReferenceMode):
         }
         stand_ins = self._stand_ins(args, kwargs)
         sources = {id(stand_ins[key]) if key in stand_ins else key: each for key, each in sources.items()}
+        outputs, kept = [keep(tensor) for tensor in tapped], dict[int, KeptTensor]()
+        if self.file is not None:
+            outputs = [self._in_file(tensor, kept) for tensor in outputs]
+            activations = {key: self._in_file(tensor, kept) for key, tensor in activations.items()}
         held_args, held_kwargs = replace_tensors(args, kwargs, activations | stand_ins)
         operation = WeightOp(
-            func, name, self.module, held_args, held_kwargs, sources, [keep(tensor) for tensor in tapped],
-            frozenset(self._own_dtypes_read), block=self._block,
-            gradients=[[] for _ in tapped],
+            func, name, self.module, held_args, held_kwargs, sources, outputs, frozenset(self._own_dtypes_read),
+            block=self._block, gradients=[[] for _ in tapped], kept=kept,
         )  # fmt: skip
         self._own_dtypes_read.clear()
         operation.note_versions()
         self.operations.append(operation)
         for index, tensor in enumerate(tapped):
-            self._given[id(tensor)] = tensor, operation
+            self._given[tensor] = operation
             if tensor.requires_grad:
                 tensor.register_hook(partial(self.on_gradient, operation, index))  # type: ignore[no-untyped-call]
         if not any(tensor.requires_grad for tensor in tapped) or any(unwrapped(tensor)[1] is None for tensor in tapped):
@@ -538,6 +568,14 @@ class WeightOpRecorder(ReferenceMode):
                 names  # the model runs this operation without gradients, or in a `torch.func.grad` of its own
             )
         return output
+
+    def _in_file(self, tensor: torch.Tensor, kept: dict[int, KeptTensor]) -> torch.Tensor:
+        """Keep an activation in the file, add what stands for it to `kept`, and return a tensor without memory."""
+        if self.file is None or not is_keepable(tensor):
+            return tensor
+        stand_in = torch.empty_like(tensor, device="meta")
+        kept[id(stand_in)] = self.file.keep(tensor, self._block)
+        return stand_in
 
     def _of_one_weight(
         self, args: Arguments, kwargs: dict[str, Any], results: list[torch.Tensor], sources: dict[int, WeightOrigin]

@@ -1,0 +1,253 @@
+"""Keeps the activations that the backward passes of a scan need: those in the autograd graph, and the arguments and outputs of the
+recorded operations. They stay in memory or, if they take too much of it, are written to a temporary file.
+
+`torch.autograd.graph.save_on_cpu` moves activations in a similar way, but writes a tensor once for each operation that uses it, and
+only to the memory of the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+
+import torch
+
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.heap import trim_heap
+from dtype_engine.runtime.model.torch_private import is_wrapped, storage_id, version_of
+
+_SMALLEST = 1 << 12
+"""Tensors of fewer bytes stay in memory."""
+
+
+@dataclass(slots=True, eq=False)
+class KeptTensor:
+    """A tensor that a backward pass needs, with the values that it had when it was kept."""
+
+    tensor: torch.Tensor | None
+    """The tensor, or None once it has been written to the file."""
+    version: int
+    """torch's version counter of the tensor when it was kept. It reveals later writes."""
+    block: str = ""
+    """The name of the model's block (such as a decoder layer) that was running."""
+    overwritten: bool = False
+    """Whether the model had changed the tensor before it was written to the file."""
+    place: _Place | None = None
+    """Where the tensor is in the file, if it has been written there."""
+
+    @staticmethod
+    def of(tensor: torch.Tensor, block: str = "") -> KeptTensor:
+        """Return a record of a tensor that stays in memory until `ActivationFile` writes it."""
+        return KeptTensor(tensor, version_of(tensor), block)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the model has changed the tensor since it was kept, and before it was written to the file."""
+        return self.overwritten or (self.tensor is not None and version_of(self.tensor) != self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor is in the file."""
+
+    start: int
+    """The offset in the file, in bytes, of the memory that the tensor shares with its views."""
+    nbytes: int
+    """How many bytes this memory has."""
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    """The index of the tensor's first element in this memory."""
+
+
+def is_keepable(tensor: torch.Tensor) -> bool:
+    """Return whether `ActivationFile` can write a tensor to a file and read it back."""
+    plain = tensor.layout is torch.strided and not tensor.is_nested and not is_wrapped(tensor)
+    return plain and tensor.device.type != "meta" and not tensor.is_conj() and not tensor.is_neg()
+
+
+class ActivationFile:
+    """A temporary file with the activations of one sequence. It is in the folder of the environment variable TMPDIR, or else in
+    /var/tmp, because /tmp often is in memory. The system removes it when it is closed, also after a crash.
+
+    What is kept while one block of the model runs is written when the next block keeps something. Tensors that share memory are
+    written once for each block. Raises UserError if the file can't be written.
+
+    Attributes:
+        nbytes: how many bytes have been written.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._waiting: list[KeptTensor] = []
+        """What is kept of the block that is running, in memory."""
+        self._read: dict[int, torch.Tensor] = {}
+        """What the block whose gradients are computed has read: the bytes of tensors' memory, by their offset in the file."""
+        self._reading = ""
+        try:
+            self._file = tempfile.TemporaryFile(prefix="dtype-engine-", buffering=0, dir=_folder())  # noqa: SIM115
+        except OSError as error:
+            raise _no_room(error) from error
+
+    def keep(self, tensor: torch.Tensor, block: str) -> KeptTensor:
+        """Keep a tensor with which `block` computes. It stays in memory until another block keeps a tensor."""
+        if self._waiting and self._waiting[-1].block != block:
+            self.write()
+        with torch.no_grad():
+            kept = KeptTensor.of(tensor.detach(), block)
+        if tensor.nbytes >= _SMALLEST and is_keepable(tensor):
+            self._waiting.append(kept)
+        return kept
+
+    def write(self) -> None:
+        """Write all tensors that are still in memory, and release them."""
+        shared: dict[int, list[KeptTensor]] = {}
+        for kept in self._waiting:
+            assert kept.tensor is not None
+            shared.setdefault(storage_id(kept.tensor), []).append(kept)
+        self._waiting = []
+        for together in shared.values():
+            views = {_identity(kept.tensor): kept.tensor for kept in together if kept.tensor is not None}
+            memory = next(iter(views.values())).untyped_storage()
+            if memory.nbytes() > 2 * sum(view.nbytes for view in views.values()):
+                continue  # such as a small part of a mapped file
+            start = self._append(_bytes_of(next(iter(views.values()))))
+            for kept in together:
+                each = kept.tensor
+                assert each is not None
+                kept.overwritten = kept.changed
+                kept.place = _Place(
+                    start, memory.nbytes(), each.dtype, each.device, each.shape, each.stride(), int(each.storage_offset())
+                )  # fmt: skip
+                kept.tensor = None
+        trim_heap()  # each pass has a thread, and glibc keeps up to 64 MiB of freed memory for each
+
+    def put(self, vector: torch.Tensor, instead_of: KeptTensor | None = None) -> KeptTensor:
+        """Write a vector [n] and return a record of it. instead_of: what `put` returned for a vector of the same size and dtype,
+        which is replaced.
+        """
+        data = vector.contiguous().view(torch.uint8).cpu()
+        if instead_of is not None and instead_of.place is not None:
+            self._write_at(instead_of.place.start, data)
+            return instead_of
+        start = self._append(data)
+        return KeptTensor(
+            None, 0, place=_Place(start, vector.nbytes, vector.dtype, vector.device, vector.shape, (1,), 0)
+        )
+
+    def load(self, kept: KeptTensor) -> torch.Tensor:
+        """Return a tensor with the values that it had when it was kept. What one block reads stays in memory until `end_block`.
+        Raises RuntimeError if the model had changed the values before they were written.
+        """
+        if kept.place is None or kept.overwritten:
+            return value_of(kept)
+        if kept.block != self._reading:
+            self.end_block()
+            self._reading = kept.block
+        place = kept.place
+        memory = self._read.get(place.start)
+        if memory is None:
+            memory = self._read[place.start] = self._bytes_at(place).to(place.device)
+        made = torch.empty(0, dtype=place.dtype, device=place.device)
+        return made.set_(memory.untyped_storage(), place.offset, place.shape, place.strides)
+
+    def take(self, kept: KeptTensor) -> torch.Tensor:
+        """Return the vector that was given to `put`. The caller may change it."""
+        assert kept.place is not None
+        return self._bytes_at(kept.place).view(kept.place.dtype).to(kept.place.device)
+
+    def end_block(self) -> None:
+        """Release what has been read for the gradients of a block."""
+        if self._read:
+            self._read.clear()
+            trim_heap()
+
+    def clear(self) -> None:
+        """Remove everything from the file. What was kept must no longer be loaded."""
+        self._waiting, self.nbytes = [], 0
+        self.end_block()
+        self._file.truncate(0)
+
+    def close(self) -> None:
+        """Remove the file."""
+        self.end_block()
+        self._file.close()
+
+    def _append(self, data: torch.Tensor) -> int:
+        """Write bytes [n] at the end of the file. Returns their offset."""
+        start = self.nbytes
+        self._write_at(start, data)
+        self.nbytes += len(data)
+        return start
+
+    def _write_at(self, start: int, data: torch.Tensor) -> None:
+        view, done = data.numpy().data, 0
+        try:
+            self._file.seek(start)
+            while done < len(view):
+                done += self._file.write(view[done:])
+        except OSError as error:
+            raise _no_room(error) from error
+
+    def _bytes_at(self, place: _Place) -> torch.Tensor:
+        made = torch.empty(place.nbytes, dtype=torch.uint8)
+        view, done = made.numpy().data, 0
+        try:
+            self._file.seek(place.start)
+            while done < place.nbytes:
+                count = self._file.readinto(view[done:])
+                if not count:
+                    raise UserError(f"{_folder()}: the scan's temporary file has lost its end: scan again")
+                done += count
+        except OSError as error:
+            raise UserError(
+                f"{_folder()}: the scan can't read its temporary file ({error.strerror}): scan again"
+            ) from error
+        return made
+
+
+def value_of(kept: KeptTensor) -> torch.Tensor:
+    """Return a kept tensor that is in memory. Raises RuntimeError if the model has changed its values since."""
+    if kept.changed:
+        raise RuntimeError("the model has overwritten an activation that the gradient needs")
+    assert kept.tensor is not None
+    return kept.tensor
+
+
+def free_for_activations() -> int:
+    """Return how many bytes are free where `ActivationFile` writes."""
+    try:
+        return shutil.disk_usage(_folder()).free
+    except OSError:
+        return 0
+
+
+def _folder() -> str:
+    large = "/var/tmp"
+    if "TMPDIR" not in os.environ and os.access(large, os.W_OK):
+        return large
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        return os.curdir
+
+
+def _no_room(error: OSError) -> UserError:
+    return UserError(
+        f"{_folder()}: the scan can't write activations here ({error.strerror}): set TMPDIR to a folder with more space, "
+        "or scan shorter sequences"
+    )
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all bytes of the memory that a tensor shares with its views, uint8 [n], on the CPU."""
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return memory.cpu()

@@ -1,0 +1,200 @@
+"""The activations of a scan that are written to a temporary file come back with their values, once for all that share memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.runtime.test_over_memory import SIZES, opened
+from tests.helpers import architectures
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.runtime.model import encoded_loading
+from dtype_engine.runtime.scan import kept_tensors, scan
+from dtype_engine.runtime.scan.kept_tensors import ActivationFile
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).mul(9).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2]
+)
+def test_each_dtype_comes_back(dtype: torch.dtype) -> None:
+    given = drawn(64, 128, dtype=dtype)
+    with closing(ActivationFile()) as file:
+        kept = file.keep(given, "a")
+        file.write()
+        assert kept.tensor is None
+        assert file.nbytes == given.nbytes
+        found = file.load(kept)
+        assert (found.dtype, found.shape, found.stride()) == (given.dtype, given.shape, given.stride())
+        assert torch.equal(found.view(torch.uint8), given.view(torch.uint8))
+
+
+def test_views_are_written_once_and_keep_their_strides() -> None:
+    given = drawn(64, 128)
+    views = [given, given.t(), given[3:50, ::2], given[:, None].expand(64, 5, 128), given.view(torch.int32), given[-1]]
+    with closing(ActivationFile()) as file:
+        kept = [file.keep(view, "a") for view in views]
+        file.write()
+        assert file.nbytes == given.nbytes
+        found = [file.load(each) for each in kept]
+        assert all(torch.equal(one, other) for one, other in zip(found, views, strict=True))
+        assert [each.stride() for each in found] == [each.stride() for each in views]
+        assert len({each.untyped_storage().data_ptr() for each in found[:-1]}) == 1
+        assert kept[-1].tensor is not None  # a row of 512 bytes is not worth a read
+
+
+def test_what_a_block_keeps_stays_in_memory_until_the_next_one() -> None:
+    with closing(ActivationFile()) as file:
+        first = [file.keep(drawn(64, 128), "a") for _ in range(3)]
+        assert file.nbytes == 0
+        second = file.keep(drawn(64, 128), "b")
+        assert file.nbytes == 3 * 64 * 128 * 4
+        assert all(each.tensor is None for each in first)
+        assert second.tensor is not None
+        assert torch.equal(file.load(second), file.load(first[0]))
+
+
+def test_changed_values_are_refused_if_they_were_changed_before_they_were_written() -> None:
+    with closing(ActivationFile()) as file:
+        early, late, unwritten = drawn(64, 128), drawn(64, 128), drawn(2)
+        kept_early, kept_late = file.keep(early, "a"), file.keep(late, "a")
+        early.view(-1).add_(1)
+        file.write()
+        late.add_(1)
+        assert (kept_early.changed, kept_late.changed) == (True, False)
+        assert torch.equal(file.load(kept_late), drawn(64, 128))
+        with pytest.raises(RuntimeError, match="overwritten an activation"):
+            file.load(kept_early)
+        kept = file.keep(unwritten, "b")
+        unwritten.zero_()
+        with pytest.raises(RuntimeError, match="overwritten an activation"):
+            file.load(kept)
+
+
+def test_a_small_part_of_a_large_memory_is_not_written() -> None:
+    large = drawn(1024, 1024)
+    with closing(ActivationFile()) as file:
+        kept = file.keep(large[:2], "a")
+        file.write()
+        assert file.nbytes == 0
+        assert torch.equal(file.load(kept), large[:2])
+
+
+def test_a_vector_takes_the_place_of_another() -> None:
+    with closing(ActivationFile()) as file:
+        kept = file.put(drawn(4096))
+        other = file.put(drawn(4096) + 2)
+        assert file.put(drawn(4096) + 1, kept) is kept
+        assert file.nbytes == 2 * 4 * 4096
+        assert torch.equal(file.take(kept), drawn(4096) + 1)
+        assert torch.equal(file.take(other), drawn(4096) + 2)
+
+
+def test_it_is_where_tmpdir_says_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_tensors.tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with closing(ActivationFile()) as file:
+        file.put(drawn(4096))
+        where = os.path.realpath(f"/proc/self/fd/{file._file.fileno()}") if Path("/proc/self/fd").exists() else ""
+        assert not where or where.startswith(str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_a_sentence_and_the_scan_can_go_on(
+    make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_llama(dtype="bfloat16", **SIZES)
+    expected = opened(folder, 1 << 21, (9, 5)).scan(["int8"], draws=1).scores()
+    session = opened(folder, 1 << 21, (9, 5))
+    monkeypatch.setattr(scan, "cache_budget", lambda device: 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"can't write activations here \(File too large\): set TMPDIR to"):
+            session.scan(["int8"], draws=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert session.scan(["int8"], draws=1).scores() == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "bart", "gemma3", "deberta", "swin", "whisper", "blip", "mixtral", "qwen3_next", "mamba2"]
+)
+def test_scores_do_not_depend_on_where_activations_are(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoded_loading, "SMALLEST", 1)  # otherwise these weights stay in memory
+    monkeypatch.setattr(kept_tensors, "_SMALLEST", 1)
+    module, inputs = architectures.make(name)
+    module.bfloat16().save_pretrained(tmp_path)  # type: ignore[operator]
+    options = de.Options(device="cpu", over_memory=True, max_memory={"cpu": 1 << 12})
+    files = list[int]()
+    close = ActivationFile.close
+
+    def noting(self: ActivationFile) -> None:
+        files.append(self.nbytes)
+        close(self)
+
+    monkeypatch.setattr(ActivationFile, "close", noting)
+
+    def scores() -> dict[tuple[str, str], float]:
+        session = de.open(str(tmp_path), inputs=inputs, options=options)
+        return session.scan(["int8", "float16"], draws=3).scores()
+
+    expected = scores()
+    assert not files
+    monkeypatch.setattr(scan, "cache_budget", lambda device: 1)
+    assert scores() == expected
+    assert files
+    assert all(files)
+
+
+@pytest.mark.parametrize(("length", "in_file"), [(1, True), (400, False)])
+def test_a_file_is_used_if_less_is_read_with_it(
+    length: int, in_file: bool, make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graphs of four texts do not fit. Those of short texts are smaller than the weights, those of long ones are larger."""
+    session = opened(make_llama(dtype="bfloat16", **SIZES), 1 << 21, (length,) * 4)
+    visits = session.model.visits
+    assert visits is not None
+    made = scan.Scan(session.model, session.inputs, ("int8",), draws=1)
+    room = 1.9 * made._graph_bytes(0)
+    monkeypatch.setattr(scan, "cache_budget", lambda device: room)
+    assert made._next_group(made.pending()) == (([0, 1, 2, 3], True) if in_file else ([0], False))
+    monkeypatch.setattr(scan, "free_for_activations", lambda: 0)
+    assert made._next_group(made.pending()) == ([0], False)
+
+
+class Overwrites(nn.Module):
+    """Writes to an activation that the gradient of a product needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = self.first(x), self.second(x)
+        product = one * other
+        one.mul_(3)
+        found: torch.Tensor = self.last(torch.tanh(product) + one)
+        return found
+
+
+@pytest.mark.parametrize("budget", [1, 1 << 30])
+def test_an_overwritten_activation_is_never_used_silently(budget: int) -> None:
+    session = de.open(Overwrites().bfloat16(), inputs=[torch.randn(3, 8)])
+    made: Any = scan.Scan(session.model, session.inputs, ("int8",), budget=budget)  # type: ignore[arg-type]
+    with pytest.raises(NoForward, match=r"backward pass failed: .*(overwritten|modified).*--exact"):
+        made.run()
