@@ -20,6 +20,8 @@ from dtype_engine.runtime.model.torch_private import is_wrapped, storage_id, ver
 
 _SMALLEST = 1 << 12
 """Tensors of fewer bytes stay in memory."""
+_ALIGNED = 16
+"""What is written begins at a multiple of so many bytes in memory, which is a multiple of the size of every dtype."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +42,11 @@ class KeptTensor:
     @staticmethod
     def of(tensor: torch.Tensor, block: str = "") -> KeptTensor:
         """Return a record of a tensor that stays in memory until `ActivationFile` writes it."""
+        if not is_wrapped(tensor):
+            with torch.no_grad():
+                tensor = (
+                    tensor.detach()
+                )  # an output that an autograd graph holds would keep the graph in memory for ever
         return KeptTensor(tensor, version_of(tensor), block)
 
     @property
@@ -53,15 +60,15 @@ class _Place:
     """Where a tensor is in the file."""
 
     start: int
-    """The offset in the file, in bytes, of the memory that the tensor shares with its views."""
+    """The offset in the file, in bytes, of the memory that the tensor shares with others."""
     nbytes: int
-    """How many bytes this memory has."""
+    """How many bytes of this memory are in the file."""
     dtype: torch.dtype
     device: torch.device
     shape: torch.Size
     strides: tuple[int, ...]
     offset: int
-    """The index of the tensor's first element in this memory."""
+    """The index of the tensor's first element in what is in the file."""
 
 
 def is_keepable(tensor: torch.Tensor) -> bool:
@@ -74,19 +81,24 @@ class ActivationFile:
     """A temporary file with the activations of one sequence. It is in the folder of the environment variable TMPDIR, or else in
     /var/tmp, because /tmp often is in memory. The system removes it when it is closed, also after a crash.
 
-    What is kept while one block of the model runs is written when the next block keeps something. Tensors that share memory are
-    written once for each block. Raises UserError if the file can't be written.
+    What is kept while one block of the model runs is written when the next block keeps something, or once it takes `most` bytes.
+    Tensors that share memory are written together. Raises UserError if the file can't be written.
+
+    most: about how many bytes may wait to be written, and how many bytes that have been read stay in memory.
 
     Attributes:
         nbytes: how many bytes have been written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 1 << 62) -> None:
         self.nbytes = 0
+        self.most = most
         self._waiting: list[KeptTensor] = []
         """What is kept of the block that is running, in memory."""
+        self._waiting_bytes = 0
         self._read: dict[int, torch.Tensor] = {}
         """What the block whose gradients are computed has read: the bytes of tensors' memory, by their offset in the file."""
+        self._read_bytes = 0
         self._reading = ""
         try:
             self._file = tempfile.TemporaryFile(prefix="dtype-engine-", buffering=0, dir=_folder())  # noqa: SIM115
@@ -94,13 +106,13 @@ class ActivationFile:
             raise _no_room(error) from error
 
     def keep(self, tensor: torch.Tensor, block: str) -> KeptTensor:
-        """Keep a tensor with which `block` computes. It stays in memory until another block keeps a tensor."""
-        if self._waiting and self._waiting[-1].block != block:
+        """Keep a tensor with which `block` computes. It stays in memory until it is written."""
+        if self._waiting and (self._waiting[-1].block != block or self._waiting_bytes > self.most):
             self.write()
-        with torch.no_grad():
-            kept = KeptTensor.of(tensor.detach(), block)
-        if tensor.nbytes >= _SMALLEST and is_keepable(tensor):
+        kept = KeptTensor.of(tensor, block)
+        if is_keepable(tensor) and tensor.nbytes >= _SMALLEST:
             self._waiting.append(kept)
+            self._waiting_bytes += tensor.nbytes
         return kept
 
     def write(self) -> None:
@@ -109,22 +121,30 @@ class ActivationFile:
         for kept in self._waiting:
             assert kept.tensor is not None
             shared.setdefault(storage_id(kept.tensor), []).append(kept)
-        self._waiting = []
+        self._waiting, self._waiting_bytes = [], 0
         for together in shared.values():
-            views = {_identity(kept.tensor): kept.tensor for kept in together if kept.tensor is not None}
-            memory = next(iter(views.values())).untyped_storage()
-            if memory.nbytes() > 2 * sum(view.nbytes for view in views.values()):
-                continue  # such as a small part of a mapped file
-            start = self._append(_bytes_of(next(iter(views.values()))))
+            spans: dict[tuple[int, int], list[KeptTensor]] = {}
             for kept in together:
-                each = kept.tensor
-                assert each is not None
-                kept.overwritten = kept.changed
-                kept.place = _Place(
-                    start, memory.nbytes(), each.dtype, each.device, each.shape, each.stride(), int(each.storage_offset())
-                )  # fmt: skip
-                kept.tensor = None
+                spans.setdefault(_span(kept.tensor), []).append(kept)
+            first, last = min(start for start, _ in spans), max(end for _, end in spans)
+            if last - first <= 2 * sum(end - start for start, end in spans):
+                spans = {(first, last): together}  # otherwise they are far apart, such as weights in a mapped file
+            for (start, end), there in spans.items():
+                self._write_span(there, start, end)
         trim_heap()  # each pass has a thread, and glibc keeps up to 64 MiB of freed memory for each
+
+    def _write_span(self, together: list[KeptTensor], first: int, last: int) -> None:
+        """Write the bytes from `first` to `last` of the memory that some tensors share, and release the tensors."""
+        memory = together[0].tensor
+        assert memory is not None
+        place = self._append(_bytes_of(memory, first, last))
+        for kept in together:
+            each = kept.tensor
+            assert each is not None
+            offset = (int(each.storage_offset()) * each.element_size() - first) // each.element_size()
+            kept.overwritten = kept.changed
+            kept.place = _Place(place, last - first, each.dtype, each.device, each.shape, each.stride(), offset)
+            kept.tensor = None
 
     def put(self, vector: torch.Tensor, instead_of: KeptTensor | None = None) -> KeptTensor:
         """Write a vector [n] and return a record of it. instead_of: what `put` returned for a vector of the same size and dtype,
@@ -152,6 +172,9 @@ class ActivationFile:
         memory = self._read.get(place.start)
         if memory is None:
             memory = self._read[place.start] = self._bytes_at(place).to(place.device)
+            self._read_bytes += place.nbytes
+            while self._read_bytes > self.most and len(self._read) > 1:
+                self._read_bytes -= self._read.pop(next(iter(self._read))).nbytes
         made = torch.empty(0, dtype=place.dtype, device=place.device)
         return made.set_(memory.untyped_storage(), place.offset, place.shape, place.strides)
 
@@ -164,16 +187,18 @@ class ActivationFile:
         """Release what has been read for the gradients of a block."""
         if self._read:
             self._read.clear()
+            self._read_bytes = 0
             trim_heap()
 
     def clear(self) -> None:
         """Remove everything from the file. What was kept must no longer be loaded."""
-        self._waiting, self.nbytes = [], 0
+        self._waiting, self._waiting_bytes, self.nbytes = [], 0, 0
         self.end_block()
         self._file.truncate(0)
 
     def close(self) -> None:
         """Remove the file."""
+        self._waiting = []
         self.end_block()
         self._file.close()
 
@@ -243,11 +268,18 @@ def _no_room(error: OSError) -> UserError:
     )
 
 
-def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+def _span(tensor: torch.Tensor | None) -> tuple[int, int]:
+    """Return which bytes of its memory a tensor takes: the first, rounded down to a multiple of `_ALIGNED`, and the one after the
+    last.
+    """
+    assert tensor is not None
+    start = int(tensor.storage_offset())
+    last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    size = tensor.element_size()
+    return start * size // _ALIGNED * _ALIGNED, (last + 1) * size
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all bytes of the memory that a tensor shares with its views, uint8 [n], on the CPU."""
-    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return memory.cpu()
+def _bytes_of(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Return the bytes from `first` to `last` of a tensor's memory, uint8 [n], on the CPU."""
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return memory.set_(tensor.untyped_storage(), first, (last - first,), (1,)).cpu()

@@ -67,6 +67,10 @@ _OUTPUT_BYTES = 16
 """About how many bytes of memory a sequence takes for each element of its main output: the output, probes and gradients, all in
 float32.
 """
+_FILE_BYTES = 1.5
+"""The bytes of a file of activations with sums of squared gradients, divided by those of the autograd graph: at most."""
+_LEAST_WAITING = 1 << 24
+"""At least so many bytes of activations may wait to be written to a file."""
 
 OnStep = Callable[[str, int, int | None], None]
 OnEstimate = Callable[[ScanReport], None]
@@ -305,16 +309,16 @@ class Scan:
         """
         if self.model.visits is None:
             return pending[:1], False
-        room, most = cache_budget(self.model.device), pending[: self._side_by_side]
+        one_by_one = self._behavior.stateful or bool(self.model.side_settings)
+        room, most = cache_budget(self.model.device), pending[: 1 if one_by_one else self._side_by_side]
+        graph, disk = self._graph_bytes(pending[0]), free_for_activations() / _FILE_BYTES
         in_memory = _first_of(most, self._graph_bytes, room)
-        graphs = sum(map(self._graph_bytes, most))
-        if graphs <= room or graphs > free_for_activations():
+        if graph > disk or (len(in_memory) == len(most) and graph <= room):
             return in_memory, False
-        in_file = _first_of(most, self._bytes_beside_file, room)
-        passes = 1 + self.backward_passes
-        read = passes * self.model.tree.stored_bytes / len(in_memory)
-        read_with_file = passes * (self.model.tree.stored_bytes / len(in_file) + graphs / len(most))
-        if self._graph_bytes(pending[0]) <= room and read <= read_with_file:
+        in_file = _first_of(_first_of(most, self._graph_bytes, disk), self._bytes_beside_file, room)
+        passes, weights = 1 + self.backward_passes, self.model.tree.stored_bytes
+        graphs = sum(map(self._graph_bytes, in_file))
+        if graph <= room and passes * weights / len(in_memory) <= passes * (weights + graphs) / len(in_file):
             return in_memory, False
         return in_file, True
 
@@ -372,7 +376,8 @@ class Scan:
             self.settings.classes_dim,
             rereads,
         )
-        with closing(ActivationFile()) if in_file else nullcontext() as one.file:
+        most = max(_LEAST_WAITING, self.budget // (2 * self._side_by_side))
+        with closing(ActivationFile(most)) if in_file else nullcontext() as one.file:
             scores = one.run(batch, index, self.parts)
         self._can_reread = self._can_reread and one.rereads == rereads
         if self.model.visits is not None:
@@ -440,7 +445,7 @@ class Scan:
         )  # fmt: skip
 
 
-def _first_of(indexes: list[int], nbytes: Callable[[int], float], room: int) -> list[int]:
+def _first_of(indexes: list[int], nbytes: Callable[[int], float], room: float) -> list[int]:
     """Return the first of the given sequences that take at most `room` bytes together, but at least one."""
     taken, total = list[int](), 0.0
     for index in indexes:

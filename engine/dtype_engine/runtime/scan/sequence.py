@@ -91,6 +91,7 @@ class SequenceScan:
     _sums: dict[str, torch.Tensor] = field(default_factory=dict)
     _independent: dict[str, torch.Tensor] = field(default_factory=dict)
     _samples: list[TopKSample] = field(default_factory=list)
+    _recorder: WeightOpRecorder | None = None
     _operations: list[WeightOp | CacheWrite] = field(default_factory=list)
     _squares: dict[tuple[int, int], torch.Tensor | KeptTensor] = field(default_factory=dict)
     """The sums of the squared gradients of the probes until now, by the `id` of an operation and the index of its output. Those in
@@ -115,10 +116,19 @@ class SequenceScan:
         """Scan the sequence `batch`, and return the estimated drift of each cast. index: the sequence's index among the inputs.
         sequences: the number of all sequences. Raises NoForward, KernelError, Cancelled.
         """
+        try:
+            return self._run(batch, index, sequences)
+        finally:
+            self._operations.clear()
+            if self._recorder is not None:
+                self._recorder.forget()
+
+    def _run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
         output, mode, writes = self._forward(batch)
         self._operations = [*mode.operations, *writes]
         self.graph_bytes = round(_OF_HELD * mode.held_bytes) if self.file is None else self.file.nbytes
         name, main = main_output(output)
+        del output  # it may hold keys and values of all layers
         if not main.requires_grad:
             raise NoForward(
                 "the output does not depend on any weight through operations that have a gradient; "
@@ -196,7 +206,9 @@ class SequenceScan:
         names = {module: names for module, names in self.model.cache_names.items() if any(map(self.wanted.get, names))}
         copies = frozenset[int]()
         while True:
-            mode = WeightOpRecorder(
+            if self._recorder is not None:
+                self._recorder.forget()
+            mode = self._recorder = WeightOpRecorder(
                 self.model.by_id, self.model.device, frozenset(self.wanted), self._on_gradient, copies,
                 self.rereads, self.model.visits, self._enter_block, self.file,
             )  # fmt: skip
@@ -267,6 +279,8 @@ class SequenceScan:
             ) from error
         finally:
             self._carrying = False
+            if self.file is not None:
+                self.file.end_block()
 
     def _on_gradient(self, operation: WeightOp | CacheWrite, index: int, gradient: torch.Tensor | None) -> None:
         if gradient is None:

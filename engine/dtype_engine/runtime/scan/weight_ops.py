@@ -303,9 +303,17 @@ class WeightOpRecorder(ReferenceMode):
         held = (tensor.untyped_storage() for operation in self.operations for tensor in operation.held_activations)
         return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
-    def release(self) -> None:
-        """Release the tensors that are needed only during the forward pass. Must be called after it."""
-        if self.file is not None:
+    def forget(self) -> None:
+        """Release everything that was recorded. An autograd graph of which some backward pass has not run would keep it."""
+        self.release(write=False)
+        for each in (self.operations, self.topk_calls, self.answers):
+            each.clear()
+
+    def release(self, write: bool = True) -> None:
+        """Release the tensors that are needed only during the forward pass. Must be called after it. write: whether to write to the
+        file what is still in memory.
+        """
+        if self.file is not None and write:
             self.file.write()
         self._replacing.clear()
         self._given.clear()
