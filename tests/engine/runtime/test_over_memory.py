@@ -199,6 +199,24 @@ def test_an_encoder_and_a_decoder_with_shared_weights(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_only_sequences_that_compare_modules_share_the_memory_for_outputs(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All eight run side by side. A few of them compare modules, whose outputs take more than an eighth of the memory."""
+    reports = []
+    for limit in (None, 1 << 21):
+        inputs = opened(llama, None, MORE).inputs.batches
+        limits = {} if limit is None else {"cpu": limit}
+        options = de.Options(device="cpu", over_memory=limit is not None, max_memory=limits, reference_bytes=0)
+        session = de.open(str(llama), inputs=[batch.kwargs for batch in inputs], options=options)
+        session.cast("*", "bfloat16")
+        if limit is not None:
+            monkeypatch.setattr(drift, "cache_budget", lambda device: 600_000)
+        reports.append(session.drift())
+    assert [str(module) for module in reports[1].modules] == [str(module) for module in reports[0].modules]
+    assert reports[1].output == reports[0].output
+
+
 def test_a_scan_has_the_same_scores_and_can_be_resumed(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,8 +210,9 @@ class DriftMeter:
             )
             for steps in self._groups(steps_left, MOST_UNSAVED if listener.saves else None):
                 self._expect(progress, steps, totals, listener)
+                sharing = sum(step.compares_modules for step in steps)
                 references = reference_runner.side_by_side(
-                    [partial(self._reference, reference_runner, step, progress, len(steps)) for step in steps]
+                    [partial(self._reference, reference_runner, step, progress, sharing) for step in steps]
                 )
                 comparers = []
                 for step, reference in zip(steps, references, strict=True):
@@ -339,16 +340,16 @@ class DriftMeter:
         return record is not None and (record.modules is not None or not with_modules)
 
     def _reference(
-        self, runner: ForwardRunner, step: Step, progress: MeasurementProgress, side_by_side: int
+        self, runner: ForwardRunner, step: Step, progress: MeasurementProgress, sharing: int
     ) -> ReferenceRecord:
         """Return the reference's outputs for a step's sequence. If they are not kept, run the reference, and keep them if they fit.
-        side_by_side: how many sequences are run together, which share the memory.
+        sharing: how many of the sequences that run side by side keep the outputs of modules, and share the memory.
         """
         if self._has_record(step.number, step.compares_modules):
             return self._records[step.number]
         main_alone = self._records.pop(step.number, None)
         left = self.budget - sum(record.nbytes for record in self._records.values())
-        recorder = ModuleRecorder(max(left, self._working) // side_by_side) if step.compares_modules else None
+        recorder = ModuleRecorder(max(left, self._working) // sharing) if step.compares_modules else None
         observer = progress.begin_pass("reference", step.number, step.compares_modules, recorder)
         options = PassOptions(watched=self._plan.watched(step), learns=True)
         call = runner.reference_call(self.inputs.batches[step.number])
