@@ -44,9 +44,7 @@ class KeptTensor:
         """Return a record of a tensor that stays in memory until `ActivationFile` writes it."""
         if not is_wrapped(tensor):
             with torch.no_grad():
-                tensor = (
-                    tensor.detach()
-                )  # an output that an autograd graph holds would keep the graph in memory for ever
+                tensor = tensor.detach()  # a tensor with a graph would keep this graph in memory for ever
         return KeptTensor(tensor, version_of(tensor), block)
 
     @property

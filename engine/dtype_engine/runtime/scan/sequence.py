@@ -224,6 +224,8 @@ class SequenceScan:
                 continue
             self.forward_seconds = self.runner.last_seconds
             mode.release()
+            if self.file is not None:
+                self.file.write()
             overwritten = mode.overwritten
             if not overwritten:
                 return output, mode, [] if caches is None else caches.writes

@@ -305,16 +305,12 @@ class WeightOpRecorder(ReferenceMode):
 
     def forget(self) -> None:
         """Release everything that was recorded. An autograd graph of which some backward pass has not run would keep it."""
-        self.release(write=False)
+        self.release()
         for each in (self.operations, self.topk_calls, self.answers):
             each.clear()
 
-    def release(self, write: bool = True) -> None:
-        """Release the tensors that are needed only during the forward pass. Must be called after it. write: whether to write to the
-        file what is still in memory.
-        """
-        if self.file is not None and write:
-            self.file.write()
+    def release(self) -> None:
+        """Release the tensors that are needed only during the forward pass. Must be called after it."""
         self._replacing.clear()
         self._given.clear()
         self._made.clear()
