@@ -6,12 +6,14 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from dtype_engine.checkpoint.prequantized import NAMED_WEIGHTS, NO_WEIGHTS
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.recipe.schemes import activation_scheme, layout, weight_scheme
 from dtype_engine.runtime.export.contents import Contents
 from dtype_engine.runtime.export.experts import all_experts, expert_layer
+from dtype_engine.runtime.export.readers import transformers_reads
 
 
 def export_dtype(contents: Contents) -> str:
@@ -28,7 +30,8 @@ def export_dtype(contents: Contents) -> str:
 def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
     """Return the new content of every `config.json` that the export changes, by its path in the export.
 
-    The top `config.json` gets the dtype and the quantization settings of the export. The `config.json` of a pipeline's component
+    The top `config.json` gets the dtype and the quantization settings of the export. If transformers would load other values from
+    the export without an error, it also gets an entry that makes `from_pretrained` raise. The `config.json` of a pipeline's component
     gets a new dtype if it names a dtype. Raises UserError if the export has weights with scales, but the source is quantized
     already by a method that can't describe them.
     """
@@ -36,6 +39,9 @@ def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
     if contents.config is not None and contents.layout.kind == "model":
         config = configs["config.json"] = copy.deepcopy(contents.config)
         _set_dtype(config, export_dtype(contents))
+        config.pop(NAMED_WEIGHTS, None)  # the weights are in a file that has the usual name, whatever the source's had
+        if not transformers_reads(contents.items):
+            config[NAMED_WEIGHTS] = NO_WEIGHTS
         before = config.get("quantization_config")
         scaled = [item for item in contents.items if item.has_scales]
         if before is not None and scaled and not any(item.source_bytes for item in scaled):

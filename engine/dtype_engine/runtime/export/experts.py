@@ -1,7 +1,7 @@
 """What vLLM and transformers do with the experts of an export that have scales. transformers packs all experts of a layer into one
 weight.
 
-The behavior of transformers 5.23 with compressed-tensors 0.20 was tried; the behavior of vLLM follows from its source code.
+What transformers does was tried (`recipe/loader_facts.py`); what vLLM does follows from its source code.
 """
 
 from __future__ import annotations
@@ -11,19 +11,8 @@ from collections.abc import Sequence
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.recipe.schemes import DESCRIBED
+from dtype_engine.recipe.loader_facts import misread_experts
 from dtype_engine.runtime.export.contents import ExportTensor
-
-_READ = (
-    "float8_e4m3fn",
-    "float8_e4m3fn@tensor",
-    *(name for name in dtypes.BLOCK_FORMATS if name.startswith("mxfp4")),
-    "int4@g128",
-    "int4@g32",
-    "int8@g128",
-)
-"""The formats of experts that transformers can load. It dequantizes them while it packs all experts of a layer into one weight."""
-
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.\w+")
 
@@ -58,18 +47,7 @@ def misread(items: Sequence[ExportTensor]) -> str | None:
     """Return what `from_pretrained` of transformers does wrong if it loads the experts among `items`, such as "it raises an error
     when it packs experts in mxfp8". Returns None if it loads them correctly, or if they are not in a compressed-tensors layout.
     """
-    found = sorted({item.dtype for item in experts(items)})
-    if not found or not set(found) <= set(DESCRIBED):
-        return None
-    if "nvfp4" in found:
-        return "it ignores the scale of the tensor of experts in nvfp4 and computes wrong values without an error"
-    if unread := [dtype for dtype in found if dtype not in _READ]:
-        return f"it raises an error when it packs experts in {', '.join(unread)}"
-    into = {item.packed_into.rpartition(".")[0] for item in items if item.packed_into and item.name.endswith(".weight")}
-    wide = into - {item.packed_into.rpartition(".")[0] for item in experts(items)}
-    if len(found) > 1 or wide:
-        return "it assumes one format for all experts when it packs them"
-    return None
+    return misread_experts({item.dtype for item in items if item.packed_into and item.name.endswith(".weight")})
 
 
 def experts_notices(items: Sequence[ExportTensor]) -> tuple[str, ...]:
@@ -79,7 +57,7 @@ def experts_notices(items: Sequence[ExportTensor]) -> tuple[str, ...]:
         first = experts(items)[0]
         notices.append(
             f"experts (first {printable(first.name)}) are in the layout that vLLM reads; from_pretrained of transformers 5 does "
-            f"not read them: {problem}"
+            f"not read them ({problem}) and raises an error"
         )
     formats: dict[str, dict[tuple[str, bool], None]] = {}
     for item in items:

@@ -8,18 +8,20 @@ from dtype_engine.core.fused import split_groups
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.runtime.export.contents import ExportTensor
+from dtype_engine.runtime.export.readers import own_layout
 from dtype_engine.runtime.model.name_mapping import Placement
 
 
 def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
     """Return a sentence for the user about the weights with scales that only this program can read, or () if there are none."""
-    own = [item.name for item in items if item.has_scales and not item.portable]
-    if not own:
+    if not (own := own_layout(items)):
         return ()
-    count = f"{printable(own[0])} is" if len(own) == 1 else f"{len(own)} weights, first {printable(own[0])}, are"
+    first = printable(own[0].name)
+    count = f"{first} is" if len(own) == 1 else f"{len(own)} weights, first {first}, are"
     return (
-        f"{count} stored with scales in a layout that only dtype-engine reads: other programs read scales only for the weights of "
-        "linear layers, in float8_e4m3fn, int8, and blocks that divide their rows",
+        f"{count} stored with scales in a layout that only dtype-engine reads, so from_pretrained of transformers raises an error: "
+        "other programs read scales only for untied weights of linear layers, in float8_e4m3fn, int8, and blocks that divide their "
+        "rows",
     )
 
 

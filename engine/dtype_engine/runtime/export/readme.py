@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dtype_engine.checkpoint.packed_weights import quantized_parts
+from dtype_engine.checkpoint.prequantized import NAMED_WEIGHTS, NO_WEIGHTS
 from dtype_engine.core import dtypes
 from dtype_engine.core.units import human_bytes
 from dtype_engine.core.version import __version__
@@ -16,8 +17,9 @@ from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.config import export_dtype
 from dtype_engine.runtime.export.contents import Contents
 from dtype_engine.runtime.export.experts import experts, misread
-from dtype_engine.runtime.export.loader_facts import Kind, Outcome, outcomes
+from dtype_engine.recipe.loader_facts import Kind, Outcome, outcomes
 from dtype_engine.runtime.export.loading_notes import python_lines, quoted, section, short
+from dtype_engine.runtime.export.readers import own_layout
 
 
 def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
@@ -99,10 +101,12 @@ def loading_text(contents: Contents) -> str:
     wide = export_dtype(contents)
     scaled = [item for item in contents.items if item.has_scales]
     ours = f"dtype_engine.load_pretrained gives these dtypes{f', those with scales as values in {wide}' if scaled else ''}."
-    if any(not item.portable for item in scaled):
-        return f"{ours} Plain from_pretrained can't load it: some scales are in a layout that only dtype-engine reads."
+    if own_layout(contents.items):
+        return (
+            f"{ours} Plain from_pretrained raises an error: some scales are in a layout that only dtype-engine reads."
+        )
     if misread(contents.items) is not None:
-        return f"{ours} Plain from_pretrained of transformers does not read its experts, which are in vLLM's layout."
+        return f"{ours} Plain from_pretrained of transformers raises an error: its experts are in vLLM's layout."
     if scaled:
         package = "accelerate" if _in_fp8_layout(contents) else "compressed-tensors"
         given = outcomes(_kinds(contents), wide)
@@ -120,6 +124,10 @@ def loading_text(contents: Contents) -> str:
     return f"{ours} So does plain from_pretrained: all of it is {wide}."
 
 
+_RAISES = (
+    f"So `{NAMED_WEIGHTS}` in `config.json` names a file that does not exist, `{NO_WEIGHTS}`, and `from_pretrained` raises an "
+    "error with that name."
+)
 _ERRORS = (Outcome.FAILS_TO_LOAD, Outcome.FAILS_TO_RUN)
 
 
@@ -146,12 +154,15 @@ def _from_pretrained_lines(contents: Contents) -> list[str]:
         ]
     if contents.config is None:
         return ["There is no `config.json`, so `from_pretrained` of transformers can't load it."]
-    own = [item.name for item in contents.items if item.has_scales and not item.portable]
-    if own:
+    if own := own_layout(contents.items):
+        are = (
+            f"{code_span(own[0].name)} is"
+            if len(own) == 1
+            else f"{len(own)} weights, first {code_span(own[0].name)}, are"
+        )
         return [
-            f"Plain `from_pretrained` of transformers can't load it: {len(own)} weights (first {code_span(own[0])}) are stored "
-            "with scales under names that end in `_quantized`, a layout that only dtype-engine reads. transformers reports them "
-            "as missing and initialises them as for training.",
+            f"Plain `from_pretrained` of transformers can't load it: {are} stored with scales under a name that ends in "
+            f"`_quantized`, a layout that only dtype-engine reads. transformers would make such weights at random. {_RAISES}",
         ]
     config_dtype = export_dtype(contents)
     computed = {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTE_DTYPES}
@@ -163,8 +174,8 @@ def _from_pretrained_lines(contents: Contents) -> list[str]:
         )
     elif (problem := misread(contents.items)) is not None:
         lines.append(
-            f"Plain `from_pretrained` of transformers 5 does not read it: {problem}. The experts are in the layout that vLLM "
-            "reads: each has its own tensors under its name in the checkpoint, and `config.json` says which format they are in."
+            f"Plain `from_pretrained` of transformers 5 does not read it: {problem}. {_RAISES} The experts are in the layout that "
+            "vLLM reads: each has its own tensors under its name in the checkpoint, and `config.json` says which format they are in."
         )
     elif any(item.portable for item in contents.items):
         lines += _scaled_weights(contents)

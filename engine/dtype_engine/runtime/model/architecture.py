@@ -20,6 +20,7 @@ from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.plausible import refuse_impossible
+from dtype_engine.checkpoint.prequantized import NAMED_WEIGHTS, NO_WEIGHTS
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
@@ -84,6 +85,10 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Opti
     refuse_impossible(config, checkpoint, f"{folder / 'config.json'}")
     model_class, notices = _model_class(transformers, config, folder, options)
     made = _configuration(transformers, model_class, checkpoint, folder, options)
+    if (
+        getattr(made, NAMED_WEIGHTS, None) == NO_WEIGHTS
+    ):  # it is for plain transformers, and this program reads these weights
+        delattr(made, NAMED_WEIGHTS)
     if not options.trust_remote_code:
         notices += without_foreign_kernels(made, config, printable(folder.name, 100))
     return Architecture(model_class, made, notices, options.trust_remote_code)

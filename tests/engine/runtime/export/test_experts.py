@@ -19,6 +19,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.checkpoint.prequantized import NAMED_WEIGHTS, NO_WEIGHTS
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.runtime.modes.reference import reference_value
@@ -265,6 +266,11 @@ def test_where_transformers_does_not_it_is_said(dtype: str, source: tuple[str, P
         return
     assert any("from_pretrained of transformers 5 does not read them" in notice for notice in report.notices)
     assert "does not read it: it " in readme
+    with pytest.raises(FileNotFoundError, match=NO_WEIGHTS):
+        transformers.AutoModelForCausalLM.from_pretrained(out)
+    config = json.loads((out / "config.json").read_text())
+    assert config.pop(NAMED_WEIGHTS) == NO_WEIGHTS
+    (out / "config.json").write_text(json.dumps(config))
     if dtype == "nvfp4":
         theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
         name = "model.layers.0.mlp.experts.down_proj"

@@ -19,9 +19,10 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.checkpoint.prequantized import NAMED_WEIGHTS, NO_WEIGHTS
 from dtype_engine.core import dtypes
 from dtype_engine.recipe.schemes import layout
-from dtype_engine.runtime.export.loader_facts import Outcome, loader_facts
+from dtype_engine.recipe.loader_facts import Outcome, loader_facts
 from dtype_engine.runtime.export.plan import of_checkpoint
 from dtype_engine.runtime.export.readme import loading_text
 
@@ -195,13 +196,20 @@ NORM = "model.norm.weight"
 
 
 @torch.no_grad()
-def test_scales_in_our_own_layout_are_missing_to_transformers(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_transformers_raises_for_scales_in_our_own_layout_and_would_make_weights_at_random(
+    make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
     import transformers
 
     out = tmp_path / "out"
     readme = exported(make_llama(), out, "*.q_proj=fp8e5", "model.norm=fp8")
-    assert "can't load it: 3 weights (first `model.layers.0.self_attn.q_proj.weight`) are stored with scales" in readme
-    assert "transformers reports them as missing and initialises them as for training" in readme
+    assert "can't load it: 3 weights, first `model.layers.0.self_attn.q_proj.weight`, are stored with scales" in readme
+    assert f"names a file that does not exist, `{NO_WEIGHTS}`, and `from_pretrained` raises an error" in readme
+    with pytest.raises(FileNotFoundError, match=NO_WEIGHTS):
+        transformers.AutoModelForCausalLM.from_pretrained(out)
+    config = json.loads((out / "config.json").read_text())
+    assert config.pop(NAMED_WEIGHTS) == NO_WEIGHTS
+    (out / "config.json").write_text(json.dumps(config))
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert info["missing_keys"] == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)} | {NORM}
     assert bool((theirs.get_parameter(NORM) == 1).all())

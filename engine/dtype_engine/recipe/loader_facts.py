@@ -1,7 +1,7 @@
-"""Facts for the README of an export: which values transformers loads for weights that are stored with scales.
+"""Facts about transformers: which values its `from_pretrained` loads from an export for weights that are stored with scales.
 
-Each fact was tried with transformers 5.23 and compressed-tensors 0.20 (the fp8 layout of DeepSeek also with accelerate 1.15), and
-the tests check each of them with the installed versions.
+Each fact was tried with transformers 5.18 to 5.24 and compressed-tensors 0.20 (the fp8 layout of DeepSeek also with accelerate
+1.15), and the tests check each of them with the installed versions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dtype_engine.core import dtypes
-from dtype_engine.recipe.schemes import PER_CHANNEL, layout, weight_scheme
+from dtype_engine.recipe.schemes import DESCRIBED, PER_CHANNEL, layout, weight_scheme
 
 
 class Outcome(StrEnum):
@@ -111,3 +111,29 @@ def loader_facts(dtype: str, expert: bool) -> LoaderFacts:
     if expert:
         return _ALWAYS_SAME if blocks is None or name == "fp8" else _WIDENED_EXPERTS
     return _ZERO_POINTS if blocks is not None and blocks.zero_points else _LAYERS[name]
+
+
+_EXPERTS_BESIDE_OTHERS = ("float8_e4m3fn", "float8_e4m3fn@tensor")
+"""Formats of experts that transformers loads whatever the other experts have."""
+_EXPERTS_ALONE = (
+    *(name for name in dtypes.BLOCK_FORMATS if name.startswith("mxfp4")), "int4@g128", "int4@g32", "int8@g128",
+)  # fmt: skip
+"""Formats of experts that transformers loads if all experts of the model have the same one."""
+
+
+def misread_experts(formats: Collection[str]) -> str | None:
+    """Return what `from_pretrained` does wrong if it loads experts in these formats, such as "it raises an error when it packs
+    experts in mxfp8", or None if it loads them correctly, or if they are in no layout of compressed-tensors.
+
+    formats: the dtypes of all experts of the model that transformers packs, including dtypes without scales.
+    """
+    scaled = {dtype for dtype in formats if dtype in dtypes.STORAGE_DTYPES}
+    if scaled <= set(_EXPERTS_BESIDE_OTHERS) or not scaled <= set(DESCRIBED):
+        return None
+    if "nvfp4" in scaled:
+        return "it ignores the scale of the tensor of experts in nvfp4 and computes wrong values without an error"
+    if unread := sorted(scaled.difference(_EXPERTS_BESIDE_OTHERS, _EXPERTS_ALONE)):
+        return f"it raises an error when it packs experts in {', '.join(unread)}"
+    if len(set(formats)) > 1:
+        return "it takes all experts to be in one format when it packs them"
+    return None
