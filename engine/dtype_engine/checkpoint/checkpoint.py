@@ -87,6 +87,15 @@ class Checkpoint:
         """
         return self.config is not None and self.form in ("safetensors", "gguf") and not is_diffusers(self.config)
 
+    @property
+    def of_transformers(self) -> bool:
+        """Whether transformers loads an export of this checkpoint: its configuration names an architecture that is not one of
+        diffusers, and it is a whole model.
+        """
+        return (
+            self.config is not None and self.form in ("safetensors", "pickle", "gguf") and not is_diffusers(self.config)
+        )
+
     @cached_property
     def quantized(self) -> dict[str, QuantizedWeight]:
         """The weights that this program's export stored with scales, under the names that the model gives them.

@@ -16,13 +16,14 @@ from dtype_engine.cli.program import answer, note, print_json, print_stderr, say
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import metric_limits, metric_options
 from dtype_engine.core.errors import OutOfReach, UserError
+from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.input_args import check_files
 from dtype_engine.core.kv_formats import SCANNED
 from dtype_engine.core.shard import Shard
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.as_json import as_json
 from dtype_engine.search.constraints import parse_allowed, parse_bytes, parse_dtypes
-from dtype_engine.search.families import FAMILIES, family_constraints
+from dtype_engine.search.families import FAMILIES, loaded_scores, require_loadable
 
 if TYPE_CHECKING:
     from dtype_engine.results.scan import SearchReport
@@ -62,14 +63,15 @@ def scan_options(function: Function) -> Function:
             "dtype_names",
             metavar="DTYPE,...",
             help="The dtypes in which each weight is scored, separated by commas. Dtypes for KV caches begin with kv:, as in "
-            "kv:fp8@head.  [default: bf16,fp16,fp8,fp8e5,int8]",
+            "kv:fp8@head.  [default: those of --formats: bf16,fp16,fp8,int8 unless it is a runtime]",
         ),
         click.option(
             "--formats",
             "family",
             type=click.Choice(tuple(FAMILIES)),
-            help="The inference runtime that is to load the model, such as vllm. The dtypes that it can mix in one model replace "
-            "those of --dtypes. The search command also obeys the runtime's other limits, such as on the layers that it fuses.",
+            help="The program that is to load the model. It decides which dtypes are scored if --dtypes is left out, and a search "
+            "gives each weight only dtypes in which the program loads it; own stands for this program, which loads all.  "
+            "[default: transformers, or own for a model that transformers does not load]",
         ),
     ):
         function = option(function)
@@ -107,15 +109,17 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     if shard is not None:
         _scan_shard(request, Shard.parse(shard, os.environ), as_object, how)
         return
-    _, task = _scanned(request, **how)
-    report = task.report()
+    session, task = _scanned(request, **how)
+    report, left_out = task.report(), ""
+    if how["dtype_names"] is None or how["family"] is not None:
+        report, left_out = loaded_scores(session.tree, report, how["family"] or report.loader)
     if as_object:
         print_json(as_json(report))
-        return
-    from dtype_engine.reports.text_scan import scan_text
+    else:
+        from dtype_engine.reports.text_scan import scan_text
 
-    answer(scan_text(report))
-    note(report.notices)
+        answer(scan_text(report))
+    note((*report.notices, *([fill_hints(left_out, ON_THE_COMMAND_LINE)] if left_out else [])))
 
 
 @click.command(cls=ModelCommand, rules=False, compares=True, has_metrics=True)
@@ -237,11 +241,9 @@ def search(
     rules = [parse_allowed(text) for text in only]
     if context is None and SCANNED in (how["dtype_names"] or ""):
         raise UserError(f"formats that begin with {SCANNED} are for KV caches, whose bytes depend on --context TOKENS")
-    session, _ = _scanned(request, **how)
+    session, _ = _scanned(request, **how, only_loadable=True)
     most = parse_bytes(budget, session.tree.stored_bytes) if budget is not None else None
-    constraints = Constraints(keep, groups, (), tuple(rules), context, batch)
-    if how["family"] is not None:
-        constraints = family_constraints(session.tree, how["family"], constraints)
+    constraints = Constraints(keep, groups, (), tuple(rules), context, batch, how["family"] or session.model.loader)
     try:
         if candidates is None:
             report = session.search(most, max_predicted, constraints, measure)
@@ -325,21 +327,22 @@ def _scanned(
     save: Path | None,
     workers: str | int | None,
     shard: Shard | None = None,
+    only_loadable: bool = False,
 ) -> tuple[Session, ScanTask]:
     """Open a session and run its scan, or only the share of the scan that `shard` names. Returns the session and the scan.
 
     The other arguments are the values of the command's options. dtype_names, family (--formats): which dtypes are scanned. draws:
     how many backward passes are run for each sequence. exact: whether scores are measured instead of estimated. save: the file in
-    which the scan is kept.
+    which the scan is kept. only_loadable: whether to raise UserError for a dtype in which the program of `family` loads no
+    weight.
     """
-    if dtype_names is not None and family is not None:
-        raise UserError("give either --dtypes or --formats")
-    given = parse_dtypes(dtype_names) if dtype_names is not None else FAMILIES[family] if family is not None else None
+    given = parse_dtypes(dtype_names) if dtype_names is not None else None
     source = request.locate()
     session = request.open_session(source)
-    from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES
-
-    names = tuple(given or DEFAULT_DTYPES)
+    family = family or session.model.loader
+    names = tuple(given or FAMILIES[family].dtypes)
+    if only_loadable:
+        require_loadable(session.tree, family, names)
     task = session.scan_task(names, draws, exact, save)
     if shard is not None:
         task.shard = shard

@@ -10,7 +10,18 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-HintName = Literal["tensors", "no-picture", "no-sound", "no-chat", "replace", "no-autocast", "download", "over-memory"]
+HintName = Literal[
+    "tensors",
+    "no-picture",
+    "no-sound",
+    "no-chat",
+    "replace",
+    "no-autocast",
+    "download",
+    "over-memory",
+    "formats",
+    "own-formats",
+]
 ON_THE_COMMAND_LINE: Mapping[HintName, str] = {
     "tensors": "give tensors with --inputs FILE (.safetensors, .npz or .pt)",
     "no-picture": "leave --image out",
@@ -20,6 +31,8 @@ ON_THE_COMMAND_LINE: Mapping[HintName, str] = {
     "no-autocast": "turn torch.autocast off first",
     "download": "--download fetches the model",
     "over-memory": "--over-memory",
+    "own-formats": "--formats own allows what only this program loads",
+    "formats": "scan more dtypes, such as --dtypes bf16,int4@g128, or allow those that only this program loads with --formats own",
 }
 _PLACE = re.compile(r"\{hint:([a-z-]+)\}")
 

@@ -78,6 +78,7 @@ def best(
         key=lambda at: (measured[at], found[at].bytes) if budget is not None else (found[at].bytes, measured[at]),
     )
     session.apply(recipes[index])
+    front = session.front(constraints)
     context = constraints.context
     assert session.scanned is not None
     return SearchReport(
@@ -87,7 +88,7 @@ def best(
         stored_bytes=session.tree.stored_bytes,
         planned_bytes=found[index].bytes,
         predicted=found[index].score,
-        front=tuple(session.front(constraints).points),
+        front=tuple(front.points),
         measured=measured[index],
         notices=session.model.notices,
         lost=session.lost_values(plan=make_plan(session.tree, recipes[index])),
@@ -100,4 +101,5 @@ def best(
         coverage=session.model.coverage,
         context=context,
         cache_bytes=0 if context is None else found[index].bytes - session.plan.planned_bytes,
+        formats=front.formats,
     )

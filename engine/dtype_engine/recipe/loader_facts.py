@@ -121,14 +121,51 @@ _EXPERTS_ALONE = (
 """Formats of experts that transformers loads if all experts of the model have the same one."""
 
 
-def misread_experts(formats: Collection[str]) -> str | None:
-    """Return what `from_pretrained` does wrong if it loads experts in these formats, such as "it raises an error when it packs
-    experts in mxfp8", or None if it loads them correctly, or if they are in no layout of compressed-tensors.
+def needs_one_format(dtype: str) -> bool:
+    """Return whether transformers loads experts in this format only if all experts of the model are in it."""
+    return dtype in _EXPERTS_ALONE
 
-    formats: the dtypes of all experts of the model that transformers packs, including dtypes without scales.
+
+def _is_float8(dtype: str) -> bool:
+    row = dtypes.BY_NAME[dtype]
+    return row.kind == "float" and row.bits == 8
+
+
+def why_not_loaded(dtype: str, expert: bool, beside_experts: bool, wide: str) -> str | None:
+    """Return why a model with a weight in the format `dtype` is not what `from_pretrained` without further arguments loads and
+    runs, or None if it is. The format must have a layout that other programs read.
+
+    expert: whether the weight is that of experts that transformers packs. beside_experts: whether it belongs to another layer of a
+    model with such experts, which may have no scales. wide: the dtype that `config.json` names.
+    """
+    if layout(dtype) == "fp8":
+        return "it needs the accelerate package, and its layout allows no other formats"
+    if expert:
+        return misread_experts((dtype,))
+    if beside_experts and not _is_float8(dtype):
+        return "beside experts without scales it reads 8-bit floats alone"
+    outcome = loader_facts(dtype, expert).outcome(wide, dequantize=False)
+    return str(outcome).format(wide=wide) if outcome in (Outcome.FAILS_TO_LOAD, Outcome.FAILS_TO_RUN) else None
+
+
+def misread_experts(formats: Collection[str], first: str = "", split: bool = False) -> str | None:
+    """Return what `from_pretrained` does wrong if it loads a model with experts that it packs, such as "it raises an error when it
+    packs experts in mxfp8". Returns None if it loads them correctly, or if the layout is not that of compressed-tensors.
+
+    transformers decodes all experts by one group of the settings: the first whose targets are the experts of a layer, and if there
+    is none, the first at all (`get_experts_scheme` in `integrations/compressed_tensors.py`). Only a group of 8-bit floats lets
+    experts without scales pass.
+
+    formats: the dtypes of all experts that transformers packs, including dtypes without scales. first: the format of the first
+    group, or "" if no linear layer has scales. split: whether some layer has experts in several formats, so that no pattern for
+    all experts of the layer is among the targets.
     """
     scaled = {dtype for dtype in formats if dtype in dtypes.STORAGE_DTYPES}
-    if scaled <= set(_EXPERTS_BESIDE_OTHERS) or not scaled <= set(DESCRIBED):
+    if not formats or not {*scaled, *([first] if first else [])} <= set(DESCRIBED):
+        return None
+    if scaled <= set(_EXPERTS_BESIDE_OTHERS):
+        if first and (split or not scaled) and not _is_float8(first):
+            return f"it takes experts without scales to be in the format of other layers, {first}"
         return None
     if "nvfp4" in scaled:
         return "it ignores the scale of the tensor of experts in nvfp4 and computes wrong values without an error"

@@ -110,7 +110,7 @@ def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str |
     tensor, blocks = tree.tensors[name], dtypes.BY_NAME[dtype].blocks
     if not layout(dtype):
         return f"no checkpoint layout has {dtypes.short_name(dtype)}"
-    if not (experts and _packed_experts(tree, name)):
+    if not (experts and packed_experts(tree, name)):
         if len(tensor.shape) == 2 and tensor.aliases:
             return "a tied weight is one tensor, and only linear layers are quantized"
         module = tree.modules[name.rpartition(".")[0]]
@@ -121,7 +121,7 @@ def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str |
     return None
 
 
-def _packed_experts(tree: Tree, name: str) -> bool:
+def packed_experts(tree: Tree, name: str) -> bool:
     """Return whether the weight `name` packs all experts of a layer into one tensor, while the files store each expert
     separately.
     """
@@ -172,7 +172,7 @@ def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
     """
     layers: dict[str, list[str]] = {}
     for name in context.plan.dtypes:
-        if _packed_experts(context.tree, name):
+        if packed_experts(context.tree, name):
             layers.setdefault(name.rpartition(".")[0], []).append(name)
     for names in layers.values():
         planned = {name: context.plan.dtypes[name] for name in names}

@@ -12,7 +12,7 @@ from dtype_engine.core.units import human_bytes, plural, seconds_text, with_erro
 from dtype_engine.reports.text import found_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.reports.text_table import table_lines
-from dtype_engine.results.scan import FrontPoint, ScanReport, SearchReport
+from dtype_engine.results.scan import FrontPoint, ScanReport, SearchReport, loader_name
 
 _ROWS = 20
 
@@ -65,6 +65,7 @@ def search_text(report: SearchReport) -> str:
     lines = [
         f"model      {report.model}{found_text(report.coverage)}",
         f"memory     stored {human_bytes(report.stored_bytes)} → planned {human_bytes(report.planned_bytes)}",
+        f"loads in   {loader_name(report.formats)}",
         f"predicted  {report.predicted:.4e} {report.unit}",
     ]
     if report.context is not None:

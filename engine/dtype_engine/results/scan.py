@@ -32,6 +32,13 @@ class WeightScore:
     """
 
 
+def loader_name(formats: str) -> str:
+    """Return the name of the program that loads the formats of a search: `formats` itself, such as "vllm", or the name of this
+    program for "own".
+    """
+    return "dtype-engine" if formats == "own" else formats
+
+
 @dataclass(frozen=True, slots=True)
 class ScanReport:
     """The result of a scan: how much drift every castable weight causes in each scanned dtype. A dtype that rounds none of a
@@ -62,6 +69,10 @@ class ScanReport:
     """The setting `quantize_activations` with which the scan was made."""
     coverage: Coverage | None = None
     """How many of the model's tensors are in the files. None if no checkpoint was loaded."""
+    loader: str = "own"
+    """The program that loads an export of the model, and whose formats a search takes if the user names none: "transformers" for a
+    checkpoint of transformers, otherwise "own", this program.
+    """
 
     def __repr__(self) -> str:
         names = {weight.name for weight in self.weights}
@@ -150,6 +161,8 @@ class SearchReport:
     """If the planned bytes include KV caches: the number of tokens in each sequence of the caches. Otherwise None."""
     cache_bytes: int = 0
     """How many of the `planned_bytes` are those of KV caches."""
+    formats: str = "own"
+    """The program that loads an export of every point: "transformers", a runtime such as "vllm", or "own" for this program."""
 
     def __repr__(self) -> str:
         measured = "" if self.measured is None else f", measured {self.measured:.4e}"

@@ -11,6 +11,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_formats import SCANNED, names_caches, parse_format, parse_scanned
 from dtype_engine.core.text import printable
+from dtype_engine.search.families import FAMILIES
 from dtype_engine.search.pareto import Constraints
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
@@ -62,8 +63,8 @@ class SearchConstraints:
 
     def with_line(self, line: str, stored_bytes: int) -> SearchConstraints:
         """Return a copy of the requirements with one more typed line applied. The line is `keep PATTERN`, `alike PATTERN`, `only
-        DTYPES`, `only PATTERN=DTYPES`, or a budget such as `8MiB`, `45%` or `budget 8MiB`. The line `clear` removes all
-        requirements.
+        DTYPES`, `only PATTERN=DTYPES`, `formats NAME` with a name in `families.FAMILIES`, or a budget such as `8MiB`, `45%` or
+        `budget 8MiB`. The line `clear` removes all requirements.
 
         stored_bytes: the size of the stored model; a budget such as `45%` means a percentage of it. Raises UserError for any other
         line.
@@ -74,13 +75,20 @@ class SearchConstraints:
         rest, known = rest.strip(), self.constraints
         if word == "clear" and not rest:
             return SearchConstraints()
-        if word not in ("keep", "alike", "only", "budget") or not rest:
-            raise UserError("write a size (8MiB, 45%), keep PATTERN, alike PATTERN, only DTYPES, or clear")
+        if word not in ("keep", "alike", "only", "formats", "budget") or not rest:
+            raise UserError(
+                "write a size (8MiB, 45%), keep PATTERN, alike PATTERN, only DTYPES, formats NAME, or clear"
+            )
         lines = (*self.lines, f"{word} {rest}")
         if word == "budget":
             lines = (*(other for other in self.lines if not other.startswith("budget ")), f"{word} {rest}")
             return SearchConstraints(known, parse_bytes(rest, stored_bytes), lines)
-        if word == "keep":
+        if word == "formats":
+            if rest not in FAMILIES:
+                raise UserError(f"unknown formats {printable(rest)!r}: use one of {', '.join(FAMILIES)}")
+            lines = (*(other for other in self.lines if not other.startswith("formats ")), f"{word} {rest}")
+            known = dataclasses.replace(known, formats=rest)
+        elif word == "keep":
             known = dataclasses.replace(known, keep=(*known.keep, rest))
         elif word == "alike":
             known = dataclasses.replace(known, groups=(*known.groups, rest))

@@ -1,51 +1,182 @@
-"""Defines which dtypes each runtime (vLLM, SGLang, llama.cpp) can mix in one model, and what else a runtime requires of a
-recipe.
+"""Defines which formats a search may choose from, by the program that is to load the export: transformers, an inference runtime
+(vLLM, SGLang, llama.cpp), or this program alone ("own").
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.fused import FUSED_LAYERS
+from dtype_engine.core.hints import hint
+from dtype_engine.core.kv_formats import SCANNED
+from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
+from dtype_engine.core.units import plural
 from dtype_engine.recipe import select
-from dtype_engine.recipe.serving import no_layout, whole_when_fused
-from dtype_engine.search.pareto import Constraints, stays_wide
+from dtype_engine.recipe.loader_facts import needs_one_format, why_not_loaded
+from dtype_engine.recipe.serving import no_layout, packed_experts, whole_when_fused
+from dtype_engine.results.scan import ScanReport
 
-FAMILIES = {
-    "vllm": ("bfloat16", "float8_e4m3fn", "fp8@128x128", "mxfp8", "int8@g128", "nvfp4", "mxfp4", "int4@g128"),
-    "sglang": ("bfloat16", "float8_e4m3fn", "fp8@128x128"),
-    "llama.cpp": ("bfloat16", "float16", "mxfp4:floor"),
-}
-"""The dtypes from which a search may choose, for each runtime. vLLM can read each layer in a different format. SGLang reads one
-storage layout for the whole checkpoint, so its only quantized formats are the two fp8 formats that share a layout. llama.cpp has
-only the formats that `recipe convert` can write exactly.
-"""
-FUSING = ("vllm", "sglang")
-"""The runtimes that fuse sibling layers, such as q, k and v, into one."""
+OWN, TRANSFORMERS = "own", "transformers"
+_ROUTERS = ("router", "gate", "wg", "shared_expert_gate")
+_MOST_EXPERTS = 1024
 
 
-def family_constraints(tree: Tree, family: str, constraints: Constraints) -> Constraints:
-    """Return constraints for a search whose result a runtime can load. To the user's `constraints`, they add that layers which the
-    runtime fuses must have one format, and that a weight may have only formats that fit its shape. family: the name of the runtime.
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The formats that a program can load side by side in one export."""
 
-    If a pattern of the user and a pattern of the runtime match the same weight, the user's pattern decides.
+    name: str
+    dtypes: tuple[str, ...]
+    """The dtypes that are scanned for it if the user names none."""
+    only_these: bool
+    """Whether the program loads no other dtypes than `dtypes`, apart from the stored ones."""
+    refusal: Callable[[Tree, str, str, str], str | None] = lambda tree, name, dtype, wide: None
+    """Called with the tree, a weight's name, a format with scales, and the widest dtype that `config.json` of the export can name.
+    Returns why the program can't load this weight in this format, or None if it can.
     """
-    if family not in FUSING:
-        return constraints
-    groups = tuple(pattern for names in FUSED_LAYERS if select(tree, pattern := f"*.{{{','.join(names)}}}"))
-    only = []
-    for name, tensor in tree.tensors.items():
-        if not (tensor.castable and tensor.counted) or len(tensor.shape) < 2:
-            continue
-        fits = tuple(dtype for dtype in FAMILIES[family] if _fits(tree, name, dtype))
-        if len(fits) < len(FAMILIES[family]):
-            only.append((name, (*fits, dtypes.STORED)))
-    return dataclasses.replace(constraints, groups=(*groups, *constraints.groups), only=(*only, *constraints.only))
+    fuses: bool = False
+    """Whether the program fuses sibling layers, such as q, k and v, into one, so that they must have one format."""
+    packs_experts: bool = False
+    """Whether the program packs all experts, and then reads some formats only if all experts of the model have the same one."""
 
 
-def _fits(tree: Tree, name: str, dtype: str) -> bool:
-    if dtype not in dtypes.STORAGE_DTYPES:
-        return True
-    return not stays_wide(tree, name) and no_layout(tree, name, dtype) is None and whole_when_fused(tree, name, dtype)
+def _by_transformers(tree: Tree, name: str, dtype: str, wide: str) -> str | None:
+    if (reason := no_layout(tree, name, dtype, experts=True)) is not None:
+        return reason
+    expert = packed_experts(tree, name)
+    return why_not_loaded(dtype, expert, not expert and _has_experts(tree), wide)
+
+
+def _has_experts(tree: Tree) -> bool:
+    return any(len(tensor.shape) == 3 and packed_experts(tree, name) for name, tensor in tree.tensors.items())
+
+
+def _by_runtime(tree: Tree, name: str, dtype: str, wide: str) -> str | None:
+    if stays_wide(tree, name):
+        return "runtimes keep norms, biases and routers in 16 bits"
+    if (reason := no_layout(tree, name, dtype)) is not None:
+        return reason
+    return (
+        None if whole_when_fused(tree, name, dtype) else "a block would span two of the weights that the runtime fuses"
+    )
+
+
+_SCANNED = ("bfloat16", "float16", "float8_e4m3fn", "int8")
+_VLLM = ("bfloat16", "float8_e4m3fn", "fp8@128x128", "mxfp8", "int8@g128", "nvfp4", "mxfp4", "int4@g128")
+_SGLANG = ("bfloat16", "float8_e4m3fn", "fp8@128x128")
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family(
+            TRANSFORMERS,
+            _SCANNED,
+            only_these=False,
+            refusal=_by_transformers,
+            packs_experts=True,
+        ),
+        # vLLM can read each layer in a different format. SGLang reads one storage layout for the whole checkpoint, so its only
+        # quantized formats are the two fp8 formats that share a layout.
+        Family("vllm", _VLLM, only_these=True, refusal=_by_runtime, fuses=True),
+        Family("sglang", _SGLANG, only_these=True, refusal=_by_runtime, fuses=True),
+        # llama.cpp has only the formats that `recipe convert` can write exactly.
+        Family("llama.cpp", ("bfloat16", "float16", "mxfp4:floor"), only_these=True),
+        Family(OWN, _SCANNED, only_these=False),
+    )
+}
+"""The programs for whose formats one can search, by name."""
+
+
+class Loadable:
+    """What the program of a family loads of one model.
+
+    tree: the model. family: a name in `FAMILIES`. scanned: the dtypes that the export may have besides the stored ones.
+    """
+
+    def __init__(self, tree: Tree, family: str, scanned: Iterable[str]) -> None:
+        self.tree = tree
+        self.family = FAMILIES[family]
+        self.scanned = [dtype for dtype in scanned if not dtype.startswith(SCANNED)]
+        self.wide = dtypes.widest({*self.scanned, *(tensor.dtype for tensor in tree.tensors.values())})
+
+    def refusal(self, name: str, dtype: str) -> str | None:
+        """Return why the program does not load the weight `name` in `dtype`, such as "a tied weight is one tensor", or None if it
+        does.
+        """
+        if dtype == self.tree.tensors[name].dtype:
+            return None
+        if self.family.only_these and dtype not in self.family.dtypes:
+            return f"it is not among {', '.join(map(dtypes.short_name, self.family.dtypes))}"
+        return self.family.refusal(self.tree, name, dtype, self.wide) if dtype in dtypes.STORAGE_DTYPES else None
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Patterns of weights that need one format if they are in the same module."""
+        if not self.family.fuses:
+            return ()
+        return tuple(pattern for names in FUSED_LAYERS if select(self.tree, pattern := f"*.{{{','.join(names)}}}"))
+
+    @property
+    def alike(self) -> tuple[str, ...]:
+        """The names of weights that all need one format, wherever they are."""
+        if not self.family.packs_experts or not any(map(needs_one_format, self.scanned)):
+            return ()
+        return tuple(name for name in self.tree.tensors if packed_experts(self.tree, name))
+
+    def require(self, dtype: str, names: Collection[str], asked: str) -> None:
+        """Raise UserError if the program loads none of the weights `names` in `dtype`. asked: what the user asked for, such as
+        `*.mlp=int8`, for the message.
+        """
+        reasons = {self.refusal(name, dtype): name for name in reversed(tuple(names))}
+        if names and None not in reasons:
+            reason, name = next(reversed(reasons.items()))
+            raise UserError(
+                f"{asked}: {self.family.name} loads no such weight, first {name}: {reason}; {hint('own-formats')}"
+            )
+
+
+def require_loadable(tree: Tree, family: str, scanned: Collection[str]) -> None:
+    """Raise UserError for the first of the dtypes `scanned` in which the program of a family loads no weight of a model."""
+    loadable = Loadable(tree, family, scanned)
+    weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
+    for dtype in loadable.scanned:
+        loadable.require(dtype, weights, dtypes.short_name(dtype))
+
+
+def stays_wide(tree: Tree, name: str) -> bool:
+    """Return whether runtimes keep a weight in at least 16 bits, so that a search should not give it a format with scales. This
+    holds for norms and biases (one dimension), and for routers, which are small but affect the output strongly.
+    """
+    shape = tree.tensors[name].shape
+    module = name.rpartition(".")[0]
+    local = module.rpartition(".")[2]
+    return len(shape) < 2 or (
+        local in _ROUTERS and len(shape) == 2 and shape[0] <= _MOST_EXPERTS and shape[0] < shape[1]
+    )
+
+
+def loaded_scores(tree: Tree, report: ScanReport, family: str) -> tuple[ScanReport, str]:
+    """Return the scan without the scores of weights in dtypes in which the program of a family does not load them, and a sentence
+    for the user on what was left out, or "".
+    """
+    loadable = Loadable(tree, family, report.dtypes)
+    left_out = [
+        score
+        for score in report.weights
+        if score.name in tree.tensors and loadable.refusal(score.name, score.dtype) is not None
+    ]
+    if not left_out:
+        return report, ""
+    without = {(score.name, score.dtype) for score in left_out}
+    kept = tuple(score for score in report.weights if (score.name, score.dtype) not in without)
+    names = list(dict.fromkeys(score.name for score in left_out))
+    reason = loadable.refusal(left_out[0].name, left_out[0].dtype)
+    sentence = (
+        f"{plural(len(left_out), 'score')} of {plural(len(names), 'weight')} left out, first {printable(names[0])} in "
+        f"{dtypes.short_name(left_out[0].dtype)}, because {family} does not load them so: {reason}; {hint('own-formats')}"
+    )
+    return dataclasses.replace(report, weights=kept), sentence

@@ -22,10 +22,12 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.kv_cache import KVCacheTensor
 from dtype_engine.core.kv_formats import SCANNED
+from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree, ancestors
 from dtype_engine.recipe import Selection, explain_no_match, select, tensor_bytes
 from dtype_engine.recipe.serving_memory import cache_tensor_bytes
 from dtype_engine.results.scan import FrontPoint
+from dtype_engine.search.families import OWN, Loadable, stays_wide
 
 _MOST_STATES = 20_000
 
@@ -75,6 +77,10 @@ class Constraints:
     """
     batch: int = 1
     """The number of sequences in the KV caches. It counts only if `context` is given."""
+    formats: str = ""
+    """The program that is to load the export, a name in `families.FAMILIES`: weights get only dtypes in which it loads them. ""
+    means the program that loads the model itself, as the session decides, and in this module no limit.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,8 @@ def make_items(
     """
     weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
     scanned = {dtype for _, dtype in scores}
+    weights_of_model = frozenset(weights)
+    loadable = Loadable(tree, constraints.formats or OWN, scanned)
     for dtype in (*constraints.dtypes, *(dtype for _, allowed in constraints.only for dtype in allowed)):
         if dtype != dtypes.STORED and dtype not in scanned:
             raise UserError(f"{dtype} was not scanned: scan with it, or choose among {', '.join(sorted(scanned))}")
@@ -103,16 +111,24 @@ def make_items(
     for pattern, only in constraints.only:
         taken = _taken(tree, pattern)
         allowed |= dict.fromkeys((*taken.tensors, *taken.caches), frozenset(only))
+        for dtype in only:
+            if dtype != dtypes.STORED and not dtype.startswith(SCANNED):
+                of_pattern = [name for name in taken.tensors if name in weights_of_model]
+                loadable.require(dtype, of_pattern, f"{printable(pattern)}={dtypes.short_name(dtype)}")
     kept = {
         name for each in constraints.keep for taken in (_taken(tree, each),) for name in (*taken.tensors, *taken.caches)
     }
     general = frozenset(constraints.dtypes or scanned) | {dtypes.STORED}
     of_weights = {dtype for dtype in scanned if not dtype.startswith(SCANNED)}
     items = []
-    for group in _groups(tree, weights, constraints.groups):
+    for group in _groups(tree, weights, (*loadable.groups, *constraints.groups), loadable.alike):
         choices: dict[str, Choice] = {}
         for dtype in sorted({*of_weights, *(tree.tensors[name].dtype for name in group)}):
-            if all(_may_be(tree, name, dtype, kept, allowed.get(name, general), name in allowed) for name in group):
+            if all(
+                _may_be(tree, name, dtype, kept, allowed.get(name, general), name in allowed)
+                and loadable.refusal(name, dtype) is None
+                for name in group
+            ):
                 parts = [scores.get((name, dtype), math.inf) for name in group]
                 size = sum(tensor_bytes(tree.tensors[name], dtype) for name in group)
                 choices[dtype] = Choice(dtype, size, math.fsum(parts) if all(map(math.isfinite, parts)) else math.inf)
@@ -178,25 +194,9 @@ def _may_be(tree: Tree, name: str, dtype: str, kept: set[str], allowed: frozense
     return dtype in allowed or (dtype == stored and dtypes.STORED in allowed)
 
 
-_ROUTERS = ("router", "gate", "wg", "shared_expert_gate")
-_MOST_EXPERTS = 1024
-
-
-def stays_wide(tree: Tree, name: str) -> bool:
-    """Return whether runtimes keep a weight in at least 16 bits, so that a search should not give it a format with scales. This
-    holds for norms and biases (one dimension), and for routers, which are small but affect the output strongly.
-    """
-    shape = tree.tensors[name].shape
-    module = name.rpartition(".")[0]
-    local = module.rpartition(".")[2]
-    return len(shape) < 2 or (
-        local in _ROUTERS and len(shape) == 2 and shape[0] <= _MOST_EXPERTS and shape[0] < shape[1]
-    )
-
-
-def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list[tuple[str, ...]]:
+def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str], alike: Sequence[str]) -> list[tuple[str, ...]]:
     """Divide weights into groups, each of which must have one dtype. Two weights share a group if one of `patterns` matches both
-    and they are in the same parent module. Groups that share a weight are merged.
+    and they are in the same parent module, or if both are in `alike`. Groups that share a weight are merged.
     """
     leader = {name: name for name in weights}
 
@@ -206,6 +206,9 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list
             name = leader[name]
         return name
 
+    for name in alike:
+        if name in leader:
+            leader[find(name)] = find(next(first for first in alike if first in leader))
     for pattern in patterns:
         taken = _taken(tree, pattern)
         first: dict[str, str] = {}
@@ -249,6 +252,8 @@ class ParetoFront:
     items: Sequence[Item]
     fixed: int = 0
     """Bytes of the tensors whose dtype never changes, such as integers and quantized weights."""
+    formats: str = OWN
+    """The program that loads an export of every point, a name in `families.FAMILIES`."""
     points: list[FrontPoint] = field(default_factory=list)
     """The points of the front: for each, the bytes of the whole model and the predicted drift."""
     _steps: list[tuple[int, int]] = field(default_factory=list)
@@ -336,7 +341,7 @@ def make_front(
     """
     items = make_items(tree, scores, constraints)
     changing = sum(tree.tensors[name].nbytes for item in items for name in item.weights if name in tree.tensors)
-    return ParetoFront(items, tree.stored_bytes - changing)
+    return ParetoFront(items, tree.stored_bytes - changing, constraints.formats or OWN)
 
 
 def _slope(low: Choice, high: Choice) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dtype_engine.core.errors import OutOfReach, UserError
+from dtype_engine.core.hints import hint
+from dtype_engine.search.families import OWN
 from dtype_engine.search.pareto import ParetoFront, Solution
 
 
@@ -16,14 +18,27 @@ def solve(front: ParetoFront, budget: int | None = None, max_drift: float | None
     if budget is not None:
         within = front.best_within(budget)
         if within is None:
-            raise OutOfReach(f"nothing fits in {budget:,} bytes: the smallest is {front.points[0].bytes:,} bytes")
+            raise OutOfReach(
+                f"nothing{_loaded_by(front)} fits in {budget:,} bytes: the smallest is {front.points[0].bytes:,} bytes"
+                f"{_wider(front)}"
+            )
         return within
     assert max_drift is not None
     reaching = front.smallest_reaching(max_drift)
     if reaching is None:
         best = front.points[-1].predicted
-        raise OutOfReach(f"nothing drifts by {max_drift:g} or less: the best is {best:.3g} predicted")
+        raise OutOfReach(
+            f"nothing{_loaded_by(front)} drifts by {max_drift:g} or less: the lowest predicted drift is {best:.3g}"
+        )
     return reaching
+
+
+def _loaded_by(front: ParetoFront) -> str:
+    return "" if front.formats == OWN else f" that {front.formats} loads"
+
+
+def _wider(front: ParetoFront) -> str:
+    return "" if front.formats == OWN else f"; {hint('formats')}"
 
 
 def spread(front: ParetoFront, count: int) -> tuple[Solution, ...]:

@@ -125,7 +125,7 @@ def test_a_search_for_a_drift_takes_the_smallest_that_was_measured_to_keep_it(
 ) -> None:
     text = tmp_path / "held.txt"
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen.")
-    search = ["search", "demo", "--dtypes", "int8", "--draws", "4", *PROMPT, "--json", "--verify", "4",
+    search = ["search", "demo", "--dtypes", "int8", "--formats", "own", "--draws", "4", *PROMPT, "--json", "--verify", "4",
               "--held-out", str(text), "--max-predicted"]  # fmt: skip
     assert run(cli, "dtype-engine", [*search, "3e-4"]) == 0
     found = json.loads(capsys.readouterr().out)

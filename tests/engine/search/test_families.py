@@ -4,34 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.serving import lint_serving
 from dtype_engine.recipe.targets import Context
-from dtype_engine.search.families import FAMILIES, family_constraints
+from dtype_engine.search.families import FAMILIES, Loadable, require_loadable
 from dtype_engine.search.pareto import Constraints
 from dtype_engine.search.solve import solve
 
 
 def test_all_names_are_formats() -> None:
-    for names in FAMILIES.values():
-        assert all(name in dtypes.CASTABLE_DTYPES for name in names)
+    for family in FAMILIES.values():
+        assert all(name in dtypes.CASTABLE_DTYPES for name in family.dtypes)
+
+
+def llama_session(make_llama: Callable[..., Path], **config: Any) -> de.Session:
+    source = make_llama(hidden_size=128, **config)
+    return de.open(str(source), options=de.Options(device="cpu"), inputs={"input_ids": torch.arange(3, 19)[None]})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["vllm", "sglang"])
 def test_a_search_keeps_to_what_the_runtime_takes(family: str, make_llama: Callable[..., Path]) -> None:
-    source = make_llama(dtype="bfloat16", hidden_size=128, intermediate_size=200, num_hidden_layers=2)
-    session = de.open(str(source), inputs={"input_ids": torch.arange(3, 19)[None]})
-    session.scan(FAMILIES[family], draws=2)
-    constraints = family_constraints(session.tree, family, Constraints())
-    front = session.front(constraints)
+    session = llama_session(make_llama, dtype="bfloat16", intermediate_size=200, num_hidden_layers=2)
+    session.scan(FAMILIES[family].dtypes, draws=2)
+    front = session.front(Constraints(formats=family))
     seen = set()
     smallest = front.points[0].bytes
     for share in (0.0, 0.2, 0.5, 0.8):
@@ -45,15 +51,117 @@ def test_a_search_keeps_to_what_the_runtime_takes(family: str, make_llama: Calla
     assert seen & set(dtypes.STORAGE_DTYPES)
 
 
-def test_rows_that_no_block_divides_get_what_has_no_blocks(make_llama: Callable[..., Path]) -> None:
-    source = make_llama(dtype="bfloat16", hidden_size=128, intermediate_size=200, num_hidden_layers=1)
-    session = de.open(str(source), inputs={"input_ids": torch.arange(3, 19)[None]})
-    constraints = family_constraints(session.tree, "vllm", Constraints(only=(("*.q_proj", ("bfloat16",)),)))
-    allowed = dict(constraints.only)
-    assert allowed["model.layers.0.mlp.down_proj.weight"] == (
-        "bfloat16", "float8_e4m3fn", "fp8@128x128", "stored",
+def save_experts(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=128, moe_intermediate_size=128, num_hidden_layers=2, num_experts=4,
+        num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True,
     )  # fmt: skip
-    assert allowed["model.embed_tokens.weight"] == ("bfloat16", "stored")
-    assert constraints.only[-1] == ("*.q_proj", ("bfloat16",)), "the user's own decides"
-    assert constraints.groups == ("*.{q_proj,k_proj,v_proj}", "*.{gate_proj,up_proj}")
-    assert family_constraints(session.tree, "llama.cpp", Constraints()) == Constraints()
+    model = transformers.Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def log_probabilities(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """What plain transformers computes."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    found: torch.Tensor = model(ids).logits.double().log_softmax(-1)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experts", "scanned"),
+    [
+        (False, ()),
+        (True, ()),
+        (False, ("int8", "int4@g32", "bfloat16")),
+        (True, ("float8_e4m3fn", "int4@g32", "mxfp4")),
+    ],
+)
+def test_plain_transformers_loads_every_point_of_the_default_front(
+    experts: bool, scanned: tuple[str, ...], make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors", "0.20")
+    if experts:
+        source, ids = save_experts(tmp_path / "experts"), torch.arange(3, 19)[None]
+        session = de.open(str(source), options=de.Options(device="cpu"), inputs={"input_ids": ids})
+    else:
+        session, ids = llama_session(make_llama, tie_word_embeddings=True), torch.arange(3, 19)[None]
+        source = Path(session.model.folder or "")
+    session.scan(scanned, draws=2)
+    front = session.front()
+    assert front.formats == "transformers"
+    stored = log_probabilities(source, ids)
+    seen = set()
+    for step in range(4):
+        found = front.solution_at(step * (len(front.points) - 1) // 3)
+        seen |= set(found.dtypes.values())
+        session.apply(Recipe(tuple(Rule(name, dtype) for name, dtype in found.dtypes.items())))
+        measured = session.drift().output.kl_mean
+        assert measured is not None
+        report = session.export(tmp_path / "out", force=True)
+        assert not any("only dtype-engine reads" in notice for notice in report.notices)
+        plain = log_probabilities(tmp_path / "out", ids)
+        assert float((stored.exp() * (stored - plain)).sum(-1).mean()) == pytest.approx(measured, rel=0.2, abs=5e-5)
+    assert seen & set(dtypes.STORAGE_DTYPES)
+
+
+def test_experts_have_one_format_where_transformers_reads_no_other(tmp_path: Path) -> None:
+    session = de.open(str(save_experts(tmp_path / "experts")), inputs={"input_ids": torch.arange(3, 19)[None]})
+    packed = {name for name in session.tree.tensors if ".experts." in name}
+    assert set(Loadable(session.tree, "transformers", ("int4@g32", "bfloat16")).alike) == packed
+    assert Loadable(session.tree, "transformers", ("float8_e4m3fn", "bfloat16")).alike == ()
+    assert Loadable(session.tree, "vllm", ("int4@g128",)).alike == ()
+
+
+def test_tied_embeddings_get_scales_only_if_the_user_asks_for_own_formats(make_llama: Callable[..., Path]) -> None:
+    session = llama_session(make_llama, tie_word_embeddings=True, num_hidden_layers=1)
+    session.scan(("int8",), draws=1)
+    tied = "model.embed_tokens.weight"
+    assert session.front().solution_at(0).dtypes[tied] == "float32"
+    assert session.front(Constraints(formats="own")).solution_at(0).dtypes[tied] == "int8"
+    assert session.front(Constraints(formats="own")).points[0].bytes < session.front().points[0].bytes
+    with pytest.raises(
+        UserError, match=r"\*\.embed_tokens=i8: transformers loads no such weight, .*: a tied weight is one"
+    ):
+        session.front(Constraints(only=(("*.embed_tokens", ("int8",)),)))
+
+
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+def test_a_dtype_that_no_weight_may_have_is_refused_before_the_scan(make_llama: Callable[..., Path]) -> None:
+    tree = llama_session(make_llama, num_hidden_layers=1).tree
+    with pytest.raises(
+        UserError, match=r"fp8e5: transformers loads no such weight, first .*: no checkpoint layout has fp8e5"
+    ):
+        require_loadable(tree, "transformers", ("bfloat16", "float8_e5m2"))
+    with pytest.raises(UserError, match=r"f16: vllm loads no such weight, first .*: it is not among bf16, fp8"):
+        require_loadable(tree, "vllm", ("float16",))
+    assert "an error in the forward pass" in str(Loadable(tree, "transformers", ()).refusal(QUERY, "nvfp4"))
+    require_loadable(tree, "own", dtypes.CASTABLE_DTYPES)
+
+
+def test_a_module_of_python_code_is_loaded_by_this_program() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    session = de.open(net, inputs=(torch.ones(2, 16),))
+    session.scan(("float8_e5m2",), draws=1)
+    front = session.front()
+    assert front.formats == "own"
+    assert set(front.solution_at(0).dtypes.values()) >= {"float8_e5m2"}
+
+
+def test_rows_that_no_block_divides_get_what_has_no_blocks(make_llama: Callable[..., Path]) -> None:
+    session = llama_session(make_llama, dtype="bfloat16", intermediate_size=200, num_hidden_layers=1)
+    loadable = Loadable(session.tree, "vllm", FAMILIES["vllm"].dtypes)
+    down, embedding = "model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight"
+    fits = [dtype for dtype in FAMILIES["vllm"].dtypes if loadable.refusal(down, dtype) is None]
+    assert fits == ["bfloat16", "float8_e4m3fn", "fp8@128x128"]
+    assert [dtype for dtype in FAMILIES["vllm"].dtypes if loadable.refusal(embedding, dtype) is None] == ["bfloat16"]
+    assert loadable.groups == ("*.{q_proj,k_proj,v_proj}", "*.{gate_proj,up_proj}")
+    assert Loadable(session.tree, "llama.cpp", ("float16",)).groups == ()

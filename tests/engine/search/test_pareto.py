@@ -294,6 +294,10 @@ def test_on_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.Cap
     assert kept is not None
     assert kept.autocast == "bfloat16", "it was found under it, and is true under it alone"
     assert run(cli, "dtype-engine", ["search", folder, *common, "--budget", "1KB"]) == 1
+    said = capsys.readouterr().err
+    assert "nothing that transformers loads fits in 1,000 bytes" in said
+    assert said.rstrip().endswith("or allow those that only this program loads with --formats own")
+    assert run(cli, "dtype-engine", ["search", folder, *common, "--budget", "1KB", "--formats", "own"]) == 1
     assert "nothing fits in 1,000 bytes" in capsys.readouterr().err
     assert run(cli, "dtype-engine", ["search", folder, *common, "--budget", "much"]) == 2
     assert run(cli, "dtype-engine", ["search", folder, *common]) == 2

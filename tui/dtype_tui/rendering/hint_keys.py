@@ -17,6 +17,8 @@ IN_THE_APP: Mapping[HintName, str] = {
     "no-autocast": "turn torch.autocast off first (key ,)",
     "download": ":download fetches the model",
     "over-memory": "O",
+    "own-formats": "type formats own to allow what only this program loads",
+    "formats": "type formats own to allow what only this program loads",
 }
 
 

@@ -22,6 +22,7 @@ from dtype_engine.recipe import Recipe, make_plan
 from dtype_engine.recipe.minimize import minimize
 from dtype_engine.recipe.serving_memory import cache_bytes
 from dtype_engine.results.drift import SQUARED
+from dtype_engine.results.scan import loader_name
 from dtype_engine.search.constraints import SearchConstraints
 from dtype_engine.search.pareto import ParetoFront, Solution, written_dtype
 from dtype_tui.config.bindings import FRONT_KEYS
@@ -98,7 +99,7 @@ class OptimiseScreen(ModalScreen[None]):
         yield Static(id="front-legend", markup=False)
         with VerticalScroll(can_focus=False):
             yield Static(id="front-point", markup=False)
-        placeholder = "8MiB or 45% | keep PATTERN | alike PATTERN | only DTYPES | clear"
+        placeholder = "8MiB or 45% | keep PATTERN | alike PATTERN | only DTYPES | formats NAME | clear"
         yield LineInput("front-limit", self._enter, placeholder=placeholder)
         yield Static(id="front-keys", markup=False)
 
@@ -198,6 +199,7 @@ class OptimiseScreen(ModalScreen[None]):
         title = Text(no_wrap=True, overflow="ellipsis")
         title.append(" Pareto front ", style="bold")
         title.append(f"point {self.index + 1} of {len(self.front.points)}", style="dim")
+        title.append(f"  loads in {loader_name(self.front.formats)}", style="dim")
         if scan := self.view.progress_words:
             title.append(f"  {scan}", style="bold")
         if self.zoom > 1:

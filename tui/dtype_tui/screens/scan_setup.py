@@ -8,6 +8,7 @@ from rich.text import Text
 from textual.binding import Binding, BindingType
 
 from dtype_engine.core import dtypes
+from dtype_engine.search.families import FAMILIES, TRANSFORMERS
 from dtype_tui.rendering.palette import colour
 from dtype_tui.screens.choice import ChoiceScreen
 
@@ -16,7 +17,7 @@ SCANNED = (
 )  # fmt: skip
 OF_CACHES = ("kv:float8_e4m3fn", "kv:int8@token", "kv:int4@token")
 """Formats of KV caches. The window offers them if rules can give the model's caches a format."""
-PRESET = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+PRESET = FAMILIES[TRANSFORMERS].dtypes
 
 
 class ScanSetup(ChoiceScreen[tuple[str, ...] | None]):

@@ -172,6 +172,7 @@ class ScanState(msgspec.Struct, dict=True):
         from dtype_engine.search.pareto import make_front
 
         constraints = self.limits.constraints
+        constraints = replace(constraints, formats=constraints.formats or (self.report.loader if self.report else ""))
         if self.has_caches:
             constraints = replace(constraints, context=context, batch=batch)
         return make_front(tree, self.scores, constraints)

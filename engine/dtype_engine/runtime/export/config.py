@@ -31,9 +31,9 @@ def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
     """Return the new content of every `config.json` that the export changes, by its path in the export.
 
     The top `config.json` gets the dtype and the quantization settings of the export. If transformers would load other values from
-    the export without an error, it also gets an entry that makes `from_pretrained` raise. The `config.json` of a pipeline's component
-    gets a new dtype if it names a dtype. Raises UserError if the export has weights with scales, but the source is quantized
-    already by a method that can't describe them.
+    the export without an error, it also gets an entry that makes `from_pretrained` raise. The `config.json` of a pipeline's
+    component gets a new dtype if it names a dtype. Raises UserError if the export has weights with scales, but the source is
+    quantized already by a method that can't describe them.
     """
     configs: dict[str, dict[str, Any]] = {}
     if contents.config is not None and contents.layout.kind == "model":

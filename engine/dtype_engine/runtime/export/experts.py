@@ -47,14 +47,20 @@ def misread(items: Sequence[ExportTensor]) -> str | None:
     """Return what `from_pretrained` of transformers does wrong if it loads the experts among `items`, such as "it raises an error
     when it packs experts in mxfp8". Returns None if it loads them correctly, or if they are not in a compressed-tensors layout.
     """
-    return misread_experts({item.dtype for item in items if item.packed_into and item.name.endswith(".weight")})
+    packed = [item for item in items if item.packed_into and item.name.endswith(".weight")]
+    of_layers: dict[str, set[str]] = {}
+    for item in packed:
+        of_layers.setdefault(expert_layer(item.name.removesuffix(".weight")), set()).add(item.dtype)
+    split = any(len(found) > 1 for found in of_layers.values())
+    first = next((item.dtype for item in items if item.portable), "")
+    return misread_experts({item.dtype for item in packed}, first, split)
 
 
 def experts_notices(items: Sequence[ExportTensor]) -> tuple[str, ...]:
     """Return sentences for the user about experts with scales that transformers or vLLM can't load."""
     notices = []
     if (problem := misread(items)) is not None:
-        first = experts(items)[0]
+        first = next(item for item in items if item.packed_into and item.name.endswith(".weight"))
         notices.append(
             f"experts (first {printable(first.name)}) are in the layout that vLLM reads; from_pretrained of transformers 5 does "
             f"not read them ({problem}) and raises an error"

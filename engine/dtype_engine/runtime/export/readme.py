@@ -9,6 +9,7 @@ from dtype_engine.checkpoint.prequantized import NAMED_WEIGHTS, NO_WEIGHTS
 from dtype_engine.core import dtypes
 from dtype_engine.core.units import human_bytes
 from dtype_engine.core.version import __version__
+from dtype_engine.recipe.loader_facts import Kind, Outcome, outcomes
 from dtype_engine.recipe.schemes import layout
 from dtype_engine.reports.markdown import code_span, escaped
 from dtype_engine.reports.text_losses import loss_sentences
@@ -17,7 +18,6 @@ from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.config import export_dtype
 from dtype_engine.runtime.export.contents import Contents
 from dtype_engine.runtime.export.experts import experts, misread
-from dtype_engine.recipe.loader_facts import Kind, Outcome, outcomes
 from dtype_engine.runtime.export.loading_notes import python_lines, quoted, section, short
 from dtype_engine.runtime.export.readers import own_layout
 
@@ -174,8 +174,9 @@ def _from_pretrained_lines(contents: Contents) -> list[str]:
         )
     elif (problem := misread(contents.items)) is not None:
         lines.append(
-            f"Plain `from_pretrained` of transformers 5 does not read it: {problem}. {_RAISES} The experts are in the layout that "
-            "vLLM reads: each has its own tensors under its name in the checkpoint, and `config.json` says which format they are in."
+            f"Plain `from_pretrained` of transformers 5 does not read it: {problem}. {_RAISES} The experts are in the layout "
+            "that vLLM reads: each has its own tensors under its name in the checkpoint, and `config.json` says which format they "
+            "are in."
         )
     elif any(item.portable for item in contents.items):
         lines += _scaled_weights(contents)

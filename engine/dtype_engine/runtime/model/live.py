@@ -333,6 +333,13 @@ class LiveModel:
     not rounded.
     """
 
+    @property
+    def loader(self) -> str:
+        """The program that loads an export of this model: "transformers" for a checkpoint of transformers, otherwise "own", this
+        program.
+        """
+        return "transformers" if self.checkpoint is not None and self.checkpoint.of_transformers else "own"
+
     @functools.cached_property
     def cache_names(self) -> Mapping[str, tuple[str, ...]]:
         """The names of the KV cache's tensors that rules may give a format, keyed by the name of the attention module that writes

@@ -225,6 +225,7 @@ class ExactScan:
             notices=self.model.notices,
             activations=self.settings.quantize_activations,
             coverage=self.model.coverage,
+            loader=self.model.loader,
         )
 
     def write(self, path: Path) -> None:

@@ -49,8 +49,9 @@ from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.saved import Fingerprint
 from dtype_engine.runtime.scan.scores import SequenceScores, combine_scores
 from dtype_engine.runtime.scan.sequence import SequenceScan
+from dtype_engine.search.families import FAMILIES, OWN
 
-DEFAULT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+DEFAULT_DTYPES = FAMILIES[OWN].dtypes
 FEWEST_DRAWS, SAMPLES = 4, 24
 TIMED = 4
 """One of this many sequences is also run in a plain forward pass, to time it. For the other sequences, the time is estimated from
@@ -431,6 +432,7 @@ class Scan:
             notices=self.model.notices,
             activations=self.settings.quantize_activations,
             coverage=self.model.coverage,
+            loader=self.model.loader,
         )
 
     def write(self, path: Path) -> None:

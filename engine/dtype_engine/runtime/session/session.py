@@ -57,7 +57,7 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.passes.state_restore import stored_values
 from dtype_engine.runtime.scan.last_scan import LastScan, ScanTask
 from dtype_engine.runtime.scan.saved import Fingerprint
-from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, OnStep
+from dtype_engine.runtime.scan.scan import OnEstimate, OnStep
 from dtype_engine.runtime.session import saved_drift
 from dtype_engine.runtime.session.casting import Casting
 from dtype_engine.runtime.session.casting import OnProgress as OnCast
@@ -65,6 +65,7 @@ from dtype_engine.runtime.session.component_inputs import inputs_of
 from dtype_engine.runtime.session.notebook import show_in_notebooks
 from dtype_engine.runtime.session.process_memory import memory_stats, reset_peaks
 from dtype_engine.search.constraints import parse_bytes
+from dtype_engine.search.families import FAMILIES
 from dtype_engine.search.pareto import Constraints, ParetoFront, make_front
 from dtype_engine.search.sensitivity import predict, scalar_drift
 from dtype_engine.search.solve import solve
@@ -340,7 +341,8 @@ class Session:
         predicts.
 
         Args:
-            constraints: The weights that stay as stored, share a dtype, or may have only certain dtypes.
+            constraints: The weights that stay as stored, share a dtype, or may have only certain dtypes, and the program that is to
+                load the export: by default transformers for a checkpoint of transformers, otherwise this program.
 
         Returns:
             The points of the front, largest model first. Raises UserError if there is no scan.
@@ -352,7 +354,9 @@ class Session:
         """
         if self.scanned is None:
             raise UserError("nothing was scanned yet, so there is nothing to search in")
-        return make_front(self.tree, self.scanned.scores(), constraints or Constraints())
+        constraints = constraints or Constraints()
+        formats = constraints.formats or self.model.loader
+        return make_front(self.tree, self.scanned.scores(), dataclasses.replace(constraints, formats=formats))
 
     def memory(self) -> MemoryStats:
         """Return the current memory of the weights and of the process.
@@ -788,7 +792,7 @@ class Session:
     @reading_weights
     def scan(
         self,
-        dtypes: Sequence[str] = DEFAULT_DTYPES,
+        dtypes: Sequence[str] = (),
         draws: int | None = None,
         exact: bool = False,
         save: Path | None = None,
@@ -801,7 +805,8 @@ class Session:
         The current recipe does not affect the scan. A cancelled scan continues when it is started again with the same arguments.
 
         Args:
-            dtypes: The dtypes in which weights are scored.
+            dtypes: The dtypes in which weights are scored. By default those of the program that loads an export of the model,
+                such as transformers (`search.families`).
             draws: The number of backward passes per sequence; by default 24 divided by the number of sequences, but at least 4.
             exact: Whether to measure each weight in each dtype separately, instead of estimating.
             save: A file in which the scan is saved after every sequence, and from which it continues.
@@ -819,7 +824,7 @@ class Session:
             >>> session.search(budget=2_000_000).planned_bytes <= 2_000_000
             True
         """
-        task = self.scan_task(dtypes, draws, exact, save)
+        task = self.scan_task(dtypes or FAMILIES[self.model.loader].dtypes, draws, exact, save)
         with self.putting_back() if exact else nullcontext():
             self.scanned = task.run(on_progress, on_estimate, cancelled)
             return self.scanned
@@ -886,6 +891,7 @@ class Session:
             coverage=self.model.coverage,
             context=context,
             cache_bytes=0 if context is None else solution.bytes - plan.planned_bytes,
+            formats=front.formats,
         )
 
     @reading_weights

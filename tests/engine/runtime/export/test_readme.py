@@ -21,8 +21,8 @@ from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.prequantized import NAMED_WEIGHTS, NO_WEIGHTS
 from dtype_engine.core import dtypes
-from dtype_engine.recipe.schemes import layout
 from dtype_engine.recipe.loader_facts import Outcome, loader_facts
+from dtype_engine.recipe.schemes import layout
 from dtype_engine.runtime.export.plan import of_checkpoint
 from dtype_engine.runtime.export.readme import loading_text
 
