@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.tree import TensorInfo, Tree, ancestors
 from dtype_engine.recipe.schemes import DESCRIBED, PER_CHANNEL, layout, weight_scheme
 
 
@@ -73,6 +74,17 @@ _WIDENED_EXPERTS = LoaderFacts(Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",), Outc
 """What transformers loads for experts in formats with a scale for each block. It dequantizes such experts when it packs them into
 one weight.
 """
+
+
+def loaded_dtype(tree: Tree, tensor: TensorInfo, dtype: str) -> str:
+    """Return a tensor's dtype after `from_pretrained(dtype=...)`: `dtype`, or float32 if the model requires float32 for the
+    tensor or for a module around it.
+    """
+    kept = [tree.modules[name].keep_in_fp32 or "" for name in ancestors(tensor.name)]
+    kept.append(tree.kept_in_fp32.get(tensor.name, ""))
+    strict = any("_keep_in_fp32_modules_strict" in why for why in kept) and dtype in ("float16", "bfloat16")
+    plain = any("_keep_in_fp32_modules" in why for why in kept) and dtype == "float16"
+    return "float32" if strict or plain else dtype
 
 
 Kind = tuple[str, bool]

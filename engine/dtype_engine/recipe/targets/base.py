@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.tree import Module, TensorInfo, Tree, ancestors
+from dtype_engine.core.tree import Module, TensorInfo, Tree
+from dtype_engine.recipe.loader_facts import loaded_dtype
 from dtype_engine.recipe.plan import Plan
 from dtype_engine.recipe.regexes import Anchored, compile_regex
 
@@ -227,7 +228,7 @@ def split(
         dtype = planned[tensor.name]
         instead = base if tensor.persistent else tensor.dtype
         why = refused.get(tensor.name)
-        if by_transformers and tensor.persistent and instead != (kept := loaded_dtype(context, tensor, base)):
+        if by_transformers and tensor.persistent and instead != (kept := loaded_dtype(context.tree, tensor, base)):
             instead = kept
             if why is None and dtype != kept:
                 why = "transformers keeps this module in float32 when it loads the model"
@@ -276,17 +277,6 @@ def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> 
         if any(elements.values()):
             return max(elements, key=elements.__getitem__)  # on a tie, the first in the table
     return "float32"
-
-
-def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
-    """Return a tensor's dtype after `from_pretrained(dtype=...)`: `dtype`, or float32 if the model requires float32 for the
-    tensor or for a module around it.
-    """
-    kept = [context.tree.modules[name].keep_in_fp32 or "" for name in ancestors(tensor.name)]
-    kept.append(context.tree.kept_in_fp32.get(tensor.name, ""))
-    strict = any("_keep_in_fp32_modules_strict" in why for why in kept) and dtype in ("float16", "bfloat16")
-    plain = any("_keep_in_fp32_modules" in why for why in kept) and dtype == "float16"
-    return "float32" if strict or plain else dtype
 
 
 def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:

@@ -185,6 +185,8 @@ class Contents:
     """
     incomplete: tuple[str, ...] = ()
     """Sentences for the user that name the tensors which the source lacks."""
+    otherwise: tuple[str, ...] = ()
+    """Sentences for the user, without their final dot, about tensors that a loader has in another dtype than was measured."""
     has_cache_formats: bool = False
     """Whether the recipe gives KV caches a format."""
     cache_scheme: dict[str, Any] | None = None

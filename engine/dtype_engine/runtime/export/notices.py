@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
 
+from dtype_engine.core.dtypes import COMPUTE_DTYPES, widest
 from dtype_engine.core.fused import split_groups
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
+from dtype_engine.recipe.loader_facts import loaded_dtype
 from dtype_engine.runtime.export.contents import ExportTensor
 from dtype_engine.runtime.export.readers import own_layout
 from dtype_engine.runtime.model.name_mapping import Placement
@@ -46,6 +48,42 @@ def uncast_notices(items: Sequence[ExportTensor], tree: Tree, placements: Mappin
         name, why = fixed[0]
         notices.append(f"kept as stored, whatever the rules say: {_tensors(fixed)}, first {printable(name)}: {why}")
     return tuple(notices)
+
+
+def unwritten_notice(tree: Tree, planned: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a notice for the user about tensors that the rules cast and no file holds, or (). These are non-persistent buffers,
+    which a model computes when it is made. planned: the dtype of each of the model's tensors.
+    """
+    names = [
+        name
+        for name, tensor in tree.tensors.items()
+        if not tensor.persistent and planned.get(name, tensor.dtype) != tensor.dtype
+    ]
+    if not names:
+        return ()
+    return (
+        f"not written: {_tensors(names)} that a rule casts, first {printable(names[0])}: no file holds it, since the model "
+        "computes it when it is made, so whoever loads the export has it uncast",
+    )
+
+
+def kept_wide_notice(tree: Tree, items: Sequence[ExportTensor], placements: Mapping[str, Placement]) -> tuple[str, ...]:
+    """Return a notice for the user about tensors in 16 bits that transformers widens to float32 when it loads the export, because
+    the model's code requires it, or (). placements: for each tensor of the files, the model's tensor into which it is loaded.
+    """
+    wide = widest(item.dtype for item in items)
+    names = []
+    for item in items:
+        placement = placements.get(item.name)
+        info = tree.canonical(placement.name) if placement is not None else None
+        if info is not None and item.dtype in COMPUTE_DTYPES and loaded_dtype(tree, info, wide) != wide:
+            names.append(item.name)
+    if not names:
+        return ()
+    return (
+        f"from_pretrained of transformers computes {_tensors(names)} in float32, first {printable(names[0])}, as the model's code "
+        "requires, so its outputs differ a little from what was measured",
+    )
 
 
 def _tensors(names: Sized) -> str:

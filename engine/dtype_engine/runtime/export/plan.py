@@ -29,7 +29,14 @@ from dtype_engine.runtime.export.encoded import copies_of, decoded_notice, expor
 from dtype_engine.runtime.export.experts import experts_notices
 from dtype_engine.runtime.export.input_scales import activation_notices, with_quantised_inputs
 from dtype_engine.runtime.export.layout import layout_of
-from dtype_engine.runtime.export.notices import layout_notice, split_notice, tied_notice, uncast_notices
+from dtype_engine.runtime.export.notices import (
+    kept_wide_notice,
+    layout_notice,
+    split_notice,
+    tied_notice,
+    uncast_notices,
+    unwritten_notice,
+)
 from dtype_engine.runtime.export.refusals import refuse_scales, refuse_unstored, refuse_unwritable
 from dtype_engine.runtime.export.shared_scales import with_packed_scales, with_shared_scales
 from dtype_engine.runtime.model.describe import describe
@@ -177,7 +184,18 @@ def _placed_contents(
     uncast = uncast_notices(items, tree, placements) if recipe.rules else ()
     of_experts = experts_notices(items)
     of_items = (*layout_notice(items), *split_notice(items), *of_experts, *activation_notices(items, settings))
-    notices = (*source_notices, *of_items, *decoded_notice(decoded, items), *uncast, *of_tied, *layout.notices)
+    otherwise = unwritten_notice(tree, planned)
+    if checkpoint.of_transformers:
+        otherwise += kept_wide_notice(tree, items, placements)
+    notices = (
+        *source_notices,
+        *of_items,
+        *decoded_notice(decoded, items),
+        *uncast,
+        *otherwise,
+        *of_tied,
+        *layout.notices,
+    )
     layout = layout_beside(layout, checkpoint, items)
     return Contents(
         title,
@@ -192,6 +210,7 @@ def _placed_contents(
         checkpoint.identities,
         tied,
         settings,
+        otherwise=otherwise,
     )
 
 

@@ -196,7 +196,9 @@ def _from_pretrained_lines(contents: Contents) -> list[str]:
             f"but the memory is that of {config_dtype}, and the model no longer computes in the dtypes of the table."
         )
     if not lines:
-        lines.append(f"Plain `from_pretrained` of transformers gives the same: all weights are in {config_dtype}.")
+        but = ", but for what follows" if contents.otherwise else ""
+        lines.append(f"Plain `from_pretrained` of transformers gives the same: all weights are in {config_dtype}{but}.")
+    lines += [f"{escaped(sentence[:1].upper() + sentence[1:])}." for sentence in contents.otherwise]
     return "\n\n".join(lines).split("\n")
 
 

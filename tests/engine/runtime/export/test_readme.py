@@ -192,6 +192,29 @@ def test_exports_without_scales_load_as_it_says(
     assert all(torch.equal(theirs[name].double(), ours[name].double()) for name in ours)
 
 
+@torch.no_grad()
+def test_modules_that_transformers_keeps_in_float32_are_named(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.T5Config(vocab_size=32, d_model=16, d_ff=32, num_layers=1, num_heads=2, d_kv=8)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "source")
+    for dtype, count in (("f16", 2), ("bf16", 0)):
+        report = export_checkpoint(
+            open_checkpoint(tmp_path / "source"), "t5", Recipe((Rule.parse(f"*={dtype}"),)), tmp_path / dtype
+        )
+        loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / dtype)
+        assert sum(weight.dtype == torch.float32 for weight in loaded.parameters()) == count
+        assert any("in float32, first" in notice for notice in report.notices) == (count > 0)
+        said = f"computes {count} tensors in float32" in (tmp_path / dtype / "README.md").read_text()
+        assert said == (count > 0)
+
+
+def test_a_cast_buffer_that_no_file_holds_is_named(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    readme = exported(make_llama(), tmp_path / "out", "*.inv_freq=bf16")
+    assert "Not written: 1 tensor that a rule casts, first model.rotary" in readme
+    assert not any("inv_freq" in name for name in load_file(tmp_path / "out" / "model.safetensors"))
+
+
 NORM = "model.norm.weight"
 
 
