@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 
+from dtype_engine.core.dtypes import COMPUTE_DTYPES
 from dtype_engine.core.text import printable
 from dtype_engine.reports.markdown import code_span
 from dtype_engine.runtime.export.contents import Contents
@@ -25,10 +26,30 @@ def short(contents: Contents) -> str:
             "PeftModel.from_pretrained(base, folder) of PEFT loads it and casts it to float32, unless the base model is in 16 bits "
             "and autocast_adapter_dtype is False."
         )
+    if _is_mixed(contents):
+        return (
+            f"{class_name}.from_pretrained(folder).float() of diffusers loads it in float32; without float() it raises where two "
+            "dtypes meet. dtype_engine.load_pretrained(folder, module=...) gives these dtypes."
+        )
     return (
         f"{class_name}.from_pretrained of diffusers loads it in float32 or a given dtype. "
         "dtype_engine.load_pretrained(folder, module=...) gives these dtypes."
     )
+
+
+_UNIFORM = (
+    "gives the model in float32, or in the `dtype` that you pass (`torch_dtype` in older versions of diffusers). This gives every",
+    "weight in the dtype of the table:",
+)
+_MIXED = (
+    "gives the model in float32. Without `float()`, diffusers leaves some weights in the dtypes of the table, and the forward pass",
+    "raises an error where two of them meet. This gives every weight in the dtype of the table:",
+)
+
+
+def _is_mixed(contents: Contents) -> bool:
+    """Return whether the export has weights in several dtypes that are computed in."""
+    return len({item.dtype for item in contents.items if item.dtype in COMPUTE_DTYPES}) > 1
 
 
 def section(contents: Contents, name: str) -> list[str]:
@@ -40,13 +61,15 @@ def section(contents: Contents, name: str) -> list[str]:
     if contents.layout.kind == "adapter":
         return _adapter(contents.layout.base, name)
     class_name = contents.layout.class_name
+    mixed = _is_mixed(contents)
     return [
         *python_lines(
-            f"from diffusers import {class_name}", "", f"model = {class_name}.from_pretrained({quoted(name)})"
+            f"from diffusers import {class_name}",
+            "",
+            f"model = {class_name}.from_pretrained({quoted(name)}){'.float()' if mixed else ''}",
         ),
         "",
-        "gives the model in float32, or in the `dtype` that you pass (`torch_dtype` in older versions of diffusers). This gives",
-        "every weight in the dtype of the table:",
+        *(_MIXED if mixed else _UNIFORM),
         "",
         *python_lines(
             "import dtype_engine as de",

@@ -332,6 +332,22 @@ def real_pipeline() -> Any:
     )  # fmt: skip
 
 
+def test_a_component_of_several_dtypes_runs_in_diffusers_as_its_readme_says(real_pipeline: Any, tmp_path: Path) -> None:
+    import diffusers
+
+    source, out = tmp_path / "source", tmp_path / "out"
+    real_pipeline.unet.save_pretrained(source)
+    assert dtype_engine("export", source, "--cast", "type:Linear=bf16", "-o", out) == 0
+    assert '.from_pretrained("out").float()' in (out / "README.md").read_text()
+    inputs = torch.ones(1, 4, 8, 8), torch.tensor([10]), torch.ones(1, 3, real_pipeline.unet.config.cross_attention_dim)
+    with torch.no_grad():
+        loaded = diffusers.UNet2DConditionModel.from_pretrained(out).float()(*inputs).sample
+        for name, weight in real_pipeline.unet.named_parameters():
+            linear = isinstance(real_pipeline.unet.get_submodule(name.rpartition(".")[0]), torch.nn.Linear)
+            weight.copy_(weight.bfloat16() if linear else weight)
+        assert torch.equal(real_pipeline.unet(*inputs).sample, loaded)
+
+
 def test_diffusers_loads_an_exported_pipeline(real_pipeline: Any, tmp_path: Path) -> None:
     import diffusers
 
