@@ -115,7 +115,7 @@ def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..
     for name in files:
         if (folder / name).exists() and not (folder / name).is_file():
             raise ValueError(f"{name} is not a regular file")  # opening a pipe would block
-    with offline(download=False), foreign_code(), without_panic_message(), warnings.catch_warnings():
+    with offline(), foreign_code(), without_panic_message(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return load(folder, local_files_only=True, trust_remote_code=model.trust_remote_code, **inside)
 

@@ -62,7 +62,7 @@ def make_pipeline(folder: Path, parts: Mapping[str, nn.Module], title: str) -> P
     diffusers = import_diffusers(title)
     index = read_json(folder / PIPELINE_INDEX)
     why = f"{title}: no forward pass: diffusers can't make the pipeline"
-    with failures_as(NoForward, why, reason), quiet(), no_stderr(), offline(download=False):
+    with failures_as(NoForward, why, reason), quiet(), no_stderr(), offline():
         pipeline_class = getattr(diffusers, str(index.get("_class_name")), None)
         if not (isinstance(pipeline_class, type) and issubclass(pipeline_class, diffusers.DiffusionPipeline)):
             raise NoForward(f"{why}: it has no {printable(str(index.get('_class_name')), 100)}")
