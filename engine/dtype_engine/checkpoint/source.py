@@ -276,7 +276,7 @@ def _cached(model: str) -> Path | None:
     """
     folder = hub_cache() / f"models--{model.replace('/', '--')}"
     try:
-        revision = (folder / "refs" / "main").read_text().strip()
+        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
         named = folder / "snapshots" / revision
         if re.fullmatch(r"[0-9a-f]{7,64}", revision) and named.is_dir():
             return named
