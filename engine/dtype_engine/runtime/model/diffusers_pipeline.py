@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, read_json, resolve_inside
-from dtype_engine.core.errors import NoForward
+from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, read_json, refuse_links_out, resolve_inside
+from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.architecture import reason
@@ -105,7 +105,12 @@ def _read_component(diffusers: Any, folder: Path, name: str, named: list[Any]) -
         made_by = transformers.AutoTokenizer
     if not hasattr(made_by, "from_pretrained"):
         raise NoForward(f"{shown}: {library} has no {printable(class_name, 100)} that could be read")
-    return made_by.from_pretrained(resolve_inside(folder, name, PIPELINE_INDEX), local_files_only=True)
+    try:
+        own_folder = resolve_inside(folder, name, PIPELINE_INDEX)
+        refuse_links_out(own_folder)
+    except UserError as error:
+        raise NoForward(f"{folder.name}: no forward pass: {error}") from None
+    return made_by.from_pretrained(own_folder, local_files_only=True)
 
 
 def conversions(module: PipelineModule) -> tuple[str, ...]:
