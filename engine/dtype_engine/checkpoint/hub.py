@@ -10,30 +10,31 @@ The hub is the one that huggingface_hub uses (HF_ENDPOINT), with its tokens. Eve
 from __future__ import annotations
 
 import dataclasses
-import glob
 import os
 import re
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import IO
 from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.gguf_header import read_gguf_header
+from dtype_engine.checkpoint.hub_cache import CachedRepository
+from dtype_engine.checkpoint.hub_reader import HubReader, hub_faults
 from dtype_engine.checkpoint.provenance import OWN_FILES
 from dtype_engine.checkpoint.safetensors_header import LONGEST_HEADER, CheckpointTensor, read_header
 from dtype_engine.checkpoint.weight_files import LARGEST_JSON, PICKLES, PIPELINE_INDEX
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
-from dtype_engine.core.errors import Cancelled, UserError, one_line
+from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.hints import hint
 from dtype_engine.core.text import is_printable, printable
 from dtype_engine.core.typed_data import as_type
@@ -75,29 +76,18 @@ _MOST_BYTES = 1 << 30
 """Maximum number of bytes that are read from a hub for the headers of one model. A model of 671 billion parameters has 20 MB of
 headers and index.
 """
+_MOST_SECONDS = 3600
+"""Maximum number of seconds in which the list of files, or the headers of one model, are read from a hub."""
 _MOST_FILES = 20_000
 _TOGETHER, _TOGETHER_IN_A_FILE = 16, 4
 """How many files are read at once, and how many ranges of each of them. Together these are 64 requests, fewer than the 100
 connections of the HTTP client.
 """
-_TRIES = 3
-_PAUSE_S = 0.5
-_MEANINGS = {
-    401: "it asks for a token (HF_TOKEN, `hf auth login`)",
-    403: "the token may not read it",
-    404: "there is no such file",
-    429: "it allows no more requests for now, and more with a token (HF_TOKEN, `hf auth login`)",
-}
-_SLOWEST = 1000
-"""The minimum rate, in bytes per second, at which a hub must send an answer. A slower download is stopped with an error. The time
-that may pass before the answer begins (HF_HUB_DOWNLOAD_TIMEOUT) is not counted.
-"""
-_ENCODINGS = ("identity", "gzip", "deflate")
-"""The values of the header `Content-Encoding` that are accepted. With other compressions, or several on top of each other, a few
-bytes can decompress to any size.
-"""
-_TRANSIENT = (429, 500, 502, 503, 504)
-MODEL_FILES = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
+_DOWNLOADS_TOGETHER = 8
+"""How many files are downloaded at once."""
+_BRANCH = "main"
+"""The branch that an address without a revision means."""
+_MODEL_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
 """Patterns for the names of the files that a model needs in addition to its weights, such as its configuration."""
 
 
@@ -117,13 +107,27 @@ class HubAddress:
         found = _ADDRESS.fullmatch(text)
         path = unquote(found["path"] or "") if found is not None else ""
         revision = unquote(found["revision"]) if found is not None and found["revision"] else None
-        words = [*(found["repo"].split("/") if found is not None else ()), *(path.split("/") if path else ())]
-        if found is None or not all(map(_is_name, words)) or not is_printable(revision or ""):
+        words = path.split("/") if path else ()
+        if (
+            found is None
+            or not _is_repository(found["repo"])
+            or not all(map(_is_name, words))
+            or not is_printable(revision or "")
+        ):
             raise UserError(
                 f"{printable(text, 200)} is no address of a model on a hub: write {SCHEME}org/name, {SCHEME}org/name@revision or "
                 f"{SCHEME}org/name/file.gguf"
             )
         return cls(found["repo"], revision, path)
+
+    @classmethod
+    def of_id(cls, text: str) -> HubAddress:
+        """Return the address of the model with the Hugging Face id `org/name` or, as some older models have, `name`. Raises
+        UserError if the text is no such id.
+        """
+        if not _is_repository(text):
+            raise UserError(f"{printable(text, 200)} is no id of a model on a hub: write org/name")
+        return cls(text)
 
     def of_revision(self, revision: str) -> HubAddress:
         """Return the address of the same model in `revision`, a branch, tag or commit. Raises UserError if this address names one
@@ -140,18 +144,23 @@ class HubAddress:
 
     def __str__(self) -> str:
         revision = f"@{quote(self.revision, safe='')}" if self.revision else ""
-        return f"{SCHEME}{self.repo}{revision}{f'/{self.path}' if self.path else ''}"
+        scheme = SCHEME if "/" in self.repo else ""  # an id without an organization is typed without it
+        return f"{scheme}{self.repo}{revision}{f'/{self.path}' if self.path else ''}"
+
+    def faults(self) -> AbstractContextManager[None]:
+        """Return a context manager that turns the errors of huggingface_hub into a UserError, which names this address."""
+        return hub_faults(str(self), self.revision or _BRANCH)
 
     def listing(self) -> HubModel:
         """Ask the hub which files the model has, and return them. Raises UserError."""
-        with _faults(self):
+        with self.faults():
             from huggingface_hub import constants  # HfApi, which says the same, takes long to import
 
             endpoint = constants.ENDPOINT
             if not is_printable(endpoint) or not urlsplit(endpoint).hostname:
                 raise UserError(f"HF_ENDPOINT is no address of a server: {printable(endpoint, 100)}")
-            revision = quote(self.revision or "main", safe="")
-            reader = _Reader(self)
+            revision = quote(self.revision or _BRANCH, safe="")
+            reader = _HeaderReader(self)
             answer = reader.read(f"{endpoint}/api/models/{self.repo}/revision/{revision}?blobs=true", 0, LARGEST_JSON)
             try:
                 said = as_type(msgspec.json.decode(answer), _Repository)
@@ -159,18 +168,29 @@ class HubAddress:
                 raise UserError(f"{self}: the hub's list of files can't be read: {one_line(error)}") from None
             if _COMMIT.fullmatch(said.sha) is None:
                 raise UserError(f"{self}: the hub names no commit: {printable(said.sha)!r}")
-            files = {
-                file.rfilename: file.size for file in said.siblings if all(map(_is_name, file.rfilename.split("/")))
-            }
-            model = HubModel(self, said.sha, endpoint, files)
+            named = [file for file in said.siblings if all(map(_is_name, file.rfilename.split("/")))]
+            files = {file.rfilename: file.size for file in named}
+            digests = {file.rfilename: file.digest for file in named}
+            model = HubModel(self, said.sha, endpoint, files, digests)
             if self.path and not any(name == self.path or name.startswith(f"{self.path}/") for name in files):
                 raise UserError(f"{self}: there is no {printable(self.path, 200)} in this repository")
             return model
 
 
+class _LargeFile(msgspec.Struct):
+    sha256: str | None = None
+
+
 class _File(msgspec.Struct):
     rfilename: str
     size: int | None = None
+    blobId: str | None = None
+    lfs: _LargeFile | None = None
+
+    @property
+    def digest(self) -> str | None:
+        """The digest after which huggingface_hub would name the content in its cache, or None if the hub does not say it."""
+        return self.lfs.sha256 if self.lfs is not None else self.blobId
 
 
 class _Repository(msgspec.Struct):
@@ -187,20 +207,18 @@ class HubModel:
     endpoint: str
     sizes: dict[str, int | None]
     """The size of each file in bytes, by the file's path in the repository. None if the hub does not tell the size."""
+    digests: dict[str, str | None] = field(default_factory=dict)
+    """What the hub says to be the digest of each file's content, by the file's path. It is untrusted."""
 
     def downloaded(self, cache: Path) -> Path | None:
         """Return the folder or file of the model in the Hugging Face cache, or None unless all its weights are there. cache: the
         folder of the cache.
         """
-        folder = cache / f"models--{self.address.repo.replace('/', '--')}" / "snapshots" / self.commit
+        repository = CachedRepository(cache, self.address.repo)
         wanted = [*self._side_files(), *self._to_download()]
-        for name in wanted:
-            try:
-                if os.path.getsize(folder / name) != self.sizes[name]:
-                    return None
-            except OSError:
-                return None
-        return folder / self.address.path if wanted else None
+        if not wanted or not all(repository.holds(self.commit, name, self.sizes[name]) for name in wanted):
+            return None
+        return repository.snapshot(self.commit) / self.address.path
 
     def headers(self, on_progress: Progress = ignore) -> Path:
         """Return the path of a folder (or file) that holds the headers of the model as sparse files. Headers that were read before
@@ -219,9 +237,11 @@ class HubModel:
         place = re.sub(r"\W+", "-", self.endpoint.partition("://")[2])
         folder = cache_folder() / HEADERS / place / self.address.repo.replace("/", "--") / self.commit
         missing = [name for name in (*wanted, *readable) if not _is_there(folder / name, self.sizes[name])]
-        with _faults(self.address), ThreadPoolExecutor(_TOGETHER) as pool:
-            reader = _Reader(self.address)
-            jobs = [pool.submit(reader.save, self._url(name), folder / name, self._size(name)) for name in missing]
+        with self.address.faults(), ThreadPoolExecutor(_TOGETHER) as pool:
+            reader = _HeaderReader(self.address)
+            jobs = [
+                pool.submit(reader.save_header, self._url(name), folder / name, self._size(name)) for name in missing
+            ]
             try:
                 for done, job in enumerate(as_completed(jobs), 1):
                     job.result()
@@ -236,29 +256,52 @@ class HubModel:
         """Download the model into the Hugging Face cache, and return the path of its folder or file there. on_progress: called with
         numbers of bytes. Raises UserError, and Cancelled if `cancelled` returns True.
         """
-        with _faults(self.address):
-            from huggingface_hub import constants, snapshot_download
+        from huggingface_hub import constants
 
-            self._refuse_full_disk(Path(constants.HF_HUB_CACHE))
-            names = self._to_download()
-            beside = [] if self.address.path in names else MODEL_FILES
-            at = f"{self.address.path}/" if beside and self.address.path else ""
-            folder = snapshot_download(
-                self.address.repo,
-                revision=self.commit,
-                allow_patterns=[*map(glob.escape, names), *(at + pattern for pattern in beside)],
-                tqdm_class=_progress_bar(self, on_progress, cancelled),
-            )
-        return Path(folder) / self.address.path
+        cache, names = Path(constants.HF_HUB_CACHE).expanduser(), self._files_to_download()
+        total = sum(map(self._size, names))
+        self._refuse_full_disk(cache, total)
+        repository, lock, done = CachedRepository(cache, self.address.repo), threading.Lock(), 0
 
-    def _refuse_full_disk(self, cache: Path) -> None:
+        def count(arrived: int) -> None:
+            nonlocal done
+            with lock:
+                done += arrived
+                on_progress("downloading", done, total)
+
+        def fetch(name: str) -> None:
+            size = self._size(name)
+            if repository.holds(self.commit, name, size):
+                count(size)
+                return
+
+            def write(file: IO[bytes]) -> None:
+                reader.save(self._url(name), size, file, count)
+
+            if not repository.add(self.commit, name, size, self.digests.get(name), write):
+                count(size)
+
+        with self.address.faults(), ThreadPoolExecutor(_DOWNLOADS_TOGETHER) as pool:
+            reader = HubReader(str(self.address), cancelled=cancelled)
+            jobs = [pool.submit(fetch, name) for name in names]
+            try:
+                for job in as_completed(jobs):
+                    job.result()
+            except BaseException:
+                reader.stop()
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+            if self.address.revision is None and not self.address.path:
+                repository.name_branch(_BRANCH, self.commit)
+        return repository.snapshot(self.commit) / self.address.path
+
+    def _refuse_full_disk(self, cache: Path, total: int) -> None:
         place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
         free = shutil.disk_usage(place).free
-        if free < self.download_bytes:
-            size = human_bytes(self.download_bytes)
+        if free < total:
             raise UserError(
-                f"{self.address} has {size} of weights and the disk of {cache} has {human_bytes(free)} left; HF_HUB_CACHE names "
-                "another folder"
+                f"{self.address} has {human_bytes(total)} to download and the disk of {cache} has {human_bytes(free)} left; "
+                "HF_HUB_CACHE names another folder"
             )
 
     @property
@@ -271,6 +314,26 @@ class HubModel:
         """A sentence which says that only the headers are on this machine, and how the model is downloaded."""
         size = human_bytes(self.download_bytes)
         return f"only the headers of {self.address} are here, not its {size} of weights: {hint('download')}"
+
+    def _files_to_download(self) -> list[str]:
+        """Return the files of the weights and, unless the address names one file, those that the model needs beside them. Raises
+        UserError if they are too many.
+        """
+        weights = self._to_download()
+        at = f"{self.address.path}/" if self.address.path else ""
+        beside = [
+            name
+            for name in self.sizes
+            if self.address.path not in weights
+            and name.startswith(at)
+            and any(fnmatchcase(name[len(at) :], pattern) for pattern in _MODEL_FILES)
+        ]
+        names = list(dict.fromkeys((*weights, *beside)))
+        if len(names) > _MOST_FILES:
+            raise UserError(
+                f"{self.address}: it has {len(names):,} files to download, over the limit of {_MOST_FILES:,}"
+            )
+        return names
 
     def _to_download(self) -> list[str]:
         weights = self._weight_files()
@@ -354,6 +417,20 @@ def _is_name(word: str) -> bool:
     )
 
 
+def _is_repository(text: str) -> bool:
+    """Return whether a text is `org/name` or `name`. As for huggingface_hub, `--` and `..` are no part of a name: the cache writes
+    `--` for the slash.
+    """
+    words = text.split("/")
+    return (
+        len(words) <= 2
+        and all(map(_is_name, words))
+        and all(re.fullmatch(r"[\w.-]{1,96}", word) for word in words)
+        and "--" not in text
+        and ".." not in text
+    )
+
+
 def _is_there(path: Path, size: int | None) -> bool:
     try:
         return os.path.getsize(path) == size
@@ -361,22 +438,13 @@ def _is_there(path: Path, size: int | None) -> bool:
         return False
 
 
-class _Reader:
-    """Reads ranges of files from a hub. Several threads may use it at once."""
+class _HeaderReader(HubReader):
+    """Saves the headers of files as sparse files. Several threads may use it at once."""
 
     def __init__(self, address: HubAddress) -> None:
-        from huggingface_hub.utils import build_hf_headers
+        super().__init__(str(address), _MOST_BYTES, _MOST_SECONDS)
 
-        self._address = address
-        self._headers = {**build_hf_headers(), "accept-encoding": "identity"}
-        self._lock = threading.Lock()
-        self._left = _MOST_BYTES
-        self._stopped = False
-
-    def stop(self) -> None:
-        self._stopped = True
-
-    def save(self, url: str, path: Path, size: int) -> None:
+    def save_header(self, url: str, path: Path, size: int) -> None:
         """Save the beginning of a weights file, with its header, as a sparse file of `size` bytes. Save any other file as a
         whole.
         """
@@ -389,9 +457,7 @@ class _Reader:
                 self._save_gguf(url, partial, size)
             else:
                 if size > LARGEST_JSON:
-                    raise UserError(
-                        f"{self._address}: {path.name} has {size:,} bytes, which are too many for such a file"
-                    )
+                    raise UserError(f"{self.title}: {path.name} has {size:,} bytes, which are too many for such a file")
                 partial.write_bytes(self.read(url, 0, size, size))
             os.replace(partial, path)
         finally:
@@ -444,74 +510,6 @@ class _Reader:
                 file.seek(start)
                 file.write(content)
 
-    def read(self, url: str, start: int, count: int, size: int | None = None) -> bytes:
-        """Return `count` bytes of the file at `url`, from the offset `start` on. size: the size of the file; if None, fewer than
-        `count` bytes may be returned. Raises UserError, and the errors of huggingface_hub.
-        """
-        from huggingface_hub.errors import HfHubHTTPError, HTTPError
-
-        for attempt in range(1, _TRIES + 1):
-            try:
-                return self._read(url, start, count, size) if count else b""
-            except HTTPError as error:
-                refused = isinstance(error, HfHubHTTPError) and error.response.status_code not in _TRANSIENT
-                if refused or attempt == _TRIES or self._stopped:
-                    raise
-                time.sleep(attempt * _PAUSE_S)
-        raise AssertionError
-
-    def _read(self, url: str, start: int, count: int, size: int | None) -> bytes:
-        from huggingface_hub import constants
-        from huggingface_hub.utils import get_session, hf_raise_for_status
-
-        headers = dict(self._headers)
-        if size is not None:
-            headers["range"] = f"bytes={start}-{start + count - 1}"
-        content = bytearray()
-        with get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
-            if not response.is_success:  # the body is not needed and can have any size, so it is not read
-                said_why = {name: text for name, text in response.headers.items() if name.startswith("x-error-")}
-                hf_raise_for_status(type(response)(response.status_code, headers=said_why, request=response.request))
-            if (encoding := response.headers.get("content-encoding", "identity")) not in _ENCODINGS:
-                raise self._lie(f"its answer is compressed as {printable(encoding, 40)}", url)
-            whole = response.status_code != 206
-            if size is not None:
-                said = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("content-range", ""))
-                total = response.headers.get("content-length") if whole else said[2] if said else None
-                if "content-encoding" in response.headers:
-                    total = None  # the length is that of the compressed answer
-                if (total is not None and total != str(size)) or (said and not whole and int(said[1]) != start):
-                    raise self._lie(
-                        f"its list of files says {size:,} bytes, its answer {printable(str(total), 40)}", url
-                    )
-            # A server that knows no ranges sends the file from its first byte on.
-            wanted = count + (start if whole else 0)
-            latest = time.monotonic() + constants.HF_HUB_DOWNLOAD_TIMEOUT + wanted / _SLOWEST
-            for piece in response.iter_bytes():
-                if time.monotonic() > latest:
-                    raise UserError(f"{self._address}: the hub sends less than {_SLOWEST:,} bytes per second")
-                self._count(len(piece))
-                content += piece
-                if len(content) > wanted and size is None:
-                    raise self._lie(f"its answer has over {count:,} bytes", url)
-                if len(content) > wanted:
-                    break  # an answer that is read to its end, in contrast, leaves the connection open for the next request
-        if size is not None and len(content) < wanted:
-            raise self._lie(f"its answer ends after {len(content):,} of {wanted:,} bytes", url)
-        return bytes(content[wanted - count : wanted] if size is not None else content)
-
-    def _count(self, count: int) -> None:
-        if self._stopped:
-            raise Cancelled
-        with self._lock:
-            self._left -= count
-        if self._left < 0:
-            raise UserError(f"{self._address}: its headers have over {human_bytes(_MOST_BYTES)}, which are too many")
-
-    def _lie(self, what: str, url: str) -> UserError:
-        name = printable(unquote(url.rpartition("/")[2].partition("?")[0]), 100)
-        return UserError(f"{self._address}: what the hub says of {name} can't be trusted: {what}")
-
 
 def _write_sparse(path: Path, start: bytes, size: int) -> None:
     try:
@@ -520,73 +518,3 @@ def _write_sparse(path: Path, start: bytes, size: int) -> None:
             file.truncate(size)
     except (OSError, OverflowError) as error:
         raise UserError(f"can't write headers to {path.parent}: {one_line(error)}") from None
-
-
-@contextmanager
-def _faults(address: HubAddress) -> Iterator[None]:
-    """A context manager that turns the errors of huggingface_hub into a UserError, which says what to do.
-
-    In its `with` block, huggingface_hub logs nothing, because its log messages quote the server. Its telemetry is off, because it
-    would first download a list of agents, and wait for this list whatever its size.
-    """
-    from huggingface_hub import constants, errors
-    from huggingface_hub.utils import logging
-
-    level, silent = logging.get_verbosity(), constants.HF_HUB_DISABLE_TELEMETRY
-    logging.set_verbosity(logging.CRITICAL)
-    constants.HF_HUB_DISABLE_TELEMETRY = True
-    try:
-        yield
-    except errors.GatedRepoError:
-        raise UserError(
-            f"{address} is gated: accept its conditions on the hub with your account, and set HF_TOKEN or run `hf auth login`"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise UserError(f"{address}: the model has no revision {printable(address.revision or 'main')}") from None
-    except errors.RepositoryNotFoundError:
-        raise UserError(
-            f"{address}: the hub has no such model, or it is private and the token (HF_TOKEN, `hf auth login`) does not show it"
-        ) from None
-    except errors.OfflineModeIsEnabled:
-        raise UserError(
-            f"{address}: HF_HUB_OFFLINE forbids asking the hub; without {SCHEME}, a downloaded model opens"
-        ) from None
-    except errors.HfHubHTTPError as error:
-        code = error.response.status_code
-        why = _MEANINGS.get(code, "")
-        raise UserError(f"{address}: the hub answered with status {code}{f': {why}' if why else ''}") from None
-    except errors.HTTPError as error:
-        slow = "Timeout" in type(error).__name__
-        why = "it did not answer in time; HF_HUB_DOWNLOAD_TIMEOUT sets the seconds" if slow else one_line(error)
-        raise UserError(f"{address}: the hub can't be reached: {why}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{address} could not be read: {one_line(error, 300)}") from None
-    finally:
-        logging.set_verbosity(level)
-        constants.HF_HUB_DISABLE_TELEMETRY = silent
-
-
-def _progress_bar(model: HubModel, on_progress: Progress, cancelled: IsCancelled) -> type[Any]:
-    """Return a class for huggingface_hub's progress bars, which draws nothing and calls `on_progress` instead. If far more bytes
-    arrive than the weights of `model` have, the class raises UserError. If `cancelled` returns True, it raises Cancelled.
-    """
-    total = model.download_bytes
-    from huggingface_hub.utils import tqdm
-
-    class Bar(tqdm):  # type: ignore[misc]
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **{**named, "disable": True})
-            self._counts_bytes, self._done = named.get("unit") == "B", 0
-
-        def update(self, n: float | None = 1) -> None:
-            if cancelled():
-                raise Cancelled
-            self._done += int(n or 0)
-            if self._counts_bytes:
-                if self._done > 2 * total + LARGEST_JSON:  # retries send bytes again; `total` lacks small files
-                    raise UserError(
-                        f"{model.address}: the hub sends more than the {human_bytes(total)} that its list of files says"
-                    )
-                on_progress("downloading", min(self._done, total), total)
-
-    return Bar

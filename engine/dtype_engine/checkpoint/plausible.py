@@ -15,6 +15,7 @@ from typing import Any
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
+from dtype_engine.core.units import human_bytes
 
 _COUNTS = re.compile(r"(.*_)?((n|num)_layers?|layers|blocks|depths?|experts)$")
 """Matches keys of config.json that count modules: `num_hidden_layers`, `encoder_layers`, `n_layer`, `depth`,
@@ -33,6 +34,21 @@ _MOST_POSITIONS = 100_000_000
 model in 2026. It is limited because some models compute one row of a table per position.
 """
 _DEEPEST = 20
+_FACTORS = re.compile(r".*(theta|period|scale|shift|sigma\w*|_eps|epsilon)$")
+"""Matches keys of configurations of diffusers whose numbers are factors, which may be large: no tensor has that many elements."""
+_ROWS = re.compile(r".*(seq_len|seq_length|timesteps|positions?(_embeddings)?|rope\w*|axes_dims?\w*|max_length)$")
+"""Matches keys of configurations of diffusers for which a table has a row for each unit: `rope_max_seq_len`,
+`num_train_timesteps`.
+"""
+_SIDES = ("sample_size", "pos_embed_max_size")
+"""The keys of configurations of diffusers for which a table has a row for each unit of an area: the square of the number."""
+_MOST_OF_DIFFUSERS = 1_000_000
+_MOST_ROWS = 100_000
+_LARGEST_TABLE = 512 << 20
+"""Maximum bytes of a table of the positions in a picture, unless the files hold a tensor as large. That of the largest pictures of
+2026, of 2,048 x 2,048 pixels, has 150 MB.
+"""
+_FLOAT64 = 8
 
 
 def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> None:
@@ -62,6 +78,35 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
             )
         if value < 0 and (key.startswith(("num_", "n_")) or _WIDTHS.fullmatch(key)):
             raise NoForward(f"{where}: {printable(name, 100)} is {shown}, which no model has")
+
+
+def refuse_large_tables(config: Mapping[str, Any], where: str, most_elements: int = 0) -> None:
+    """Raise NoForward if a number in a configuration of diffusers, of a model or a scheduler, would make its class compute a table
+    of more memory than any model needs. Such tables are in no file. where: the file name with which the message begins.
+    most_elements: the number of elements of the largest tensor in the model's files.
+    """
+    for name, value in _numbers(config):
+        key = name.rpartition(".")[2]
+        most = _MOST_ROWS if _ROWS.fullmatch(key) else _MOST_OF_DIFFUSERS
+        if abs(value) > max(most, most_elements) and not _FACTORS.fullmatch(key):
+            shown = f"{value:.17g}" if abs(value) < 1e300 else "beyond 1e300"
+            raise NoForward(f"{where}: {printable(name, 100)} is {shown}, and no model of diffusers has over {most:,}")
+    width = math.prod(_whole(config.get(key)) for key in ("num_attention_heads", "attention_head_dim"))
+    for key in _SIDES:
+        patch = max(1, _whole(config.get("patch_size"))) if key == "sample_size" else 1
+        side = config.get(key)
+        sides = side if isinstance(side, list) and len(side) == 2 else [side, side]
+        table = math.prod(_whole(each) // patch for each in sides) * width * _FLOAT64
+        if table > max(_LARGEST_TABLE, most_elements * _FLOAT64):
+            raise NoForward(
+                f"{where}: {key} is {printable(str(side), 40)}, which makes a table of positions of {human_bytes(table)}; at most "
+                f"{human_bytes(_LARGEST_TABLE)} are made for these files"
+            )
+
+
+def _whole(value: object) -> int:
+    """Return a number as a whole number, or 0 for anything else, which makes no table."""
+    return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0
 
 
 def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:

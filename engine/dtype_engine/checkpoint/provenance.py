@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dtype_engine.checkpoint.prequantized import SCALED_KEY
+from dtype_engine.checkpoint.weight_files import read_beside
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.plain_yaml import load_yaml
-from dtype_engine.core.regular_files import read_regular
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 
@@ -224,7 +224,7 @@ def _of_gguf(fields: Mapping[str, str]) -> Provenance:
 
 def _recipe(folder: Path) -> tuple[str, ...]:
     try:
-        content = load_yaml(read_regular(folder / "recipe.yaml", _LARGEST_FILE).decode())
+        content = load_yaml(read_beside(folder / "recipe.yaml", _LARGEST_FILE).decode())
     except (OSError, UserError, UnicodeDecodeError):
         return ()
     found = []
@@ -238,7 +238,7 @@ def _recipe(folder: Path) -> tuple[str, ...]:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(read_regular(path, _LARGEST_FILE))
+        return json.loads(read_beside(path, _LARGEST_FILE))
     except (OSError, UserError, ValueError, RecursionError):
         return None
 

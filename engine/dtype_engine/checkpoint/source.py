@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from dtype_engine.checkpoint import Checkpoint, FileIdentity, needs_torch, open_checkpoint, peek_first_shard
 from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.core.callbacks import ignore
-from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
@@ -120,7 +120,7 @@ def locate(
     """
     if model is not None and model.startswith(_ON_HUB):
         return dataclasses.replace(_located_on_hub(model, trust_pickle, download, on_progress), asked=model)
-    return dataclasses.replace(_located(model, trust_pickle, download, python_only_by), asked=model)
+    return dataclasses.replace(_located(model, trust_pickle, download, python_only_by, on_progress), asked=model)
 
 
 def _located_on_hub(model: str, trust_pickle: bool, download: bool, on_progress: Progress) -> Source:
@@ -136,7 +136,9 @@ def _located_on_hub(model: str, trust_pickle: bool, download: bool, on_progress:
     return Source("checkpoint", title, found.headers(on_progress), hub=found)
 
 
-def _located(model: str | None, trust_pickle: bool, download: bool, python_only_by: str | None) -> Source:
+def _located(
+    model: str | None, trust_pickle: bool, download: bool, python_only_by: str | None, on_progress: Progress
+) -> Source:
     path = _path(model)
     if model is None or (model == "demo" and not path.exists()):
         return Source("checkpoint", "demo", DEMO)
@@ -158,7 +160,9 @@ def _located(model: str | None, trust_pickle: bool, download: bool, python_only_
     if _HUB_ID.fullmatch(model) and (snapshot := _cached(model)) is not None:
         return Source("checkpoint", model, snapshot)
     if download and _HUB_ID.fullmatch(model):
-        return Source("checkpoint", model, _downloaded(model))
+        from dtype_engine.checkpoint.hub import HubAddress
+
+        return Source("checkpoint", model, HubAddress.of_id(model).listing().download(on_progress))
     raise UserError(
         f"{printable(model, 200)}: no such folder or file, and no Hugging Face model of this name is in the local cache "
         f"({hub_cache()}); --download fetches one"
@@ -256,18 +260,6 @@ def _python(module_or_file: str, attribute: str) -> Source:
     return Source("python", f"{module_or_file}:{attribute}", module=module_or_file, attribute=attribute)
 
 
-def _downloaded(model: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    from dtype_engine.checkpoint.hub import MODEL_FILES
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=["*.safetensors", *MODEL_FILES]))
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        raise UserError(f"{printable(model)} could not be fetched: {one_line(error, 300)}") from None
-
-
 def hub_cache() -> Path:
     """Return the Hugging Face hub's cache folder, from the environment variables that huggingface_hub reads. huggingface_hub itself
     is not imported, because its import is slow.
@@ -284,7 +276,7 @@ def _cached(model: str) -> Path | None:
     """
     folder = hub_cache() / f"models--{model.replace('/', '--')}"
     try:
-        revision = (folder / "refs" / "main").read_text().strip()
+        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
         named = folder / "snapshots" / revision
         if re.fullmatch(r"[0-9a-f]{7,64}", revision) and named.is_dir():
             return named

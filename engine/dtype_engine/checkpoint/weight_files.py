@@ -22,6 +22,13 @@ _INDEXES = (INDEX, "diffusion_pytorch_model.safetensors.index.json", "pytorch_mo
 _SINGLES = (SINGLE, "diffusion_pytorch_model.safetensors", "adapter_model.safetensors", "pytorch_model.bin",
             "diffusion_pytorch_model.bin", "adapter_model.bin")  # fmt: skip
 LARGEST_JSON = 100_000_000
+_NEVER_OPENED = (
+    ".safetensors", ".gguf", *PICKLES, ".onnx", ".h5", ".msgpack", ".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf",
+    ".html", ".csv", ".parquet", ".ipynb", ".log", ".zip", ".gz",
+)  # fmt: skip
+"""The ends of the names of files that no tokenizer, processor or scheduler is read from."""
+_OPENED_FOLDERS = re.compile(r"additional_chat_templates|tokenizer|processor|extractor")
+"""What is in the names of the folders in a model's folder from which transformers reads templates and parts of a processor."""
 
 
 def read_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
@@ -151,11 +158,47 @@ def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
     return path
 
 
+def refuse_link_out(folder: Path, name: str) -> None:
+    """Raise UserError if the entry `name` of a folder is a link that leads out of the folder, or to what can't be followed. A link
+    to what does not exist is none that anybody could open.
+    """
+    if (folder / name).is_symlink() and (folder / name).exists():
+        resolve_inside(folder, name)
+
+
+def refuse_links_out(folder: Path) -> None:
+    """Raise UserError if a library that loads a tokenizer, a processor or a scheduler from a folder could open a link that leads
+    out of the folder. Its text would become part of a result, such as the text of a chat template.
+
+    All files are checked but those of kinds that no such library reads, since their names differ from class to class. Weights are
+    checked where they are found. Of the folders, those are checked that transformers opens.
+    """
+    with reading(folder):
+        names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    for name in names:
+        if (folder / name).is_dir():
+            if _OPENED_FOLDERS.search(name):
+                refuse_link_out(folder, name)
+                refuse_links_out(folder / name)
+        elif not name.lower().endswith(_NEVER_OPENED):
+            refuse_link_out(folder, name)
+
+
+def read_beside(path: Path, most: int) -> bytes:
+    """Return the content of a file in a model's folder. Raises UserError if it has over `most` bytes, is not a regular file, or is
+    a link that leads out of the folder; and OSError.
+    """
+    refuse_link_out(path.parent, path.name)
+    return read_regular(path, most)
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises UserError, which names the file, if there is none."""
+    """Return the JSON object in a file of a model's folder. Raises UserError, which names the file, if there is none, or if the
+    file is a link that leads out of the folder.
+    """
     try:
         with reading(path):
-            data = json.loads(read_regular(path, LARGEST_JSON).decode())
+            data = json.loads(read_beside(path, LARGEST_JSON).decode())
     except (ValueError, RecursionError):
         raise UserError(f"{path} is not valid JSON") from None
     if not isinstance(data, dict):
@@ -164,11 +207,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a folder's config.json, or None if the folder has none. Raises UserError if the file can't be read.
-    Raises UserError also if it is a link that leads out of the folder, because an export would copy the link's target.
-    """
-    name = "config.json"
-    return read_json(resolve_inside(folder, name)) if (folder / name).exists() else None
+    """Return the content of a folder's config.json, or None if the folder has none. Raises UserError if the file can't be read."""
+    path = folder / "config.json"
+    return read_json(path) if path.exists() else None
 
 
 def variant_of(name: str) -> str | None:

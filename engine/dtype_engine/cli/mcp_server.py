@@ -7,6 +7,7 @@ only models and text files in the allowed folders. It can't give options that ru
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -117,6 +118,7 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
     except ImportError:
         raise UserError("the package mcp is not installed: pip install 'dtype-tui[mcp]'") from None
     server = MCPServer("dtype-engine", instructions=_INSTRUCTIONS, version=__version__, log_level="ERROR")
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8"}  # what the engine prints is decoded as UTF-8
     one_at_a_time = anyio.CapacityLimiter(1)  # each call may take the memory of a whole model
 
     async def run(command: str, model: str, *options: str, json: bool = False) -> str:
@@ -124,7 +126,7 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
         async with one_at_a_time:
             try:
                 with anyio.fail_after(seconds):
-                    ended = await anyio.run_process(words, stdin=subprocess.DEVNULL, check=False)
+                    ended = await anyio.run_process(words, stdin=subprocess.DEVNULL, check=False, env=environment)
             except TimeoutError:
                 raise UserError(f"{command} took over {seconds} seconds and was ended") from None
         said, notes = (without_controls(text.decode(errors="replace")).strip() for text in (ended.stdout, ended.stderr))

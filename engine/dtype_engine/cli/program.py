@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from dtype_engine.cli.signals import ended_by, raised_signals
-from dtype_engine.cli.streams import ReaderGone, answers, drop_unwritten, fill_closed, own_output
+from dtype_engine.cli.streams import ReaderGone, answers, answers_can_hold, drop_unwritten, fill_closed, own_output
 from dtype_engine.core.errors import UserError, lacks_memory, one_line
 from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import is_printable, printable, without_controls
@@ -29,20 +29,38 @@ TRACEBACK = "DTYPE_TUI_TRACEBACK"
 
 def print_json(value: Any) -> None:
     r"""Print one JSON object on standard output. Control characters, invisible characters and those that change the direction of
-    text are printed as \u escapes.
+    text are printed as \u escapes, and so are those that the encoding of standard output lacks.
     """
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
-    lines = (line if is_printable(line) else "".join(map(_json_character, line)) for line in text.split("\n"))
+    lines = (line if _is_plain(line) else "".join(map(_json_character, line)) for line in text.split("\n"))
     answers().writelines(f"{line}\n" for line in lines)
 
 
+def _is_plain(text: str) -> bool:
+    return is_printable(text) and answers_can_hold(text)
+
+
 def _json_character(character: str) -> str:
-    return character if is_printable(character) else json.dumps(character)[1:-1]
+    return character if _is_plain(character) else json.dumps(character)[1:-1]
 
 
 def answer(text: str, nl: bool = True) -> None:
-    """Print the result of a command on standard output, with control characters escaped. nl: whether to end it with a newline."""
+    """Print the result of a command on standard output, with control characters escaped, and so are characters that its encoding
+    lacks. nl: whether to end it with a newline.
+    """
     click.echo(without_controls(text), answers(), nl)
+
+
+def answer_file(text: str) -> None:
+    """Print the content of a file on standard output. Raises UserError if the encoding of standard output lacks one of its
+    characters, because a file with escapes in their place would say something else.
+    """
+    if not answers_can_hold(text):
+        raise UserError(
+            f"standard output is {answers().encoding}, which lacks characters of this file: name a file with -o, or set "
+            "PYTHONIOENCODING=utf-8"
+        )
+    answer(text, nl=False)
 
 
 def print_stderr(line: str) -> None:

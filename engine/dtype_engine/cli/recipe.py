@@ -13,7 +13,7 @@ import msgspec
 
 from dtype_engine.checkpoint.memory_fit import fit
 from dtype_engine.cli.options import ModelCommand, force_option, json_option
-from dtype_engine.cli.program import answer, print_json, print_stderr
+from dtype_engine.cli.program import answer, answer_file, print_json, print_stderr
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -89,7 +89,7 @@ def convert(request: RunRequest, file: Path, target: str, output: Path | None, f
         )
         return
     if output is None:
-        answer(written.text, nl=False)
+        answer_file(written.text)
     for line in _left_out_lines(written):
         print_stderr(f"dtype-engine: {line}")
 

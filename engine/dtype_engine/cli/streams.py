@@ -85,6 +85,9 @@ def own_output() -> Iterator[None]:
     """A context manager that replaces `sys.stdout` with a copy of standard output, which raises ReaderGone or UserError if a write
     fails. Code in the block must flush this copy itself, because errors of the flush at the block's end are ignored. If
     `sys.stdout` was already replaced, nothing is done.
+
+    Characters that the encoding of standard output lacks are written as escapes, such as `\\u0394`, as Python itself does on
+    standard error. Otherwise a measurement would be lost by a single letter.
     """
     before = sys.__stdout__
     if before is None or sys.stdout is not before or before.fileno() != 1:
@@ -92,7 +95,7 @@ def own_output() -> Iterator[None]:
         return
     before.flush()
     ours = io.TextIOWrapper(
-        io.BufferedWriter(_StandardOutput()), before.encoding, before.errors, line_buffering=before.line_buffering
+        io.BufferedWriter(_StandardOutput()), before.encoding, "backslashreplace", line_buffering=before.line_buffering
     )
     sys.stdout = ours
     try:
@@ -121,6 +124,15 @@ def answers_alone() -> Iterator[None]:
     finally:
         sys.stdout = before
         _answers.pop()
+
+
+def answers_can_hold(text: str) -> bool:
+    """Return whether the encoding of the stream that `answers` returns has all characters of a text."""
+    try:
+        text.encode(getattr(answers(), "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def answers() -> TextIO:

@@ -143,7 +143,7 @@ def serving_sarif(file: Path, lint: ServingLint) -> dict[str, Any]:
 
 def _line_of(file: Path, pattern: str) -> int | None:
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return None
     return next((number for number, line in enumerate(lines, 1) if pattern in line), None)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.helpers import preloaded
 from tests.helpers.paths import TINYNET
 
@@ -155,3 +157,71 @@ def test_a_full_disk_is_said_in_a_sentence(arguments: tuple[str, ...]) -> None:
     done = shell(">/dev/full", *arguments)
     assert done.returncode == 2
     assert done.stderr == "dtype-engine: standard output can't be written: No space left on device\n"
+
+
+# -- encodings that lack characters --------------------------------------------------------------------------------------
+
+ENCODINGS = {
+    "latin-1": {"PYTHONIOENCODING": "latin-1"},
+    "cp1252": {"PYTHONIOENCODING": "cp1252"},
+    "ascii": {"PYTHONIOENCODING": "ascii:strict"},
+    "the locale C": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+}
+NAME = "ü.Δ.😀.weight"
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Path:
+    """A checkpoint with a name of letters that no encoding of one byte has together."""
+    save_file({NAME: torch.ones(4, 4)}, tmp_path / "named.safetensors")
+    return tmp_path / "named.safetensors"
+
+
+def in_encoding(name: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("LANG", "PYTHONIOENCODING")}
+    command = [*FRESH, *arguments]
+    return subprocess.run(command, capture_output=True, timeout=120, env=environment | ENCODINGS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_a_measurement_is_not_lost_by_a_letter(name: str) -> None:
+    done = in_encoding(name, "drift", "--cast", "*.mlp=fp8", "--prompt", "import os")
+    assert done.returncode == 0
+    assert b"\\u0394p" in done.stdout
+    assert b"UnicodeEncodeError" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_json_is_valid_in_every_encoding(named: Path, name: str) -> None:
+    done = in_encoding(name, "inspect", str(named), "--json")
+    assert done.returncode == 0
+    encoding = name if name.islower() else "ascii"
+    assert [tensor["name"] for tensor in json.loads(done.stdout.decode(encoding))["tensors"]] == [NAME]
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_letters_that_an_encoding_lacks_are_escapes_in_text(named: Path, name: str) -> None:
+    done = in_encoding(name, "inspect", str(named), "--top", "1")
+    assert done.returncode == 0
+    encoding = name if name.islower() else "ascii"
+    assert NAME.removesuffix(".weight").encode(encoding, "backslashreplace") in done.stdout
+
+
+def test_an_error_in_an_encoding_that_lacks_its_letters(tmp_path: Path) -> None:
+    done = in_encoding("ascii", "inspect", str(tmp_path / "Δ"))
+    assert done.returncode == 2
+    assert b"\\u0394: no such folder or file" in done.stderr
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_a_converted_recipe_is_printed_as_it_is_or_refused(named: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f'version: 1\nrules:\n  - {{pattern: "{NAME}", dtype: bfloat16}}\n', encoding="utf-8")
+    words = ("recipe", "convert", str(recipe), "--model", str(named), "--to", "transformers")
+    done = in_encoding("latin-1", *words)
+    assert done.stdout == b""
+    assert done.returncode == 2
+    assert b", which lacks characters of this file: name a file with -o" in done.stderr
+    assert in_encoding("latin-1", *words, "-o", str(tmp_path / "out.txt")).returncode == 0
+    assert "Δ" in (tmp_path / "out.txt").read_text(encoding="utf-8")

@@ -27,6 +27,8 @@ finished picture.
 """
 _TOKENS = 16
 _LARGEST = 64
+_MOST_PATCHES = 128
+"""The largest height and width in patches, which is that of pictures of 2,048 x 2,048 pixels."""
 _TIME_IDS = 6
 """How many numbers SDXL takes that describe the sizes and the position of the picture."""
 _PICTURE = 256
@@ -91,6 +93,13 @@ def _size(config: Any, otherwise: int = _LARGEST) -> tuple[int, int]:
     """
     size = config.get("sample_size") or otherwise
     return (int(size), int(size)) if isinstance(size, (int, float)) else (int(size[0]), int(size[1]))
+
+
+def _size_in_patches(config: Any) -> tuple[int, int]:
+    """Return (height, width) of the latents of a transformer that has one token for each patch, with at most 128 x 128 patches."""
+    most = _MOST_PATCHES * max(1, int(config.get("patch_size") or 1))
+    height, width = _size(config)
+    return min(height, most), min(width, most)
 
 
 def _unet(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
@@ -176,7 +185,7 @@ def _ltx(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
 
 
 def _dit(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
-    height, width = _size(config)
+    height, width = _size_in_patches(config)
     return {
         "hidden_states": draw(1, config.in_channels, height, width),
         "timestep": step.long(),
@@ -185,7 +194,7 @@ def _dit(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
 
 
 def _pixart(config: Any, draw: _Draw, step: torch.Tensor) -> dict[str, Any]:
-    height, width = _size(config)
+    height, width = _size_in_patches(config)
     return {
         "hidden_states": draw(1, config.in_channels, height, width),
         "encoder_hidden_states": draw(1, _TOKENS, config.get("caption_channels") or config.cross_attention_dim),
@@ -250,4 +259,5 @@ def _default_size(pipeline: Any) -> int:
     part = getattr(pipeline, "unet", None) or getattr(pipeline, "transformer", None)
     size = part.config.get("sample_size") if part is not None else None
     scale = getattr(pipeline, "vae_scale_factor", None) or 8
-    return int(size) * int(scale) if isinstance(size, int) else _PICTURE
+    most = min(_PICTURE, _LARGEST * int(scale))
+    return min(most, int(size) * int(scale)) if isinstance(size, int) else most

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtype_engine.checkpoint.weight_files import refuse_links_out
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.foreign_code import failures_as, foreign_code
 from dtype_engine.runtime.inputs.default_prompts import DEFAULT_PROMPTS
 from dtype_engine.runtime.inputs.limited import PartFails, stays_in_limits
@@ -87,7 +89,7 @@ def no_tokenizer(model: LiveModel) -> str:
             return (
                 "has a tokenizer that needs its own Python code, which is not run unless you pass --trust-remote-code"
             )
-        return f"has a tokenizer that is damaged or can't be loaded ({error if isinstance(error, PartFails) else reason(error)})"
+        return f"has a tokenizer that is damaged or can't be loaded ({error if isinstance(error, UserError) else reason(error)})"
     return "has no tokenizer" if tokenizer is None else "has a tokenizer"
 
 
@@ -103,7 +105,7 @@ def _loaded(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) 
 def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
     """Return `load(folder, ...)` for the model's folder, or None if the folder has none of the files named in `files`. If a GGUF
     model's folder has no tokenizer files, the tokenizer inside the GGUF file is loaded. Raises any exception that `load` raises,
-    and ValueError if one of the files is not a regular file.
+    ValueError if one of the files is not a regular file, and UserError if a file in the folder is a link out of it.
     """
     folder, inside = model.folder, {}
     if folder is None:
@@ -115,7 +117,8 @@ def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..
     for name in files:
         if (folder / name).exists() and not (folder / name).is_file():
             raise ValueError(f"{name} is not a regular file")  # opening a pipe would block
-    with offline(download=False), foreign_code(), without_panic_message(), warnings.catch_warnings():
+    refuse_links_out(folder)
+    with offline(), foreign_code(), without_panic_message(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return load(folder, local_files_only=True, trust_remote_code=model.trust_remote_code, **inside)
 

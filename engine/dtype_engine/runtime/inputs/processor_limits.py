@@ -8,10 +8,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from dtype_engine.checkpoint.weight_files import read_beside
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.hints import hint
 from dtype_engine.core.input_limits import InputLimits
-from dtype_engine.core.regular_files import read_regular
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.live import LiveModel
 
@@ -39,7 +39,7 @@ def check_processor_files(model: LiveModel, limits: InputLimits) -> None:
     """
     for file in FILES if model.folder is not None else ():
         try:
-            content = json.loads(read_regular(model.folder / file, _LARGEST))  # type: ignore[operator]
+            content = json.loads(read_beside(model.folder / file, _LARGEST))  # type: ignore[operator]
         except (OSError, UserError, ValueError, RecursionError):
             continue
         for settings in _objects(content):

@@ -83,7 +83,7 @@ def _offline() -> Iterator[None]:
 
     before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
     try:
-        with offline(download=False):
+        with offline():
             yield
     finally:
         config.HF_HUB_OFFLINE = before

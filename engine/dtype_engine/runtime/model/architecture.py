@@ -21,6 +21,7 @@ from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.plausible import refuse_impossible
 from dtype_engine.checkpoint.prequantized import NAMED_WEIGHTS, NO_WEIGHTS
+from dtype_engine.checkpoint.weight_files import refuse_link_out
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
@@ -74,6 +75,10 @@ class Architecture:
     """Whether Python code that comes with the checkpoint may run."""
 
 
+_READ_WITH_WEIGHTS = ("generation_config.json", "adapter_config.json")
+"""The files that transformers reads by their names in a model's folder when it loads weights from there."""
+
+
 def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Options) -> Architecture:
     """Return the architecture that a checkpoint's `config.json` names or, if the user chose a model class in `options`, that class.
 
@@ -83,6 +88,11 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Opti
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     config = checkpoint.config or {}
     refuse_impossible(config, checkpoint, f"{folder / 'config.json'}")
+    for name in _READ_WITH_WEIGHTS:
+        try:
+            refuse_link_out(folder, name)
+        except UserError as error:
+            raise NoForward(f"{printable(folder.name, 100)}: no forward pass: {error}") from None
     model_class, notices = _model_class(transformers, config, folder, options)
     made = _configuration(transformers, model_class, checkpoint, folder, options)
     if (

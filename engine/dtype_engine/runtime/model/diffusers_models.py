@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
-from dtype_engine.checkpoint.plausible import refuse_impossible
+from dtype_engine.checkpoint.plausible import refuse_impossible, refuse_large_tables
 from dtype_engine.core.errors import NoForward, one_line
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.text import printable
@@ -34,6 +35,7 @@ def make_diffusers(checkpoint: Checkpoint, title: str) -> tuple[nn.Module, Mappi
     diffusers = import_diffusers(title)
     where = f"{checkpoint.path / 'config.json'}"
     refuse_impossible(config, checkpoint, where)
+    refuse_large_tables(config, where, max((math.prod(each.shape) for each in checkpoint.weights.values()), default=0))
     model_class: Any = None
     with suppress(Exception):  # the name is unknown, or the class needs a package that is not installed
         model_class = getattr(diffusers, name) if name.isidentifier() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, read_json, resolve_inside
-from dtype_engine.core.errors import NoForward
+from dtype_engine.checkpoint.plausible import refuse_large_tables
+from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, read_json, refuse_links_out, resolve_inside
+from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.architecture import reason
@@ -18,6 +20,14 @@ from dtype_engine.runtime.model.diffusers_models import import_diffusers
 from dtype_engine.runtime.model.hf_private import install_output_hooks
 from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.silence_libraries import no_stderr, quiet
+
+_LONGEST_PROMPT = 2_048
+"""Maximum number of tokens to which a pipeline may pad a prompt if it takes no length itself. CLIP has 77, T5 there 512."""
+_LONGEST_OF_LANGUAGE_MODELS = 2_000_000
+"""The same for a pipeline that takes a length itself: its tokenizers may be those of language models, which name the positions of
+these.
+"""
+_NO_LENGTH = 1e29
 
 
 class PipelineModule(nn.Module):
@@ -62,10 +72,11 @@ def make_pipeline(folder: Path, parts: Mapping[str, nn.Module], title: str) -> P
     diffusers = import_diffusers(title)
     index = read_json(folder / PIPELINE_INDEX)
     why = f"{title}: no forward pass: diffusers can't make the pipeline"
-    with failures_as(NoForward, why, reason), quiet(), no_stderr(), offline(download=False):
+    with failures_as(NoForward, why, reason), quiet(), no_stderr(), offline():
         pipeline_class = getattr(diffusers, str(index.get("_class_name")), None)
         if not (isinstance(pipeline_class, type) and issubclass(pipeline_class, diffusers.DiffusionPipeline)):
             raise NoForward(f"{why}: it has no {printable(str(index.get('_class_name')), 100)}")
+        refuse_large_tables(index, f"{folder / PIPELINE_INDEX}")
         settings = {
             name: value for name, value in index.items() if not name.startswith("_") and not isinstance(value, list)
         }
@@ -74,6 +85,11 @@ def make_pipeline(folder: Path, parts: Mapping[str, nn.Module], title: str) -> P
             for name, named in index.items()
             if isinstance(named, list) and name not in parts
         }
+        longest = _LONGEST_PROMPT
+        if "max_sequence_length" in inspect.signature(pipeline_class.__call__).parameters:
+            longest = _LONGEST_OF_LANGUAGE_MODELS
+        for name, part in others.items():
+            _refuse_long_prompts(folder, name, part, longest)
         pipeline = pipeline_class(**settings, **others, **parts)
         pipeline.set_progress_bar_config(disable=True)
     for part in parts.values():
@@ -105,7 +121,27 @@ def _read_component(diffusers: Any, folder: Path, name: str, named: list[Any]) -
         made_by = transformers.AutoTokenizer
     if not hasattr(made_by, "from_pretrained"):
         raise NoForward(f"{shown}: {library} has no {printable(class_name, 100)} that could be read")
-    return made_by.from_pretrained(resolve_inside(folder, name, PIPELINE_INDEX), local_files_only=True)
+    try:
+        own_folder = resolve_inside(folder, name, PIPELINE_INDEX)
+        refuse_links_out(own_folder)
+    except UserError as error:
+        raise NoForward(f"{folder.name}: no forward pass: {error}") from None
+    settings_file = own_folder / str(getattr(made_by, "config_name", ""))
+    if library == "diffusers" and settings_file.is_file():
+        refuse_large_tables(read_json(settings_file), str(settings_file))
+    return made_by.from_pretrained(own_folder, local_files_only=True)
+
+
+def _refuse_long_prompts(folder: Path, name: str, part: Any, most: int) -> None:
+    """Raise NoForward if a component of a pipeline is a tokenizer that names a length of over `most` tokens, to which the pipeline
+    would pad every prompt. A tokenizer that names no length has 1e30, to which nothing can be padded.
+    """
+    length = getattr(part, "model_max_length", 0)
+    if isinstance(length, (int, float)) and most < length < _NO_LENGTH:
+        raise NoForward(
+            f"{folder / name / 'tokenizer_config.json'}: model_max_length is {length:,}, and prompts are padded to at most "
+            f"{most:,} tokens"
+        )
 
 
 def conversions(module: PipelineModule) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.hf_private import implementation, set_implementation, without_questions
 
@@ -25,9 +26,10 @@ _DEEPEST = 20
 
 
 @contextmanager
-def offline(download: bool) -> Iterator[None]:
-    """During the `with` block, make transformers raise instead of asking on standard input whether a model's code may run. Unless
-    `download` is True, also make huggingface_hub raise instead of accessing the network.
+def offline(options: Options | None = None) -> Iterator[None]:
+    """During the `with` block, make transformers raise instead of asking on standard input whether a model's code may run. Also
+    make huggingface_hub raise instead of accessing the network, unless `options` allow both downloads and the model's own code:
+    that code may lie in another repository, and huggingface_hub, which would fetch it, names files after what a server answers.
 
     huggingface_hub reads its environment variable (HF_HUB_OFFLINE) only when it is imported, so the constant in its module is
     changed.
@@ -35,7 +37,8 @@ def offline(download: bool) -> Iterator[None]:
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not download
+    allowed = options is not None and options.download and options.trust_remote_code
+    constants.HF_HUB_OFFLINE = before or not allowed
     try:
         with without_questions():
             yield

@@ -237,7 +237,7 @@ def load_module(
     with quiet(), ExitStack() as meanwhile:
         import transformers
 
-        meanwhile.enter_context(offline(options.download))
+        meanwhile.enter_context(offline(options))
         silence_transformers()
         on_step("reading the configuration")
         chosen = architecture(transformers, checkpoint, options)
@@ -429,7 +429,7 @@ def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, 
     with quiet():
         import transformers
 
-        with offline(options.download):
+        with offline(options):
             try:
                 return make(architecture(transformers, checkpoint, options), checkpoint)
             except Misfit:

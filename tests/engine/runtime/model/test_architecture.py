@@ -215,8 +215,9 @@ def test_a_backbone_on_the_hub_is_not_asked_for(make_llama: Make, reached: list[
         make_llama(), model_type="detr", architectures=["DetrModel"], backbone="evil/backbone", use_timm_backbone=False,
         backbone_config=None,
     )  # fmt: skip
-    with pytest.raises(NoForward, match="offline mode is enabled"):
-        de.open(str(folder))
+    for download in (False, True):
+        with pytest.raises(NoForward, match="offline mode is enabled"):
+            de.open(str(folder), options=de.Options(download=download))
     assert reached == []
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.helpers.hub_server import hub_of
 from torch import nn
 
 import dtype_engine as de
@@ -286,24 +287,17 @@ def test_what_is_quantised_already_is_named_and_never_cast(tmp_path: Path, what:
     assert tree.tensors["norm.weight"].castable
 
 
-def test_a_model_is_fetched_only_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make_llama: Make) -> None:
-    import huggingface_hub
-
-    folder = make_llama()
-    asked: list[str] = []
-
-    def fetch(name: str, **rest: Any) -> str:
-        asked.append(name)
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(UserError, match="--download fetches one"):
-        locate("someone/llama")
-    assert asked == []
-    source = locate("someone/llama", download=True)
-    assert asked == ["someone/llama"]
-    assert source.open() is not None
+def test_a_model_is_fetched_only_when_asked(tmp_path: Path, make_llama: Make) -> None:
+    with hub_of(tmp_path / "cache", someone__llama=make_llama()) as hub:
+        with pytest.raises(UserError, match="--download fetches one"):
+            locate("someone/llama")
+        assert hub.requests == []
+        source = locate("someone/llama", download=True)
+        assert hub.requests != []
+        assert source.open() is not None
+        before = len(hub.requests)
+        assert locate("someone/llama", download=True).path == locate("someone/llama").path == source.path
+        assert len(hub.requests) == before
 
 
 def test_too_large_for_the_memory_is_said_without_torch(tmp_path: Path) -> None:

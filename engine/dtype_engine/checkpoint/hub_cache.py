@@ -1,0 +1,92 @@
+"""Stores files of a hub in the Hugging Face cache, where huggingface_hub and transformers find them.
+
+The cache has a folder for each repository. There, `blobs/` holds the contents of files under their digests, `snapshots/COMMIT/` has
+links to them under the names of the files, and `refs/BRANCH` has the commit of a branch. huggingface_hub names a content after the
+header `ETag` of the server's answer. Here, names are made only of what was checked to be one: a digest in hexadecimal digits, a
+commit, and the parts of a file's path.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from dtype_engine.core.atomic_write import write_text_atomic
+
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+"""The SHA-1 of a git object, or the SHA-256 of a large file."""
+
+
+class CachedRepository:
+    """The folder of a repository in the Hugging Face cache."""
+
+    def __init__(self, cache: Path, repository: str) -> None:
+        """cache: the folder of the cache. repository: `org/name`, which must have been checked to be no path to elsewhere."""
+        self._folder = cache / f"models--{repository.replace('/', '--')}"
+
+    def snapshot(self, commit: str) -> Path:
+        """Return the folder with the files of a commit."""
+        return self._folder / "snapshots" / commit
+
+    def holds(self, commit: str, name: str, size: int | None) -> bool:
+        """Return whether the file `name` of a commit is there with a size of `size` bytes."""
+        return _has_size(self.snapshot(commit) / name, size)
+
+    def add(self, commit: str, name: str, size: int, digest: str | None, write: Callable[[IO[bytes]], object]) -> bool:
+        """Store the file `name` of a commit. digest: the digest of its content that the hub says, or None. A content of this digest
+        and of `size` bytes that is there already is used again. write: writes the content to a file. Returns whether it was
+        called. Raises OSError, and whatever `write` raises; then nothing is stored.
+        """
+        path = self.snapshot(commit) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if digest is None or _DIGEST.fullmatch(digest) is None:
+            _write(path, write)
+            return True
+        blob = self._folder / "blobs" / digest
+        is_new = not _has_size(blob, size)
+        if is_new:
+            blob.parent.mkdir(exist_ok=True)
+            _write(blob, write)
+        link = _beside(path)
+        try:
+            os.symlink(os.path.relpath(blob, path.parent), link)
+        except OSError:  # a file system or a system without links
+            link = blob
+        os.replace(link, path)
+        return is_new
+
+    def name_branch(self, branch: str, commit: str) -> None:
+        """Say that `commit` is the newest commit of a branch. branch: its name, which must have been checked to be no path to
+        elsewhere.
+        """
+        path = self._folder / "refs" / branch
+        path.parent.mkdir(exist_ok=True)
+        write_text_atomic(path, commit, replace=True)
+
+
+def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    partial = _beside(path)
+    try:
+        with open(partial, "wb") as file:
+            write(file)
+        os.replace(partial, path)
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def _beside(path: Path) -> Path:
+    """Return the path of a temporary file of this thread. huggingface_hub gives its own the same ending."""
+    return path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.incomplete")
+
+
+def _has_size(path: Path, size: int | None) -> bool:
+    try:
+        return os.path.getsize(path) == size
+    except OSError:
+        return False

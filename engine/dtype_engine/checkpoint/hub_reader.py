@@ -1,0 +1,290 @@
+"""Reads files and ranges of files from a hub. Everything that the hub answers is untrusted: lengths, speed and errors are checked.
+
+Every byte that comes from a hub goes through `HubReader`, so that these limits hold for all of them.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import IO, Any
+from urllib.parse import unquote
+
+from dtype_engine.core.callbacks import ignore
+from dtype_engine.core.cancellation import IsCancelled, never
+from dtype_engine.core.errors import Cancelled, UserError, one_line
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import human_bytes
+
+_TRIES = 3
+_PAUSE_S = 0.5
+_PROGRESS_BYTES = 1 << 20
+"""If at least this number of bytes of a file has arrived since the last failure, the tries begin anew."""
+_MEANINGS = {
+    401: "it asks for a token (HF_TOKEN, `hf auth login`)",
+    403: "the token may not read it",
+    404: "there is no such file",
+    429: "it allows no more requests for now, and more with a token (HF_TOKEN, `hf auth login`)",
+}
+_TRANSIENT = (429, 500, 502, 503, 504)
+_SLOWEST = 1000
+"""The minimum rate, in bytes per second, at which an answer must arrive. It is measured over HF_HUB_DOWNLOAD_TIMEOUT seconds at a
+time.
+"""
+_PHASES = 3
+"""The connection, the request and the beginning of the answer may take HF_HUB_DOWNLOAD_TIMEOUT seconds each."""
+_TOO_LATE = "did not answer in time; HF_HUB_DOWNLOAD_TIMEOUT sets the seconds"
+_ENCODINGS = {"identity": False, "gzip": True, "deflate": True}
+"""The values of the header `Content-Encoding` that are accepted, and whether they compress. With other compressions, or several on
+top of each other, a few bytes can decompress to any size.
+"""
+_ZLIB_OR_GZIP = 32 + zlib.MAX_WBITS
+_OVERHEAD = 1 << 16
+"""By how many bytes a compressed answer may exceed what it decompresses to."""
+
+
+class HubReader:
+    """Reads ranges of files from a hub. Several threads may use it at once."""
+
+    def __init__(
+        self,
+        title: str,
+        most_bytes: int | None = None,
+        most_seconds: float | None = None,
+        cancelled: IsCancelled = never,
+    ) -> None:
+        """title: the model's address, for errors. most_bytes, most_seconds: limits for all answers together, or None. cancelled:
+        called for each piece of an answer; if it returns True, Cancelled is raised.
+        """
+        from huggingface_hub.utils import build_hf_headers
+
+        self.title = title
+        self._headers = {**build_hf_headers(), "accept-encoding": "identity"}
+        self._lock = threading.Lock()
+        self._most, self._left = most_bytes, most_bytes or 0
+        self._seconds = most_seconds
+        self._latest = time.monotonic() + most_seconds if most_seconds is not None else float("inf")
+        self._cancelled = cancelled
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Make all calls that still run, in any thread, raise Cancelled at their next piece."""
+        self._stopped = True
+
+    def read(self, url: str, start: int, count: int, size: int | None = None) -> bytes:
+        """Return `count` bytes of the file at `url`, from the offset `start` on. size: the size of the file; if None, fewer than
+        `count` bytes may be returned. Raises UserError, and the errors of huggingface_hub.
+        """
+        for attempt in range(1, _TRIES + 1):
+            with self._tried_again(attempt):
+                return b"".join(self._pieces(url, start, count, size)) if count else b""
+        raise AssertionError
+
+    def save(self, url: str, size: int, file: IO[bytes], on_bytes: Callable[[int], object] = ignore) -> None:
+        """Write the whole file at `url`, of `size` bytes, to `file`. After a failure, it goes on where it stopped. on_bytes: called
+        with numbers of bytes that have arrived. Raises UserError, Cancelled, and the errors of huggingface_hub.
+        """
+        done, attempt = 0, 1
+        while done < size:
+            before = done
+            with self._tried_again(attempt):
+                for piece in self._pieces(url, done, size - done, size):
+                    file.write(piece)
+                    done += len(piece)
+                    on_bytes(len(piece))
+            attempt = 1 if done - before >= _PROGRESS_BYTES else attempt + 1
+
+    @contextmanager
+    def _tried_again(self, attempt: int) -> Iterator[None]:
+        """A context manager that suppresses an error after which the request can be made again, and waits for that. attempt: the
+        number of this request among those for the same bytes, from 1.
+        """
+        from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+        try:
+            yield
+        except HTTPError as error:
+            refused = isinstance(error, HfHubHTTPError) and error.response.status_code not in _TRANSIENT
+            if refused or attempt >= _TRIES or self._stopped:
+                raise
+            time.sleep(attempt * _PAUSE_S)
+
+    def _pieces(self, url: str, start: int, count: int, size: int | None) -> Iterator[bytes]:
+        from huggingface_hub.utils import hf_raise_for_status
+
+        headers = dict(self._headers)
+        if size is not None:
+            headers["range"] = f"bytes={start}-{start + count - 1}"
+        response = self._send(url, headers)
+        try:
+            if not response.is_success:  # the body is not needed and can have any size, so it is not read
+                said_why = {name: text for name, text in response.headers.items() if name.startswith("x-error-")}
+                hf_raise_for_status(type(response)(response.status_code, headers=said_why, request=response.request))
+            whole = response.status_code != 206
+            if size is not None:
+                self._refuse_other_range(response, whole, start, size, url)
+            # A server that knows no ranges sends the file from its first byte on.
+            skip = start if whole else 0
+            wanted = count + skip
+            most = size if size is not None and whole else count
+            arrived = 0
+            for piece in self._decoded(response, most, url):
+                useful = piece[max(0, skip - arrived) : max(0, wanted - arrived)]
+                arrived += len(piece)
+                if arrived > most:
+                    raise self._lie(f"its answer has over {most:,} bytes", url)
+                if useful:
+                    yield useful
+                if arrived > wanted:
+                    break  # an answer that is read to its end, in contrast, leaves the connection open for the next request
+        finally:
+            response.close()
+        if size is not None and arrived < wanted:
+            raise self._lie(f"its answer ends after {arrived:,} of {wanted:,} bytes", url)
+
+    def _send(self, url: str, headers: dict[str, str]) -> Any:
+        """Return the response of a GET request, of which only the headers have been read. Raises UserError if they take too long.
+
+        The HTTP client limits only the time between two bytes of the headers. The request is therefore made in a thread of its
+        own, which is left alone if it takes too long.
+        """
+        from huggingface_hub import constants
+        from huggingface_hub.utils import get_session
+
+        client, seconds = get_session(), constants.HF_HUB_DOWNLOAD_TIMEOUT
+        request = client.build_request("GET", url, headers=headers, timeout=seconds)
+        answers: SimpleQueue[Any] = SimpleQueue()
+        too_late = threading.Event()
+
+        def ask() -> None:
+            try:
+                response = client.send(request, stream=True)
+            except BaseException as error:
+                answers.put(error)
+                return
+            answers.put(response)
+            if too_late.is_set():
+                response.close()
+
+        threading.Thread(target=ask, daemon=True).start()
+        try:
+            answer = answers.get(timeout=_PHASES * seconds)
+        except Empty:
+            too_late.set()
+            raise UserError(f"{self.title}: the hub {_TOO_LATE}") from None
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def _refuse_other_range(self, response: Any, whole: bool, start: int, size: int, url: str) -> None:
+        said = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("content-range", ""))
+        total = response.headers.get("content-length") if whole else said[2] if said else None
+        if "content-encoding" in response.headers:
+            total = None  # the length is that of the compressed answer
+        if (total is not None and total != str(size)) or (said and not whole and int(said[1]) != start):
+            raise self._lie(f"its list of files says {size:,} bytes, its answer {printable(str(total), 40)}", url)
+
+    def _decoded(self, response: Any, most: int, url: str) -> Iterator[bytes]:
+        """Yield the body of a response in pieces, decompressed. `response.iter_bytes` would yield nothing, and so check nothing,
+        while compressed bytes arrive that stand for no byte.
+        """
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding not in _ENCODINGS:
+            raise self._lie(f"its answer is compressed as {printable(encoding, 40)}", url)
+        if not _ENCODINGS[encoding]:
+            yield from self._arriving(response)
+            return
+        decoder, arrived = zlib.decompressobj(_ZLIB_OR_GZIP), 0
+        try:
+            for piece in self._arriving(response):
+                arrived += len(piece)
+                if arrived > most + _OVERHEAD:
+                    raise self._lie(f"its answer has over {most:,} bytes", url)
+                yield decoder.decompress(piece, most + 1)
+        except zlib.error as error:
+            raise self._lie(f"its answer can't be decompressed ({one_line(error, 60)})", url) from None
+
+    def _arriving(self, response: Any) -> Iterator[bytes]:
+        """Yield the body of a response as it arrives. Raises UserError if it arrives too slowly, and Cancelled."""
+        from huggingface_hub import constants
+
+        period = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        waited, arrived, since = 0.0, 0, time.monotonic()
+        for piece in response.iter_raw():
+            waited += time.monotonic() - since  # without the time that the caller takes for each piece
+            arrived += len(piece)
+            if waited > period:
+                if arrived < _SLOWEST * waited:
+                    raise UserError(f"{self.title}: the hub sends less than {_SLOWEST:,} bytes per second")
+                waited, arrived = 0.0, 0
+            self._count(len(piece))
+            yield piece
+            since = time.monotonic()
+
+    def _count(self, count: int) -> None:
+        if self._stopped or self._cancelled():
+            raise Cancelled
+        if time.monotonic() > self._latest:
+            raise UserError(
+                f"{self.title}: the hub needs over {self._seconds:,.0f} seconds for the headers, which is too long"
+            )
+        if self._most is None:
+            return
+        with self._lock:
+            self._left -= count
+        if self._left < 0:
+            raise UserError(f"{self.title}: its headers have over {human_bytes(self._most)}, which are too many")
+
+    def _lie(self, what: str, url: str) -> UserError:
+        name = printable(unquote(url.rpartition("/")[2].partition("?")[0]), 100)
+        return UserError(f"{self.title}: what the hub says of {name} can't be trusted: {what}")
+
+
+@contextmanager
+def hub_faults(title: str, revision: str) -> Iterator[None]:
+    """A context manager that turns the errors of huggingface_hub into a UserError, which says what to do. title: the model's
+    address, for errors. revision: the branch, tag or commit that is asked for.
+
+    In its `with` block, huggingface_hub logs nothing, because its log messages quote the server. Its telemetry is off, because it
+    would first download a list of agents, and wait for this list whatever its size.
+    """
+    from huggingface_hub import constants, errors
+    from huggingface_hub.utils import logging
+
+    level, silent = logging.get_verbosity(), constants.HF_HUB_DISABLE_TELEMETRY
+    logging.set_verbosity(logging.CRITICAL)
+    constants.HF_HUB_DISABLE_TELEMETRY = True
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise UserError(
+            f"{title} is gated: accept its conditions on the hub with your account, and set HF_TOKEN or run `hf auth login`"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise UserError(f"{title}: the model has no revision {printable(revision)}") from None
+    except errors.RepositoryNotFoundError:
+        raise UserError(
+            f"{title}: the hub has no such model, or it is private and the token (HF_TOKEN, `hf auth login`) does not show it"
+        ) from None
+    except errors.OfflineModeIsEnabled:
+        raise UserError(
+            f"{title}: HF_HUB_OFFLINE forbids asking the hub; without hf://, a downloaded model opens"
+        ) from None
+    except errors.HfHubHTTPError as error:
+        code = error.response.status_code
+        why = _MEANINGS.get(code, "")
+        raise UserError(f"{title}: the hub answered with status {code}{f': {why}' if why else ''}") from None
+    except errors.HTTPError as error:
+        slow = "Timeout" in type(error).__name__
+        why = f"it {_TOO_LATE}" if slow else one_line(error)
+        raise UserError(f"{title}: the hub can't be reached: {why}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{title} could not be read: {one_line(error, 300)}") from None
+    finally:
+        logging.set_verbosity(level)
+        constants.HF_HUB_DISABLE_TELEMETRY = silent

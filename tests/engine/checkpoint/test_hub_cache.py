@@ -1,0 +1,301 @@
+"""Downloads from a hub that misbehaves, and what is in the cache afterwards: read by huggingface_hub and transformers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.helpers.hub_server import COMMIT, Hub, Request, hub_of
+
+from dtype_engine.checkpoint import hub as addresses
+from dtype_engine.checkpoint import hub_reader
+from dtype_engine.checkpoint.hub import HubAddress
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.core.errors import UserError
+
+MODEL = "hf://org/name"
+BOTH = (MODEL, "org/name")
+"""The two ways to name a model that `--download` fetches."""
+Fault = Callable[[Request], bool]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A folder with a model of two tensors."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    save_file({"a.weight": torch.ones(64, 8), "b.weight": torch.ones(8)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, small: Path) -> Iterator[Hub]:
+    with hub_of(tmp_path / "cache", org__name=small) as running:
+        yield running
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() or path.is_symlink()}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in files(folder)}
+
+
+def with_headers(small: Path, **headers: str) -> Fault:
+    """Answers every request for a file with further headers."""
+
+    def fault(request: Request) -> bool:
+        if "/resolve/" in request.path:
+            content = (small / request.path.rpartition("/")[2]).read_bytes()
+            said = {"X-Repo-Commit": COMMIT, "ETag": '"x"'} | {
+                key.replace("_", "-"): text for key, text in headers.items()
+            }
+            request.send(200, content, said)
+        return "/resolve/" in request.path
+
+    return fault
+
+
+OUT = "../../../../evil.pth"
+HEADERS: dict[str, dict[str, str]] = {
+    "ETag": {"ETag": f'"{OUT}"'},
+    "ETag, absolute": {"ETag": '"/ROOT/evil.pth"'},
+    "ETag, weak": {"ETag": f'W/"{OUT}"'},
+    "ETag, too long": {"ETag": f'"{"x" * 5000}"'},
+    "X-Linked-Etag": {"X-Linked-Etag": f'"{OUT}"'},
+    "X-Repo-Commit": {"X-Repo-Commit": "../../../../../evil"},
+    "X-Xet-Hash": {"X-Xet-Hash": OUT, "X-Xet-Refresh-Route": "/x"},
+}
+
+
+@pytest.mark.parametrize("model", BOTH)
+@pytest.mark.parametrize("name", HEADERS)
+def test_no_header_of_an_answer_names_a_file(tmp_path: Path, small: Path, hub: Hub, name: str, model: str) -> None:
+    hub.fault = with_headers(small, **{key: text.replace("ROOT", str(tmp_path)) for key, text in HEADERS[name].items()})
+    before = files(tmp_path)
+    found = locate(model, download=True).path
+    assert found is not None
+    assert contents(found) == contents(small)
+    new = files(tmp_path) - before
+    assert all(path.startswith("cache/hub/models--org--name/") for path in new), new
+    assert not [path for path in new if "evil" in path or ".." in path]
+
+
+DIGESTS = {
+    "a path": {"blobId": OUT},
+    "a path, of a large file": {"blobId": "c0ffee", "lfs": {"sha256": OUT}},
+    "dots": {"blobId": ".."},
+    "nothing": {"blobId": ""},
+    "too long": {"blobId": "0" * 5000},
+    "not a digest": {"blobId": "model.safetensors"},
+}
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_no_digest_in_the_list_of_files_leads_out_of_the_cache(
+    tmp_path: Path, small: Path, hub: Hub, name: str
+) -> None:
+    listed = [{"rfilename": file.name, "size": file.stat().st_size} | DIGESTS[name] for file in small.iterdir()]
+    answer = json.dumps({"sha": COMMIT, "siblings": listed}).encode()
+    hub.fault = lambda request: bool(request.path.startswith("/api/") and (request.send(200, answer) or True))
+    before = files(tmp_path)
+    found = locate(MODEL, download=True).path
+    assert found is not None
+    assert contents(found) == contents(small)
+    snapshot = f"cache/hub/models--org--name/snapshots/{COMMIT}"
+    names = {f"{snapshot}/{file.name}" for file in small.iterdir()}
+    assert files(tmp_path) - before == {*names, "cache/hub/models--org--name/refs/main"}
+
+
+def test_files_are_named_by_the_list_that_was_checked(small: Path, hub: Hub) -> None:
+    (small / "evil\x1b]0;.json").write_text("{}")
+    (small / "notes.md").write_text("no part of the model")
+    found = locate(MODEL, download=True).path
+    assert found is not None
+    assert files(found) == {"config.json", "model.safetensors"}
+    listings = [path for path in hub.paths() if path.startswith("/api/")]
+    assert len(listings) == 1
+    assert "/tree/" not in listings[0]
+    assert len(hub.requests) == 3
+
+
+def test_other_programs_read_the_cache(tmp_path: Path, small: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+    from huggingface_hub import constants, scan_cache_dir, snapshot_download, try_to_load_from_cache
+
+    found = locate("org/name", download=True).path
+    assert found is not None
+    hub.fault = lambda request: pytest.fail("everything is there")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cache = str(tmp_path / "cache" / "hub")
+    assert snapshot_download("org/name", cache_dir=cache) == str(found)
+    assert try_to_load_from_cache("org/name", "config.json", cache_dir=cache) == str(found / "config.json")
+    assert transformers.AutoConfig.from_pretrained("org/name", cache_dir=cache).model_type == "llama"
+    scanned = scan_cache_dir(cache)
+    assert not scanned.warnings
+    (repository,) = scanned.repos
+    assert repository.repo_id == "org/name"
+    assert repository.size_on_disk == sum(file.stat().st_size for file in small.iterdir())
+    (revision,) = repository.revisions
+    assert (revision.commit_hash, revision.refs) == (COMMIT, {"main"})
+
+
+def test_a_cache_of_huggingface_hub_is_continued(tmp_path: Path, small: Path, hub: Hub) -> None:
+    """A newer commit takes the contents that huggingface_hub has downloaded for an older one."""
+    from huggingface_hub import snapshot_download
+
+    older = Path(snapshot_download("org/name", cache_dir=str(tmp_path / "cache" / "hub"), revision=COMMIT))
+    hub.requests.clear()
+    newer = "abcdef0" * 5 + "abcde"
+    digests = {file.name: os.path.basename(os.path.realpath(older / file.name)) for file in small.iterdir()}
+    listed = [
+        {"rfilename": name, "size": (small / name).stat().st_size, "blobId": blob} for name, blob in digests.items()
+    ]
+    answer = json.dumps({"sha": newer, "siblings": listed}).encode()
+    hub.fault = lambda request: bool(request.path.startswith("/api/") and (request.send(200, answer) or True))
+    steps: list[tuple[int, int]] = []
+    found = HubAddress.parse(MODEL).listing().download(lambda what, done, total: steps.append((done, total)))
+    assert found.name == newer
+    assert contents(found) == contents(small)
+    assert len(hub.requests) == 1, "only the list of files was asked for"
+    assert steps[-1] == (sum(file.stat().st_size for file in small.iterdir()),) * 2
+
+
+def test_a_file_system_without_links(small: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    found = locate(MODEL, download=True).path
+    assert found is not None
+    assert contents(found) == contents(small)
+    assert not any(file.is_symlink() for file in found.iterdir())
+
+
+def test_a_part_of_a_file_that_has_arrived_is_not_asked_for_again(
+    small: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_reader, "_PAUSE_S", 0.0)
+    size = os.path.getsize(small / "model.safetensors")
+    answered: list[str] = []
+
+    def broken_off(request: Request) -> bool:
+        if not request.path.endswith(".safetensors") or answered:
+            return False
+        answered.append(request.path)
+        request.send_response(200)
+        request.send_header("Content-Length", str(size))
+        request.end_headers()
+        request.wfile.write((small / "model.safetensors").read_bytes()[:1000])
+        request.close_connection = True
+        return True
+
+    hub.fault = broken_off
+    found = locate(MODEL, download=True).path
+    assert found is not None
+    assert contents(found) == contents(small)
+    spans = [span for _, path, span in hub.requests if path.endswith(".safetensors")]
+    assert spans == [f"bytes=0-{size - 1}", f"bytes=1000-{size - 1}"]
+
+
+def test_a_hub_that_breaks_off_again_and_again_is_given_up(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_reader, "_PAUSE_S", 0.0)
+
+    def one_byte(request: Request) -> bool:
+        if request.path.endswith(".safetensors"):
+            request.send_response(200)
+            request.send_header("Content-Length", "2224")
+            request.end_headers()
+            request.wfile.write(b"x")
+            request.close_connection = True
+        return request.path.endswith(".safetensors")
+
+    hub.fault = one_byte
+    with pytest.raises(UserError, match="hf://org/name: the hub can't be reached: "):
+        locate(MODEL, download=True)
+    assert sum(path.endswith(".safetensors") for path in hub.paths()) == 3
+    assert not any("safetensors" in name or "incomplete" in name for name in files(tmp_path / "cache"))
+
+
+# -- answers without an end ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Limits of fractions of a second, and an event that is set when the test ends."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    over = threading.Event()
+    yield over
+    over.set()
+
+
+def bytes_forever(over: threading.Event, of: str, head: bytes, piece: bytes, pause: float) -> Fault:
+    """Answers requests for `of` with `head` and then pieces without an end."""
+
+    def fault(request: Request) -> bool:
+        if of in request.path:
+            request.close_connection = True
+            with suppress(OSError):
+                request.wfile.write(head)
+                while not over.wait(pause):
+                    request.wfile.write(piece)
+        return of in request.path
+
+    return fault
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+GZIPPED = OK + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(b"")[:10]
+EMPTY_BLOCK = zlib.compressobj(wbits=-15).flush(zlib.Z_SYNC_FLUSH)[-5:]
+"""A block of deflate that stands for no byte."""
+ENDLESS: dict[str, tuple[str, bytes, bytes, float, str]] = {
+    "a list, byte after byte": ("/api/", OK + b"\r\n", b" ", 0.02, "the hub sends less than 1,000 bytes per second"),
+    "a file, byte after byte": (".safetensors", OK + b"\r\n", b" ", 0.02, "the hub sends less than 1,000 bytes per second"),
+    "headers of a list": ("/api/", OK, b"X-A: 1\r\n", 0.02, "the hub did not answer in time"),
+    "headers of a file": (".safetensors", OK, b"X-A: 1\r\n", 0.02, "the hub did not answer in time"),
+    "a header in one line": ("/api/", OK + b"X: ", b"x", 0.02, "the hub did not answer in time"),
+    "compressed, and nothing comes of it": ("/api/", GZIPPED, EMPTY_BLOCK * 2000, 0.0, "its answer has over 1,000,000 bytes"),
+    "compressed, and slow": ("/api/", GZIPPED, EMPTY_BLOCK, 0.02, "the hub sends less than 1,000 bytes per second"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_an_answer_without_an_end_is_ended(
+    tmp_path: Path, hub: Hub, impatient: threading.Event, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(addresses, "LARGEST_JSON", 1_000_000)
+    of, head, piece, pause, words = ENDLESS[name]
+    hub.fault = bytes_forever(impatient, of, head, piece, pause)
+    with pytest.raises(UserError, match=words):
+        locate(MODEL, download=True)
+    assert not any("safetensors" in path for path in files(tmp_path / "cache"))
+
+
+def test_the_time_for_headers_is_limited_however_fast_they_come(
+    hub: Hub, impatient: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "_MOST_SECONDS", 0.3)
+    hub.fault = bytes_forever(impatient, "/api/", OK + b"\r\n", b" " * 1000, 0.02)
+    with pytest.raises(UserError, match="the hub needs over 0 seconds for the headers, which is too long"):
+        locate(MODEL)
+
+
+@pytest.mark.parametrize("text", ["..", "../x", "a/b/c", "a/../b", "a--b", "a/..b", ""])
+def test_what_is_no_id_of_a_model(text: str) -> None:
+    with pytest.raises(UserError, match="is no id of a model on a hub"):
+        HubAddress.of_id(text)
