@@ -31,7 +31,7 @@ from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.passes.call_interception import ModuleCalls
 from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver
-from dtype_engine.runtime.passes.kept_positions import AttendedPositions
+from dtype_engine.runtime.passes.kept_positions import AttendedPositions, KeptPositions
 from dtype_engine.runtime.passes.model_behavior import Calibration, ModelBehavior, Run, earliest
 from dtype_engine.runtime.passes.one_pass import PassOptions, PassResult
 from dtype_engine.runtime.passes.output_cache import OutputCache
@@ -233,13 +233,17 @@ class ForwardRunner:
         call_of: Callable[[Batch], Callable[[], Any]],
         run: Callable[[Callable[[], Any], PassOptions], object],
     ) -> dict[str, torch.Tensor]:
-        """Return the largest |value| of each head in the unrounded KV caches of runs over all batches.
+        """Return the largest |value| of each head in the unrounded KV caches of runs over all batches. Padding does not count.
 
         call_of: returns the call of the model on a batch. run: runs such a call with `PassOptions`.
         """
+        of_decoder = {tensor.name: tensor.source == "decoder" for tensor in self.model.tree.kv_cache.tensors}
 
         def observe(batch: Batch) -> dict[str, torch.Tensor]:
+            kept = KeptPositions.of(self.model.module, batch, self.model.device, AttendedPositions())
             amax = CacheAmax(self.model.cache_names)
+            if kept is not None:
+                amax.kept_of = lambda name, states: kept.of_cache(of_decoder[name], states)
             run(call_of(keeping_cache(batch)), PassOptions(caches=amax))
             return amax.found
 

@@ -13,6 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import dtype_engine as de
+from dtype_engine.core.options import RunSettings
+from dtype_engine.runtime.measure.activation_ranges import input_ranges
+from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 
 IDS = torch.arange(48).reshape(2, 24) * 7 % 63 + 1
 LARGEST = 448
@@ -181,3 +184,84 @@ def test_a_scan_beside_another_checkpoint_scores_a_cache_as_its_scales_round_it(
             expected = kl(reference, logits(other, PlainCache(amax=amax, only={(layer, part)})))
             score = scores[f"model.layers.{layer}.self_attn.kv_cache.{letter}", "kv:float8_e4m3fn@tensor"]
             assert score == pytest.approx(expected, rel=0.35)
+
+
+def with_large_padding() -> tuple[Any, torch.Tensor]:
+    """A model in which token 0, which stands for padding, has large keys and values; and a mask that leaves it out."""
+    model = llama()
+    table = model.model.embed_tokens.weight
+    table[:, 3] = 0
+    table[0] = 0
+    table[0, 3] = 1
+    for layer in model.model.layers:
+        layer.input_layernorm.weight[3] = 8
+    mask = torch.ones_like(IDS)
+    mask[1, :9] = 0
+    return model, mask
+
+
+@pytest.mark.parametrize("form", ["fp8@tensor", "fp8@head"])
+def test_padding_has_no_part_in_the_scales(form: str) -> None:
+    model, mask = with_large_padding()
+    ids, by_head, kept = IDS * mask, form == "fp8@head", mask.bool()
+    reference = logits(model, PlainCache(), ids, attention_mask=mask)[kept]
+
+    def expected(counted: torch.Tensor | None) -> float:
+        calibration = PlainCache(kept=counted)
+        logits(model, calibration, ids, attention_mask=mask)
+        return kl(reference, logits(model, PlainCache(by_head, calibration.found), ids, attention_mask=mask)[kept])
+
+    session = de.open(model, inputs={"input_ids": ids, "attention_mask": mask})
+    session.cast("*.kv_cache", form)
+    assert session.drift().output.kl_mean == pytest.approx(expected(kept), rel=1e-4)
+    assert expected(None) != pytest.approx(expected(kept), rel=0.05)
+
+
+def test_padding_of_encoder_and_decoder_has_no_part_in_the_scales() -> None:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0,
+    )  # fmt: skip
+    model: Any = transformers.T5ForConditionalGeneration(config).eval().requires_grad_(False)
+    table = model.shared.weight
+    table[:, 3] = 0
+    table[0] = 0
+    table[0, 3] = 1
+    for name, norm in model.named_modules():
+        if name.endswith("layer_norm"):
+            norm.weight[3] = 8
+    encoder, decoder = torch.ones(2, 24, dtype=torch.int64), torch.ones(2, 10, dtype=torch.int64)
+    encoder[1, 11:], decoder[0, 6:] = 0, 0
+    given = {
+        "attention_mask": encoder, "decoder_input_ids": IDS[:, :10] * decoder, "decoder_attention_mask": decoder,
+    }  # fmt: skip
+
+    def run(own: PlainCache, cross: PlainCache) -> torch.Tensor:
+        return logits(model, transformers.EncoderDecoderCache(own, cross), IDS * encoder, **given)[decoder.bool()]
+
+    def expected(of_own: torch.Tensor | None, of_cross: torch.Tensor | None) -> float:
+        own, cross = PlainCache(kept=of_own), PlainCache(kept=of_cross)
+        reference = run(own, cross)
+        return kl(reference, run(PlainCache(amax=own.found), PlainCache(amax=cross.found)))
+
+    session = de.open(model, inputs={"input_ids": IDS * encoder, **given})
+    session.cast("*.kv_cache", "fp8@tensor")
+    right = expected(decoder.bool(), encoder.bool())
+    assert session.drift().output.kl_mean == pytest.approx(right, rel=1e-4)
+    for other in (expected(None, encoder.bool()), expected(decoder.bool(), None)):
+        assert other != pytest.approx(right, rel=1e-3)
+
+
+def test_padding_has_no_part_in_the_ranges_of_a_layers_inputs() -> None:
+    """From these, NVFP4's static scales of activations are computed."""
+    model, mask = with_large_padding()
+    session = de.open(model, inputs={"input_ids": IDS * mask, "attention_mask": mask})
+    names = ["model.layers.0.self_attn.v_proj.weight", "lm_head.weight"]
+    found = input_ranges(session.model, session.need_inputs(), RunSettings(), names, lambda: False, ModelBehavior())
+    for name in names:
+        seen: list[torch.Tensor] = []
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        with layer.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0])):
+            logits(model, PlainCache(), IDS * mask, attention_mask=mask)
+        assert found[name] == pytest.approx(float(seen[0][mask.bool()].abs().max()), rel=1e-5)
+        assert (float(seen[0].abs().max()) > 1.05 * found[name]) == ("self_attn" in name)
