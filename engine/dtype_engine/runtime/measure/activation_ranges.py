@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.torch_private import WithoutModes
+from dtype_engine.runtime.passes.kept_positions import AttendedPositions, KeptPositions
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
@@ -29,29 +31,38 @@ def input_ranges(
     """Run the model over all inputs, and return for each weight in `weights` the largest finite |value| of its layer's input.
 
     The model runs as currently cast, under `settings`. If `settings` quantize activations, the values are taken before quantizing.
-    Layers that are not called are omitted. behavior: what earlier passes have shown about the model. Raises NoForward, KernelError,
-    Cancelled.
+    Positions that a mask of the inputs leaves out do not count. Layers that are not called are omitted. behavior: what earlier
+    passes have shown about the model. Raises NoForward, KernelError, Cancelled.
     """
     found: dict[str, float] = {}
+    masks: KeptPositions | None = None
+    calls = Counter[str]()
 
     def look(weight: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = args[0] if args else kwargs.get("input")
             if isinstance(given, torch.Tensor) and given.numel():
                 with WithoutModes():
-                    found[weight] = max(found.get(weight, 0.0), finite_amax(given.detach()))
+                    name, values = weight.rpartition(".")[0], given.detach()
+                    kept = None if masks is None else masks.of_module(name, calls[name], values)
+                    values = values if kept is None else values[kept.to(values.device)]
+                    found[weight] = max(found.get(weight, 0.0), finite_amax(values))
+                    calls[name] += 1
 
         return hook
 
     handles = []
-    try:
-        for weight in weights:
-            layer = model.module.get_submodule(weight.rpartition(".")[0])
-            handles.append(layer.register_forward_pre_hook(look(weight), with_kwargs=True))
-        with ForwardRunner(model, settings, cancelled, watch=False, behavior=behavior) as runner:
+    with ForwardRunner(model, settings, cancelled, watch=False, behavior=behavior) as runner:
+        runner.calibrate_caches(inputs.batches)
+        try:
+            for weight in weights:
+                layer = model.module.get_submodule(weight.rpartition(".")[0])
+                handles.append(layer.register_forward_pre_hook(look(weight), with_kwargs=True))
             for batch in inputs.batches:
+                masks = KeptPositions.of(model.module, batch, model.device, AttendedPositions())
+                calls.clear()
                 runner.candidate(runner.candidate_call(batch))
-    finally:
-        for handle in handles:
-            handle.remove()
+        finally:
+            for handle in handles:
+                handle.remove()
     return found

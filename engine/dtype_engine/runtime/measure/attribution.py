@@ -218,7 +218,7 @@ class Attribution:
 
     def _run_reference(self, runner: ForwardRunner) -> None:
         budget, positions = min(_BUDGET, self.model.cache_budget), 0
-        runner.calibrate_caches(self.inputs.batches)
+        runner.calibrate_caches(self.inputs.batches, run="reference")
         batches, size = self.inputs.batches, 1 if self.model.visits is None else _SIDE_BY_SIDE
         for start in range(0, len(batches), size):
             group = batches[start : start + size]
@@ -317,6 +317,10 @@ class Attribution:
         """
         comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__
+        amax = None
+        if part is None or not set(part.modules) <= set(self.model.tree.caches):
+            # With cast weights in the part, a cache has other values than in the reference run, and so other scales.
+            amax = runner.partial_amax(self.inputs.batches, self._drifting, inside)
         local = _LocalError(part.modules[0] if part is not None and len(part.modules) == 1 else None)
 
         def measure(base: _Base) -> tuple[str, torch.Tensor]:
@@ -325,7 +329,7 @@ class Attribution:
             if part is not None and base.cache is not None and base.cache.calls:
                 # A module that is not called for this batch does not limit the prefix.
                 prefix = min(base.uses.get(name, len(base.cache.names)) for name in part.modules)
-            options = PassOptions(earlier=base.cache, prefix=prefix)
+            options = PassOptions(earlier=base.cache, prefix=prefix, amax=amax)
             ran, _ = runner.partial(runner.reference_call(base.batch), self._drifting, inside, options, local)
             return main_output(ran.output)
 

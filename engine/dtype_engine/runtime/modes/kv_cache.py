@@ -90,10 +90,17 @@ class CacheAmax(CacheWatcher):
     names: CacheNames
     found: dict[str, torch.Tensor] = field(default_factory=dict)
     """The largest |value| of each head until now, float32 [heads], keyed by the name of the cache tensor."""
+    kept_of: Callable[[str, torch.Tensor], torch.Tensor | None] = lambda name, states: None
+    """A function that is called with the name of a cache tensor and what is written into it. It returns a bool mask [batch, tokens]
+    that is True at the tokens that count, or None if all of them do.
+    """
 
     def written(self, module: str, part: int, states: torch.Tensor, finished: int) -> torch.Tensor:
         for name in self.names.get(module, ())[part : part + 1]:
-            amax = head_amax(states)
+            kept = self.kept_of(name, states)
+            amax = head_amax(
+                states if kept is None else states.masked_fill(~kept.to(states.device)[:, None, :, None], 0)
+            )
             self.found[name] = torch.maximum(self.found[name], amax) if name in self.found else amax
         return states
 

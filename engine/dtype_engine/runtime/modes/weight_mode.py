@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from dtype_engine.core.errors import NoForward
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.model.torch_private import WeakIdKeyDictionary, base_of, is_wrapped, unwrapped
+from dtype_engine.runtime.model.torch_private import WeakIdKeyDictionary, WithoutModes, base_of, is_wrapped, unwrapped
 from dtype_engine.runtime.modes.activations import ActivationRounding, Rounds
 from dtype_engine.runtime.modes.op_tables import (
     METADATA,
@@ -150,13 +150,20 @@ class WeightMode(TorchFunctionMode):
         if kwargs is None:
             kwargs = {}
         kind = _kinds.get(func) or _kind_of(func)
-        if kind is _Kind.CALL and "out" not in kwargs and kwargs.get("max_norm") is None:
+        if kind is _Kind.CALL and kwargs.get("max_norm") is not None:
+            kwargs = self._renormalized(types, args, kwargs)
+        if kind is _Kind.CALL and "out" not in kwargs and not kwargs.get("inplace"):
             return self.run(func, func.__name__, args, kwargs)
         if kind is _Kind.PROPERTY:
             return self.read_property(func, args)
         if kind is _Kind.CALL or kind is _Kind.WRITE:
+            if not args and "tensor" in kwargs:  # a function of torch.nn.init
+                args, kwargs = (kwargs["tensor"],), {name: value for name, value in kwargs.items() if name != "tensor"}
             args, kwargs = self._before_write(args, kwargs)
-            return self.run(func, func.__name__, args, kwargs)
+            output = self.run(func, func.__name__, args, kwargs)
+            key = self.standing_for.get(output) if isinstance(output, torch.Tensor) else None
+            # `module.weight *= 2` assigns the result to the module, which must keep its own tensor.
+            return output if key is None or self.written.get(key) is not output else self.weights[key].tensor
         key = id(args[0])
         for given in args:
             if id(given) in self.weights:
@@ -169,6 +176,18 @@ class WeightMode(TorchFunctionMode):
         if func is torch.Tensor.requires_grad_:
             self.revealed("torch.func.grad", args, {})
         return func(*args, **kwargs)
+
+    def _renormalized(self, types: Iterable[type], args: Arguments, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Rescale rows of the embedding table of a look-up with `max_norm`, in a call of its own that writes to the table. Returns
+        the look-up's keyword arguments without `max_norm`.
+        """
+        ids, table = args[:2]
+        if table.requires_grad:
+            with WithoutModes():
+                table = table.detach()
+        given = table, ids.contiguous(), kwargs["max_norm"], kwargs.get("norm_type", 2.0)
+        self.__torch_function__(torch.embedding_renorm_, types, given)
+        return kwargs | {"max_norm": None}
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
         """Call a torch function and return its result, after replacing weights among the arguments and making dtypes equal where
@@ -415,7 +434,8 @@ class WeightMode(TorchFunctionMode):
             output = call_mixed(func, name, args, kwargs, self)
         finally:
             self.operation = ""
-        if len(found) == 1 and isinstance(output, torch.Tensor) and base_of(output) is not None:
+        # What `detach` returns shares memory with the value, too, but torch does not take it for a view.
+        if len(found) == 1 and isinstance(output, torch.Tensor) and (base_of(output) is not None or name == "detach"):
             self.standing_for[output] = next(iter(found))
         return output
 
@@ -470,14 +490,12 @@ class WeightMode(TorchFunctionMode):
         return args, kwargs
 
     def _before_write(self, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-        """Prepare a torch call that writes to its first argument, to `out`, or to an embedding table with `max_norm`. Returns its
-        new arguments.
+        """Prepare a torch call that writes to its first argument or to `out`, and return its new arguments.
 
         If the call writes to a weight, it gets a copy instead, which replaces the weight for the rest of the forward pass. If it
         writes to a tensor that shares memory with a weight, the weight's values are saved and restored after the pass.
         """
-        first = args[0] if args else None
-        destination = args[1] if kwargs.get("max_norm") is not None and len(args) > 1 else kwargs.get("out", first)
+        destination = kwargs.get("out", args[0] if args else None)
         new: dict[int, torch.Tensor] = {}
         for each in tensors_in((destination,), {}):
             if id(each) in self.weights:

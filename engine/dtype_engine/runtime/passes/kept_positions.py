@@ -131,6 +131,13 @@ class KeptPositions:
             return mask
         return mask.reshape(-1) if len(output) == mask.numel() else None
 
+    def of_cache(self, of_decoder: bool, states: torch.Tensor) -> torch.Tensor | None:
+        """Return the mask [batch, tokens] for what is written into a KV cache, [batch, heads, tokens, width], or None if all of its
+        tokens are kept. of_decoder: whether they are tokens of the decoder of an encoder-decoder model, and not of its encoder.
+        """
+        mask = self.decoder if self.has_decoder and of_decoder else self.encoder
+        return mask if mask is not None and (len(states), states.shape[-2]) == mask.shape else None
+
     def _mask(self, of_decoder: bool, output: torch.Tensor) -> torch.Tensor | None:
         return self.attended.get(tuple(output.shape[:2]), self.decoder if of_decoder else self.encoder)
 

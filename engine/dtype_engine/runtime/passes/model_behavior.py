@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
 from dtype_engine.runtime.passes.side_effects import SideEffects
+
+Run = Literal["reference", "candidate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What the values in KV caches were when the model ran over all inputs with unrounded caches."""
+
+    state: object
+    """What these values depend on: the run settings and, for a candidate run, the current values of all weights."""
+    amax: Mapping[str, torch.Tensor]
+    """The largest |value| of each head, float32 [heads], keyed by the name of the cache tensor."""
 
 
 @dataclass
@@ -25,9 +38,9 @@ class ModelBehavior:
     stateful: bool = False
     """Whether module outputs depend on more than the arguments, such as on tensors that the model updates or on random numbers."""
 
-    cache_amax: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The largest |value| of each head in the reference run over all inputs, float32 [heads], keyed by the name of the KV cache's
-    tensor. Empty until a format with calibrated scales needs it.
+    calibrations: dict[Run, Calibration] = field(default_factory=dict)
+    """The last calibration of KV caches by each of the two runs. It is empty until a format with calibrated scales needs it, and
+    after the inputs have changed.
     """
 
     def add_effects(self, effects: SideEffects) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import torch
 
 from dtype_engine.runtime.modes.kv_cache import CacheWatcher
 from dtype_engine.runtime.modes.weight_mode import WeightMode
@@ -40,8 +42,12 @@ class PassOptions:
     context, which is entered before the mode. None if there is none.
     """
     caches: CacheWatcher | None = None
-    """Receives all keys and values that a reference run writes into KV caches, for example to calibrate scales. None if the recipe
-    has no rule for a KV cache.
+    """Receives all keys and values that the pass writes into KV caches, for example to calibrate scales. The pass does not round
+    them then. If None, a pass with cast weights rounds its caches as the recipe says.
+    """
+    amax: Mapping[str, torch.Tensor] | None = None
+    """The largest |value| of each head, float32 [heads], keyed by the name of the cache tensor, with which `ForwardRunner.partial`
+    rounds KV caches. If None, those of the reference run.
     """
 
 

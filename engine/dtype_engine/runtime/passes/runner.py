@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -31,8 +31,8 @@ from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.passes.call_interception import ModuleCalls
 from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver
-from dtype_engine.runtime.passes.kept_positions import AttendedPositions
-from dtype_engine.runtime.passes.model_behavior import ModelBehavior, earliest
+from dtype_engine.runtime.passes.kept_positions import AttendedPositions, KeptPositions
+from dtype_engine.runtime.passes.model_behavior import Calibration, ModelBehavior, Run, earliest
 from dtype_engine.runtime.passes.one_pass import PassOptions, PassResult
 from dtype_engine.runtime.passes.output_cache import OutputCache
 from dtype_engine.runtime.passes.side_by_side import NotIndependent, SideBySide
@@ -171,20 +171,86 @@ class ForwardRunner:
     def _with_cache(self, batch: Batch) -> Batch:
         return keeping_cache(batch) if self.model.cache_formats else batch
 
-    def calibrate_caches(self, batches: Iterable[Batch], formats: Collection[str] | None = None) -> None:
-        """Record the largest |value| of each head in the KV caches of a reference run, if one of `formats` has calibrated scales.
-        This runs the model on all batches, unless the values are already known. Raises NoForward, KernelError and Cancelled.
+    def calibrate_caches(
+        self, batches: Iterable[Batch], formats: Collection[str] | None = None, run: Run = "candidate"
+    ) -> None:
+        """Find the largest |value| of each head in the KV caches of a run, if one of `formats` has calibrated scales. Candidate
+        runs round their caches by those of the candidate, `partial` runs without `PassOptions.amax` by those of the reference.
 
-        formats: names in `KV_FORMATS`; if None, the formats of the recipe.
+        This runs the model on all batches, unless the values are known. Raises NoForward, KernelError and Cancelled. formats: names
+        in `KV_FORMATS`; if None, the formats of the recipe. run: which run; the candidate is the model as it is currently cast, so
+        the one that a runtime serves.
         """
-        known, wanted = self.behavior.cache_amax, self.model.cache_formats.values() if formats is None else formats
-        if known or not any(KV_FORMATS[form].calibrated for form in wanted):
+        wanted = self.model.cache_formats.values() if formats is None else formats
+        if self._calibrated(run) is not None or not any(KV_FORMATS[form].calibrated for form in wanted):
             return
-        amax = CacheAmax(self.model.cache_names)
-        options = PassOptions(caches=amax)
-        runs = (keeping_cache(self.reference_batch(batch)).run for batch in batches)
-        self.side_by_side([partial(self.reference, partial(run, self.model.module), options) for run in runs])
-        known |= amax.found
+        if run == "reference":
+            amax = self._amax_of(batches, self.reference_call, self.reference)
+        else:
+            amax = self._amax_of(batches, self.candidate_call, self.candidate)
+        self.behavior.calibrations[run] = Calibration(self._calibration_state(run), amax)
+
+    def partial_amax(
+        self, batches: Iterable[Batch], drifting: frozenset[int], inside: Callable[[str], bool]
+    ) -> dict[str, torch.Tensor] | None:
+        """Return the largest |value| of each head in the KV caches of `partial` runs over all batches, as for `PassOptions.amax`.
+        Returns None if no cache that these runs round has a format with calibrated scales. The arguments are those of `partial`.
+        """
+        rounded = (form for name, form in self.model.cache_formats.items() if inside(name))
+        if not any(KV_FORMATS[form].calibrated for form in rounded):
+            return None
+
+        def run(call: Callable[[], Any], options: PassOptions) -> object:
+            return self.partial(call, drifting, inside, options)
+
+        return self._amax_of(batches, self.reference_call, run)
+
+    def amax_of(self, run: Run) -> Mapping[str, torch.Tensor]:
+        """Return what `calibrate_caches` found: the largest |value| of each head in the KV caches of a run, float32 [heads], keyed
+        by the name of the cache tensor. It is empty if this run was not calibrated in the model's current state.
+        """
+        return self._calibrated(run) or {}
+
+    def _calibrated(self, run: Run) -> Mapping[str, torch.Tensor] | None:
+        known = self.behavior.calibrations.get(run)
+        return known.amax if known is not None and known.state == self._calibration_state(run) else None
+
+    def _calibration_state(self, run: Run) -> object:
+        return self.settings, self._forms() if run == "candidate" else None
+
+    def _forms(self) -> dict[str, str]:
+        return {name: weight.form for name, weight in self.model.weights.items()}
+
+    def _form_of_cache(self, name: str, amax: Mapping[str, torch.Tensor]) -> str:
+        """Return a string that identifies how a cache tensor is rounded: its format and, if they are calibrated, its scales."""
+        form = self.model.cache_formats.get(name, "")
+        calibrated = form and KV_FORMATS[form].calibrated and name in amax
+        return f"{form} {amax[name].tolist()}" if calibrated else form
+
+    def _amax_of(
+        self,
+        batches: Iterable[Batch],
+        call_of: Callable[[Batch], Callable[[], Any]],
+        run: Callable[[Callable[[], Any], PassOptions], object],
+    ) -> dict[str, torch.Tensor]:
+        """Return the largest |value| of each head in the unrounded KV caches of runs over all batches. Padding does not count.
+
+        call_of: returns the call of the model on a batch. run: runs such a call with `PassOptions`.
+        """
+        of_decoder = {tensor.name: tensor.source == "decoder" for tensor in self.model.tree.kv_cache.tensors}
+
+        def observe(batch: Batch) -> dict[str, torch.Tensor]:
+            kept = KeptPositions.of(self.model.module, batch, self.model.device, AttendedPositions())
+            amax = CacheAmax(self.model.cache_names)
+            if kept is not None:
+                amax.kept_of = lambda name, states: kept.of_cache(of_decoder[name], states)
+            run(call_of(keeping_cache(batch)), PassOptions(caches=amax))
+            return amax.found
+
+        found = dict[str, torch.Tensor]()
+        for of_batch in self.side_by_side([partial(observe, batch) for batch in batches]):
+            found |= {name: torch.maximum(amax, found.get(name, amax)) for name, amax in of_batch.items()}
+        return found
 
     def reference(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
@@ -210,9 +276,9 @@ class ForwardRunner:
 
         call: calls the model on one batch. Raises NoForward if the model does not write to a KV cache that has a format.
         """
-        forms = {name: weight.form for name, weight in self.model.weights.items()}
+        forms, amax = self._forms(), self.amax_of("candidate")
         for names in self.model.cache_names.values():
-            forms |= {name: self.model.cache_formats.get(name, "") for name in names}
+            forms |= {name: self._form_of_cache(name, amax) for name in names}
         cache, earlier = _new_cache(forms, options), options.earlier
         prefix, reused = 0, dict[tuple[str, int], int]()
         if earlier is not None and earlier.only == options.cached:
@@ -221,11 +287,11 @@ class ForwardRunner:
         if earlier is not None and not reused:
             earlier.release()
         mode = CandidateMode(self.model.by_id, self._compute, self.model.device, self._rounding())
-        caches = self._cache_rounding(lambda name: True)
+        caches = options.caches or self._cache_rounding(amax, lambda name: True)
         result = self._run(call, mode, options, observer, cache, reused, self._autocast, caches)
         # Reused calls recorded no first uses, so those of the earlier pass still hold.
         known = earlier.first_use if earlier is not None and reused else {}
-        if self.model.cache_formats:
+        if self.model.cache_formats and options.caches is None:
             self._refuse_unwritten(known.keys() | result.first_use.keys())
         if cache is not None:
             cache.first_use = earliest(known, result.first_use)
@@ -249,9 +315,9 @@ class ForwardRunner:
         cache = _new_cache({}, options)
         earlier = options.earlier
         reused = self._reusable(earlier, options.prefix or 0) if earlier is not None else {}
-        caches = self._cache_rounding(inside)
-        result = self._run(call, mode, options, observer, cache, reused, caches=caches)
-        return result, mode.uses | ({} if caches is None else caches.first_use)
+        rounding = self._cache_rounding(self.amax_of("reference") if options.amax is None else options.amax, inside)
+        result = self._run(call, mode, options, observer, cache, reused, caches=options.caches or rounding)
+        return result, mode.uses | ({} if rounding is None else rounding.first_use)
 
     def under(self, mode: WeightMode, call: Callable[[], Output], caches: CacheWatcher | None = None) -> Output:
         """Run the model under any torch-function mode, and return what `call` returns. call: calls the model; it may enable
@@ -275,11 +341,9 @@ class ForwardRunner:
     def _rounding(self) -> ActivationRounding | None:
         return ActivationRounding() if self.settings.quantize_activations == "weights" else None
 
-    def _cache_rounding(self, inside: Callable[[str], bool]) -> CacheRounding | None:
+    def _cache_rounding(self, amax: Mapping[str, torch.Tensor], inside: Callable[[str], bool]) -> CacheRounding | None:
         model = self.model
-        if not model.cache_formats:
-            return None
-        return CacheRounding(model.cache_names, model.cache_formats, self.behavior.cache_amax, inside)
+        return CacheRounding(model.cache_names, model.cache_formats, amax, inside) if model.cache_formats else None
 
     def _refuse_unwritten(self, used: Collection[str]) -> None:
         missing = [name for name in self.model.cache_formats if name not in used]

@@ -283,7 +283,8 @@ class Scan:
         caches, settings = self._cached, self.settings.of_weights()
         with ForwardRunner(self.model, settings, cancelled, watch=bool(caches), behavior=self._behavior) as runner:
             if caches:
-                runner.calibrate_caches(self.inputs.batches, caches)
+                # A score is the drift of a reference run in which one cache is rounded, so the scales are those of its own values.
+                runner.calibrate_caches(self.inputs.batches, caches, "reference")
             yield runner
 
     @property
@@ -373,7 +374,7 @@ class Scan:
             self._local,
             on_measured,
             cancelled,
-            self._behavior.cache_amax,
+            runner.amax_of("reference"),
             self.settings.classes_dim,
             rereads,
         )

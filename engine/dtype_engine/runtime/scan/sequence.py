@@ -227,7 +227,7 @@ class SequenceScan:
             if self.file is not None:
                 self.file.write()
             overwritten = mode.overwritten
-            if not overwritten:
+            if overwritten <= copies:  # copies do not change
                 return output, mode, [] if caches is None else caches.writes
             copies |= overwritten
             if self.file is not None:

@@ -49,8 +49,8 @@ from dtype_engine.runtime.scan.routing import TopKCall, record_topk
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
 _COPIES_VALUES = frozenset({"numpy", "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"})
-"""Methods that torch refuses for a tensor with an autograd graph. Activations have one only in a scan, so the recorder detaches
-them for these methods.
+"""Methods that torch refuses for a tensor with an autograd graph, as it refuses every call with `out`. Activations have one only in
+a scan, so the recorder detaches them for these calls.
 """
 _NO_VALUES = (str, torch.dtype, torch.Size, torch.device, type(None))
 """Types of results that say nothing about a weight's values, such as its shape or dtype. A call with such a result does not make a
@@ -114,7 +114,9 @@ class WeightOp:
 
     @property
     def overwritten(self) -> bool:
-        """Whether the model wrote to the arguments or outputs after the operation, so that a rerun would use other values."""
+        """Whether the model wrote to activations among the arguments, or to outputs, after the operation, so that a rerun would use
+        other values. A rerun computes arguments that come from a weight again.
+        """
         kept = any(each.changed for each in self.kept.values())
         return kept or [version_of(tensor) for tensor in self._held()] != self.versions
 
@@ -128,13 +130,13 @@ class WeightOp:
         return replace(self, args=args, kwargs=kwargs, outputs=outputs, kept={})
 
     def _held(self) -> list[torch.Tensor]:
-        return [*tensors_in(self.args, self.kwargs), *self.outputs]
+        given = [tensor for tensor in tensors_in(self.args, self.kwargs) if id(tensor) not in self.sources]
+        return [*given, *self.outputs]
 
     @property
     def held_activations(self) -> list[torch.Tensor]:
         """The arguments that do not come from a weight, and the outputs."""
-        out = self.sources.keys() | self.kept.keys()
-        return [tensor for tensor in self._held() if id(tensor) not in out and not is_wrapped(tensor)]
+        return [tensor for tensor in self._held() if id(tensor) not in self.kept and not is_wrapped(tensor)]
 
     def note_versions(self) -> None:
         """Store torch's version counters of the arguments and outputs, so that `overwritten` can compare them later."""
@@ -325,8 +327,8 @@ class WeightOpRecorder(ReferenceMode):
         if any(tensor.grad_fn is not None for tensor in tensors):
             if name == "detach":
                 return args[0].view_as(args[0])
-            if name in _COPIES_VALUES:
-                self.unfollowed.update(weight for operation in self.operations for weight in operation.weights)
+            if name in _COPIES_VALUES or "out" in kwargs or (_writes_first(name, args) and self._is_hidden(args[0])):
+                self._lose_activations()
                 args, kwargs = replace_tensors(args, kwargs, {id(tensor): tensor.detach() for tensor in tensors})
             elif "create_graph" in kwargs:  # the gradient that the model computes depends on activations
                 kwargs = {**kwargs, "create_graph": True}
@@ -383,35 +385,56 @@ class WeightOpRecorder(ReferenceMode):
         """
         tensor = self.weights[key].tensor
         before = self._source(tensor)
+        given = [source for each in tensors_in(args[1:], kwargs) if (source := self._source(each)) is not None]
+        self.unfollowed.update(source.weight for source in given)
+        found = {id(each): self.weights[id(each)] for each in tensors_in(args[1:], kwargs) if id(each) in self.replaced}
+        args, kwargs = replace_tensors(args, kwargs, self.current_values(found, None, name))
+        copies = {id(each): _copied(each) for each in tensors_in(args[1:], kwargs)}
+        others, other_kwargs = replace_tensors(args[1:], kwargs, copies)
 
         def remake(value: torch.Tensor) -> torch.Tensor:
             assert before is not None
             changed = before.remake(value).clone()
-            call_mixed(func, name, (changed, *args[1:]), kwargs, self)
+            call_mixed(func, name, (changed, *others), other_kwargs, self)
             return changed
 
         if before is not None:
             self._made[key] = tensor, WeightOrigin(before.weight, remake, itself=False, written=True)
-        given = [source for each in tensors_in(args[1:], kwargs) if (source := self._source(each)) is not None]
-        self.unfollowed.update(source.weight for source in given)
-        return call_mixed(func, name, args, kwargs, self)
+        # With gradients, what is written from activations is followed to the weights that they depend on.
+        with nullcontext() if torch.is_inference_mode_enabled() else torch.enable_grad():
+            return call_mixed(func, name, args, kwargs, self)
 
     def _before_write(self, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
         before = set(self._held)
-        given, kwargs = super()._before_write(args, kwargs)
+        new_args, new_kwargs = super()._before_write(args, kwargs)
         base = base_of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
         # The call may write to a part of a weight to which the pass has written before, or to a list of weights.
         part_of = self.standing_for.get(base, 0) if base is not None else 0
         listed = map(id, args[0]) if args and isinstance(args[0], list) else ()
-        self._hide({part_of, *(self._held.keys() - before), *listed})
-        return given, kwargs
+        named = tensors_in((kwargs.get("out"), args[0] if kwargs.get("inplace") else None), {})
+        self._hide({part_of, *(self._held.keys() - before), *listed, *map(id, named)})
+        return new_args, new_kwargs
 
     def _set_data(self, key: int, value: torch.Tensor) -> None:
         source = self._source(value)
         if source is not None:
             self.unfollowed.add(source.weight)
+        if value.grad_fn is not None:
+            self._lose_activations()
         super()._set_data(key, value)
         self._hide({key})
+
+    def _lose_activations(self) -> None:
+        """Note that activations act on the output in a way that gradients do not follow, for example through values that the model
+        writes into a weight. They may depend on every weight that was used before.
+        """
+        self.unfollowed.update(weight for operation in self.operations for weight in operation.weights)
+
+    def _is_hidden(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor shares the memory of a weight that is not followed (see `_hide`)."""
+        base = base_of(tensor)
+        key = self.standing_for.get(tensor if base is None else base)
+        return key in self._opaque or self._is_restored(tensor)
 
     def _is_restored(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor shares the memory of a weight to which the pass has written, and that is restored after it."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
@@ -436,11 +436,13 @@ class Session:
             contents = of_live(self.model, self.recipe, planned, self.settings, ranges)
         if not caches:
             return contents
+        amax: Mapping[str, torch.Tensor] = {}
         if cache_scheme(self.tree, caches) is not None:
             with ForwardRunner(self.model, self.settings, cancelled, behavior=self._behavior) as runner:
                 runner.calibrate_caches(self.need_inputs().batches)
+                amax = runner.amax_of("candidate")
         file_name = functools.partial(module_in_files, self.model)
-        return with_cache_scales(contents, self.tree, caches, self._behavior.cache_amax, file_name)
+        return with_cache_scales(contents, self.tree, caches, amax, file_name)
 
     def need_inputs(self) -> Inputs:
         """Return the inputs on which the model is run. Raises NoForward if the model can't be run.
@@ -916,7 +918,7 @@ class Session:
                 runner.reference(runner.reference_call(tried))
         self.inputs, self.options, self.why_no_forward = inputs, options, None
         self._meter = self._metrics = self.scanned = None
-        self._behavior.cache_amax.clear()
+        self._behavior.calibrations.clear()
         self._scan = LastScan()
 
     @property

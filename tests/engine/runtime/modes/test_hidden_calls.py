@@ -102,6 +102,34 @@ class WritesToAList(nn.Module):
         return x * self.one + self.two
 
 
+class WritesInPlace(nn.Module):
+    """Writes to weights by an operator that assigns its result, by `nn.init`, by an argument `inplace`, and into `out`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three, self.four = (nn.Parameter(torch.randn(8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = x * self.two
+        self.one *= 0.5
+        nn.init.constant_(self.two, 0.3)
+        functional.relu(self.three, inplace=True)
+        torch.mul(self.four, 0.5, out=self.four)
+        return before * self.one + self.two * self.three + self.four
+
+
+class RenormsDetached(nn.Module):
+    """Brings the rows of a table to a norm as `nn.Embedding` does, and reads the table afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.embedding_renorm_(self.table.detach(), x.argsort(), 1.0, 2.0)
+        return x + self.table[:5].float()
+
+
 class AsksForType(nn.Module):
     """Asks torch what a weight and integers are promoted to."""
 
@@ -114,6 +142,7 @@ class AsksForType(nn.Module):
 
 
 WITH_HIDDEN_WEIGHTS = [MapsItsWeight, WrapsItsWeight, WritesToAList]
+WRITING = [Renormed, RenormsDetached, WritesInPlace]
 
 
 def int8(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,7 +154,7 @@ def int8(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@pytest.mark.parametrize("kind", [Scripted, Mapped, Renormed, AsksForType, *WITH_HIDDEN_WEIGHTS])
+@pytest.mark.parametrize("kind", [Scripted, Mapped, AsksForType, *WRITING, *WITH_HIDDEN_WEIGHTS])
 def test_a_call_that_is_hidden_from_a_mode_is_what_plain_torch_runs(kind: type[nn.Module]) -> None:
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 
@@ -152,7 +181,7 @@ def test_a_call_that_is_hidden_from_a_mode_is_what_plain_torch_runs(kind: type[n
         assert torch.equal(tensor, made().state_dict()[name]), "a measurement writes to no weight"
 
 
-@pytest.mark.parametrize("kind", WITH_HIDDEN_WEIGHTS)
+@pytest.mark.parametrize("kind", [*WITH_HIDDEN_WEIGHTS, *WRITING])
 def test_the_reference_of_hidden_weights_that_are_stored_narrow_is_in_float32(kind: type[nn.Module]) -> None:
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 

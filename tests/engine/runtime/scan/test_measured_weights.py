@@ -141,11 +141,110 @@ class GoesBackward(TakesAGradient):
         return x + start.grad
 
 
+class Renorms(Uses):
+    """A look-up rescales rows of the table, which is read before and afterwards."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.weight.detach().sum()
+        rows = functional.embedding(IDS, self.weight, max_norm=1.0)
+        return self.inner(x) * rows + before * 0.1 + functional.linear(x, self.weight)
+
+
+class RenormsTwice(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        first = functional.embedding(IDS[:2], self.weight, max_norm=2.0).sum(0)
+        rows = functional.embedding_bag(IDS[:, None], self.weight, max_norm=1.0)
+        return self.inner(x) * rows + first @ self.weight.T
+
+
+class RenormsAView(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * functional.embedding(IDS, self.weight[:6], max_norm=1.0) @ self.weight
+
+
+class RenormsDetached(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        torch.embedding_renorm_(self.weight.detach(), IDS, 1.0, 2.0)
+        return self.inner(x) * functional.embedding(IDS, self.weight) @ self.weight
+
+
+class AssignsInPlace(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        before = functional.linear(x, self.weight)
+        self.weight *= 0.5
+        return self.inner(before) @ self.weight
+
+
+class WritesAPart(Uses):
+    """Writes to rows of a weight and to a bias, which were used before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = functional.linear(x, self.weight)
+        self.weight[:4].mul_(0.5)
+        return super().forward(before)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.inner(x)
+        nn.init.constant_(self.inner.bias, 0.3)
+        return self.inner(before) @ self.weight
+
+
+class WritesToOut(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        before = functional.linear(x, self.weight)
+        torch.mul(self.weight, 0.5, out=self.weight)
+        functional.relu(self.inner.weight, inplace=True)
+        return self.inner(before) @ self.weight
+
+
+class WritesFromActivations(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.mul_(self.inner(x).abs().mean())
+        return functional.linear(x, self.weight)
+
+
+class WritesActivationsToOut(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        torch.mul(self.weight, self.inner(x).abs().mean(), out=self.weight)
+        return functional.linear(x, self.weight)
+
+
+class WritesActivationsToRows(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight[:4].copy_(self.inner(x)[:4])
+        return functional.linear(x, self.weight)
+
+
+class SetsActivations(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.inner(x).T @ x
+        return functional.linear(x, self.weight)
+
+
+class Standardizes(Uses):
+    """Standardizes a weight in place, and divides another by its norm, which power iterations in a buffer estimate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("u", torch.ones(8))
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.sub_(self.weight.mean(1, keepdim=True))
+        self.weight.div_(self.weight.std(1, keepdim=True))
+        v = functional.normalize(self.inner.weight.T @ self.u, dim=0)
+        self.u.copy_(functional.normalize(self.inner.weight @ v, dim=0))
+        norm = self.u @ self.inner.weight @ v
+        return functional.linear(x, self.inner.weight / norm, self.inner.bias) @ self.weight
+
+
 KINDS = [
     Detaches, CopiesValues, TakesAGradient, TakesAGradientOfItsOwn, GoesBackward, WritesThroughData, SetsData,
     WritesOneIntoAnother, MakesAParameter, Copies, WithoutGradients, Reads, Fills, Complex, Chooses, Maps,
+    Renorms, RenormsTwice, RenormsAView, RenormsDetached, AssignsInPlace, WritesAPart, WritesToOut,
+    WritesFromActivations, WritesActivationsToOut, WritesActivationsToRows, SetsActivations, Standardizes,
 ]  # fmt: skip
 INPUTS = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+IDS = torch.tensor([3, 0, 3, 5, 1])
 
 
 @torch.no_grad()
@@ -153,7 +252,7 @@ def by_hand(kind: type[Uses], name: str) -> float:
     """The squared relative error of the output with one weight in int8, in plain torch."""
     reference = kind().requires_grad_(False)(INPUTS).double()
     module = kind().requires_grad_(False)
-    values = module.get_parameter(name)
+    values = module.state_dict(keep_vars=True)[name]
     rows = values if values.ndim == 2 else values[None]
     scales = rows.abs().amax(1, keepdim=True) / 127
     values.data = ((rows / scales).round() * scales).reshape(values.shape)
@@ -172,6 +271,21 @@ def test_the_score_of_a_weight_without_a_gradient_is_what_plain_torch_gives(kind
         assert scores[name, "int8"] == pytest.approx(by_hand(kind, name), rel=0.35, abs=1e-13), name
         assert torch.equal(tensor, before[name]), "a scan writes to no weight"
     assert scores["unused", "int8"] == 0
+
+
+class WritesAPartAfterwards(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        before = functional.linear(x, self.weight)
+        self.weight[:4].mul_(0.5)
+        return before @ self.weight
+
+
+def test_a_write_to_rows_of_a_weight_that_a_gradient_needs_is_refused() -> None:
+    session = de.open(WritesAPartAfterwards(), inputs=(INPUTS,))
+    with pytest.raises(de.NoForward, match=r"modified by an inplace operation.*scan --exact"):
+        session.scan(["int8"], draws=4)
+    scores = session.scan(["int8"], exact=True).scores()
+    assert scores["weight", "int8"] == pytest.approx(by_hand(WritesAPartAfterwards, "weight"), rel=1e-4)
 
 
 def test_many_weights_without_a_gradient_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
