@@ -31,6 +31,7 @@ from dtype_engine.checkpoint.gguf_header import read_gguf_header
 from dtype_engine.checkpoint.provenance import OWN_FILES
 from dtype_engine.checkpoint.safetensors_header import LONGEST_HEADER, CheckpointTensor, read_header
 from dtype_engine.checkpoint.weight_files import LARGEST_JSON, PICKLES, PIPELINE_INDEX
+from dtype_engine.checkpoint.weight_sets import weight_sets
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError, one_line
@@ -280,6 +281,10 @@ class HubModel:
         found = self._files(lambda name: name.endswith((".safetensors", *PICKLES)))
         if self.address.path in self.sizes:
             return [self.address.path]
+        at = f"{self.address.path}/" if self.address.path else ""
+        sets = weight_sets([name.removeprefix(at) for name in self.sizes if name.startswith(at)], None)
+        if sets and sets[0].pickled:  # transformers passes over any other file
+            return [name for name in found if name.endswith(PICKLES)]
         gguf = self._files(lambda name: name.endswith(".gguf"))
         if found or not gguf:
             return found

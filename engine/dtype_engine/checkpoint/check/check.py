@@ -32,7 +32,7 @@ from dtype_engine.checkpoint.packed_weights import (
 )
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES
-from dtype_engine.checkpoint.weight_files import INDEX, read_json
+from dtype_engine.checkpoint.weight_files import read_json
 from dtype_engine.core import dtypes
 from dtype_engine.core.fused import fused_groups
 from dtype_engine.core.text import printable
@@ -165,11 +165,11 @@ def _of_index(checkpoint: Checkpoint) -> Iterator[Finding]:
         )
     for name in index.unnamed:
         yield Finding("index-entry", name, "is in a file and not in the index", checkpoint.tensors[name].file.name)
-    metadata = read_json(checkpoint.path / INDEX).get("metadata")
+    metadata = read_json(checkpoint.path / index.name).get("metadata")
     said = metadata.get("total_size") if isinstance(metadata, dict) else None
     held = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     if isinstance(said, (int, float)) and said != held and not (index.missing or index.left_out or index.unnamed):
-        yield Finding("index-entry", "total_size", f"is {said:,}, and the tensors have {held:,} bytes", INDEX)
+        yield Finding("index-entry", "total_size", f"is {said:,}, and the tensors have {held:,} bytes", index.name)
 
 
 def _of_prefix(checkpoint: Checkpoint) -> Iterator[Finding]:

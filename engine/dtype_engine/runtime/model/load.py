@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import ByteRange, Checkpoint, open_checkpoint
-from dtype_engine.checkpoint.checkpoint import is_diffusers
 from dtype_engine.checkpoint.completeness import what_is_missing
 from dtype_engine.checkpoint.kv_settings import declared_formats, is_cache_scale
 from dtype_engine.checkpoint.memory_fit import usable_memory, why_no_pass
@@ -28,7 +27,7 @@ from dtype_engine.checkpoint.pickle_zip import is_compressed
 from dtype_engine.checkpoint.pickles import load_pickle
 from dtype_engine.checkpoint.prequantized import OWN_SUFFIX
 from dtype_engine.checkpoint.source import Source
-from dtype_engine.checkpoint.weight_files import variant_of
+from dtype_engine.checkpoint.weight_sets import is_diffusers
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
@@ -265,7 +264,7 @@ def load_module(
                 output_loading_info=True,
                 local_files_only=True,
                 use_safetensors=checkpoint.form == "safetensors",
-                variant=variant_of(checkpoint.files[0].name),
+                variant=checkpoint.read_by.variant if checkpoint.read_by is not None else None,
                 trust_remote_code=options.trust_remote_code,
                 **more,
             )
