@@ -75,9 +75,9 @@ class IndexReport:
 def what_is_missing(
     index: IndexReport | None, coverage: Coverage | None, model: str, prefix: str = ""
 ) -> tuple[str, ...]:
-    """Return sentences that say which tensors a checkpoint lacks, or () if it is complete.
+    """Return sentences that say which tensors a checkpoint lacks or has in other shapes than its model, or () if it is complete.
 
-    index: the differences between the index and the files. coverage: how many of the model's tensors are in the files. model: the
+    index: the differences between the index and the files. coverage: which of the model's tensors are in the files. model: the
     class of the model. prefix: a prefix, such as `module.`, that all tensor names in the files have and the model's own names lack;
     "" if there is none.
     """
@@ -88,6 +88,8 @@ def what_is_missing(
             (f"all names in the files begin with {printable(prefix)}, which those of {model} do not",) if prefix else ()
         )
         said += (*under, *coverage.sentences(model))
+    if coverage is not None:
+        said += coverage.of_shapes(model)
     return said
 
 

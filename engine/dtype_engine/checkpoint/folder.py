@@ -127,10 +127,10 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
         variant = printable(found.read_by.variant)
         notices = (f"read from the files of the variant {variant}, the only ones there are",)
     index, unread = None, found.unread
-    if weight_map is not None and found.read_by is not None:
+    if weight_map is not None and found.index is not None:
         from dtype_engine.checkpoint.completeness import compare_index
 
-        index = compare_index(folder, found.read_by.name, weight_map, tensors, files)
+        index = compare_index(folder, found.index, weight_map, tensors, files)
         notices += index.sentences
         left_out = {file.name for file in index.left_out}
         unread = tuple(name for name in unread if name not in left_out)

@@ -54,8 +54,10 @@ class WeightFiles:
     paths: tuple[Path, ...]
     read_by: WeightSet | None = None
     """The set of weights to which the files belong. None for a folder's only file if its name is none that libraries look for."""
+    index: str | None = None
+    """The name of the safetensors index that names the files, or None if there is none."""
     weight_map: Mapping[str, str] | None = None
-    """The content of the safetensors index that names the files: the file name of each tensor. None if there is no such index."""
+    """The content of this index: the file name of each tensor."""
     unread: tuple[str, ...] = ()
     """What else of the folder are weights, such as a second set, in words for the user."""
 
@@ -77,10 +79,31 @@ def find_weight_files(folder: Path, config: Mapping[str, Any] | None) -> WeightF
             f"move one of them into a folder of its own, with the files beside it"
         )
     path = resolve_inside(folder, first.name, "config.json")
-    weight_map = read_index(path) if first.has_index else None
-    paths = _shards(folder, weight_map, first.name) if weight_map is not None else (path,)
-    unread = unread_weights(names, {each.name for each in paths}, sets)
-    return WeightFiles(paths, first, None if first.pickled else weight_map, unread)
+    if first.has_index:
+        weight_map = read_index(path)
+        paths = _shards(folder, weight_map, first.name)
+        unread = unread_weights(names, {each.name for each in paths}, sets)
+        if first.pickled:
+            return WeightFiles(paths, first, unread=unread)
+        return WeightFiles(paths, first, first.name, weight_map, unread)
+    of_file = {other: listed for other in sets[1:] if (listed := _index_of_file(folder, other, first)) is not None}
+    unread = unread_weights(names, {path.name}, [each for each in sets if each not in of_file])
+    index, listed = next(((other.name, listed) for other, listed in of_file.items()), (None, None))
+    return WeightFiles((path,), first, index, listed, unread)
+
+
+def _index_of_file(folder: Path, index: WeightSet, single: WeightSet) -> dict[str, str] | None:
+    """Return the content of an index if it lists the tensors of a single safetensors file, as MLX writes one for
+    `model.safetensors`. Otherwise, return None: it belongs to another set of weights, or it can't be read, which does not matter
+    to libraries that find the single file first.
+    """
+    if not index.has_index or index.pickled or single.pickled:
+        return None
+    try:
+        weight_map = read_index(resolve_inside(folder, index.name))
+    except UserError:
+        return None
+    return weight_map if set(weight_map.values()) == {single.name} else None
 
 
 def set_to_read(folder: Path, config: Mapping[str, Any] | None) -> WeightSet | None:

@@ -27,8 +27,8 @@ OF_DIFFUSERS = (
     "diffusion_pytorch_model.bin",
     "diffusion_pytorch_model.bin.index.json",
 )
-"""The names by which diffusers finds a model's weights, in its order, which has the index first. Of the last it loads nothing unless
-`use_safetensors=False` is given.
+"""The names by which diffusers finds a model's weights, in its order, which has the index first. It loads the last only with
+`use_safetensors=False`.
 """
 OF_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _SHARD = re.compile(
@@ -100,6 +100,19 @@ def unread_weights(names: Collection[str], read: Collection[str], sets: Collecti
             shards.setdefault(_group(name), []).append(name)
     said += [f"{each[0]}{f' and {len(each) - 1} more' if len(each) > 1 else ''}" for each in shards.values()]
     return tuple(said)
+
+
+def is_second_set(name: str, first: WeightSet | None) -> bool:
+    """Return whether something that `unread_weights` names is a whole model in the format of the set that is read, without a
+    variant, so that other programs may read it instead of `first`.
+    """
+    if first is None:
+        return False
+    usual = name in OF_TRANSFORMERS + OF_DIFFUSERS
+    shards = (shard := _SHARD.fullmatch(name.partition(" and ")[0])) is not None and not (
+        shard["variant"] or shard["late"]
+    )
+    return (usual or shards) and (".safetensors" not in name) == first.pickled
 
 
 def several_sets(first: WeightSet, unread: Collection[str], config: Mapping[str, Any] | None) -> str:

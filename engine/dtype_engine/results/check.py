@@ -63,6 +63,20 @@ KINDS: dict[str, Kind] = {
         "tensors that the architecture keeps in float32, stored in 16 bits",
         "The digits that the architecture asks for were lost when the file was written; loading widens only what is left.",
     ),
+    "second-set": Kind(
+        "several sets of weights in one folder",
+        "Programs differ in which set they read, so two of them may run different models.",
+        ("Blaizzy/mlx-vlm#1329", "NVIDIA/TensorRT-LLM#7013"),
+    ),
+    "configuration": Kind(
+        "a configuration of which no model can be made",
+        "No loader can make this model.",
+    ),
+    "tensor-shape": Kind(
+        "tensors with another shape than config.json gives them",
+        "Loaders stop at such a tensor, or make it at random.",
+        ("RUC-GSAI/YuLan-Chat#8", "OpenHelix-Team/ReconVLA#7"),
+    ),
     "missing-tensor": Kind(
         "tensors that are in no file",
         "Loaders make such a weight at random, often without an error.",

@@ -32,8 +32,10 @@ from dtype_engine.checkpoint.packed_weights import (
 )
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES
-from dtype_engine.checkpoint.weight_files import read_json
+from dtype_engine.checkpoint.weight_files import read_index, read_json
+from dtype_engine.checkpoint.weight_sets import is_second_set
 from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.fused import fused_groups
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
@@ -72,7 +74,7 @@ def check(
     tensors, config = checkpoint.foreign, checkpoint.config or {}
     weights = packed_weights(tensors)
     parts = names_of_parts(weights, tensors)
-    findings = [*_of_index(checkpoint), *_of_prefix(checkpoint)]
+    findings = [*_of_sets(checkpoint), *_of_index(checkpoint), *_of_prefix(checkpoint)]
     findings += find_unpaired(tensors, weights, parts)
     read = {weight.parts[CODES].name for weight in checkpoint.encoded.values()}
     findings += find_misshapen(tensors, [weight for weight in weights if weight.codes not in read], config)
@@ -110,13 +112,26 @@ def check(
     )
 
 
-def architecture_findings(coverage: Coverage, model: str) -> tuple[Finding, ...]:
-    """Return a finding for each tensor that only the model's architecture or only the checkpoint's files have. coverage: the
-    tensors of the architecture, compared with those of the files. model: the name of the model class.
+def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Return a finding for each tensor that only the model's architecture or only the checkpoint's files have, and for each that
+    has another shape in the architecture. coverage: the tensors of the architecture, compared with those of the files. model: the
+    name of the model class.
     """
+    files = {name: tensor.file.name for name, tensor in checkpoint.weights.items()}
+    shapes = (
+        Finding(
+            "tensor-shape",
+            each.name,
+            f"is {list(each.stored)} in the files, and {list(each.expected)} in the {model} of config.json",
+            files.get(each.name, ""),
+        )
+        for each in coverage.misshapen
+    )
     missing = (Finding("missing-tensor", name, f"is in {model} and in no file") for name in coverage.missing)
-    unused = (Finding("unused-tensor", name, f"has no place in {model}") for name in coverage.unused)
-    return (*missing, *unused)
+    unused = (
+        Finding("unused-tensor", name, f"has no place in {model}", files.get(name, "")) for name in coverage.unused
+    )
+    return (*shapes, *missing, *unused)
 
 
 def _undecoded(checkpoint: Checkpoint, parts: Mapping[str, str], reported: set[str]) -> Iterator[str]:
@@ -140,6 +155,9 @@ def _undecoded(checkpoint: Checkpoint, parts: Mapping[str, str], reported: set[s
 
 def _unchecked(checkpoint: Checkpoint, values: bool) -> tuple[str, ...]:
     said = []
+    if other := [name for name in checkpoint.passed_over if not is_second_set(name, checkpoint.read_by)]:
+        shown = ", ".join(printable(name, 100) for name in other[:4]) + (" and more" if len(other) > 4 else "")
+        said.append(f"files of weights that are not loaded: {shown}")
     if checkpoint.form in ("pickle", "gguf"):
         what = "pickles" if checkpoint.form == "pickle" else "GGUF files"
         said.append(f"scales and values of {what} are not read")
@@ -148,6 +166,30 @@ def _unchecked(checkpoint: Checkpoint, values: bool) -> tuple[str, ...]:
     elif not values and checkpoint.form not in ("pickle", "gguf"):
         said.append("values: dtype-engine check --values reads them for NaN, infinities and constants")
     return tuple(said)
+
+
+def _of_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a finding for each further set of weights that is in the same file format as the one that is read."""
+    first = checkpoint.read_by
+    if first is None or first.variant is not None:
+        return
+    for name in checkpoint.passed_over:
+        if is_second_set(name, first):
+            yield Finding(
+                "second-set", name, f"{_second_set(checkpoint, name)}: {printable(first.name, 100)} is loaded", name
+            )
+
+
+def _second_set(checkpoint: Checkpoint, name: str) -> str:
+    if name.endswith(".json"):
+        try:
+            files = set(read_index(checkpoint.path / name).values())
+        except UserError:
+            return "can't be read as an index, and is not needed"
+        absent = [file for file in files if not (checkpoint.path / file).is_file()]
+        if absent:
+            return f"names {plural(len(absent), 'file')} that {'is' if len(absent) == 1 else 'are'} not here"
+    return "is a second set of weights"
 
 
 def _of_index(checkpoint: Checkpoint) -> Iterator[Finding]:
