@@ -45,13 +45,17 @@ _LONG_HEADERS = 1_000_000
 _FIRST_SHARD = re.compile(r"model-0*1-of-\d+\.safetensors")
 
 
-def open_checkpoint(path: Path, trust_pickle: bool = False) -> Checkpoint:
+def open_checkpoint(path: Path, trust_pickle: bool = False, absent_shards: bool = False) -> Checkpoint:
     """Return the checkpoint in a folder or file. Raises UserError, which names the file and the problem.
 
     Only headers are read, except from pickles, which torch reads as a whole. No code in a pickle runs unless `trust_pickle` is set.
+    absent_shards: whether a folder may lack some of the files that its safetensors index names. `Checkpoint.index` then says which
+    tensors are missing.
     """
     with gc_paused():
-        checkpoint = _open_folder(path, trust_pickle) if path.is_dir() else _open_file(path, trust_pickle)
+        checkpoint = (
+            _open_folder(path, trust_pickle, absent_shards) if path.is_dir() else _open_file(path, trust_pickle)
+        )
     refuse_changed(checkpoint.identities)
     return checkpoint
 
@@ -108,11 +112,11 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
     return Checkpoint(path, (path,), tensors, config, metadata, identities=identities, aliases=aliases)
 
 
-def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
+def _open_folder(folder: Path, trust_pickle: bool, absent_shards: bool) -> Checkpoint:
     if (folder / PIPELINE_INDEX).is_file():
         return _open_pipeline(folder)
     config = read_config(folder)
-    found = find_weight_files(folder, config)
+    found = find_weight_files(folder, config, absent_shards)
     files, weight_map = found.paths, found.weight_map
     adapter = (folder / ADAPTER_CONFIG).is_file() and (config is None or files[0].name.startswith("adapter_model."))
     if any(kind_of(file) == "pickle" for file in files):

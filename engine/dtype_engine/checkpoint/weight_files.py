@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +63,10 @@ class WeightFiles:
     """What else of the folder are weights, such as a second set, in words for the user."""
 
 
-def find_weight_files(folder: Path, config: Mapping[str, Any] | None) -> WeightFiles:
+def find_weight_files(folder: Path, config: Mapping[str, Any] | None, absent_shards: bool = False) -> WeightFiles:
     """Return a folder's weights files: those that transformers or diffusers would load or, if the folder has none with a name that
-    they look for, its only checkpoint file. config: the content of config.json, or None if there is none.
+    they look for, its only checkpoint file. config: the content of config.json, or None if there is none. absent_shards: whether to
+    leave out files that a safetensors index names and the folder lacks, unless it lacks all of them.
 
     Raises UserError if the folder has several models and no library would choose one, or NoWeights if it has none.
     """
@@ -81,7 +83,11 @@ def find_weight_files(folder: Path, config: Mapping[str, Any] | None) -> WeightF
     path = resolve_inside(folder, first.name, "config.json")
     if first.has_index:
         weight_map = read_index(path)
-        paths = _shards(folder, weight_map, first.name)
+        if absent_shards and not first.pickled:
+            there = {name: file for name, file in weight_map.items() if _maybe_there(folder, file)}
+            paths = _shards(folder, there or weight_map, first.name)
+        else:
+            paths = _shards(folder, weight_map, first.name)
         unread = unread_weights(names, {each.name for each in paths}, sets)
         if first.pickled:
             return WeightFiles(paths, first, unread=unread)
@@ -90,6 +96,11 @@ def find_weight_files(folder: Path, config: Mapping[str, Any] | None) -> WeightF
     unread = unread_weights(names, {path.name}, [each for each in sets if each not in of_file])
     index, listed = next(((other.name, listed) for other, listed in of_file.items()), (None, None))
     return WeightFiles((path,), first, index, listed, unread)
+
+
+def _maybe_there(folder: Path, name: str) -> bool:
+    """Return whether a folder has a file, or whether its name, which an index gives, must be refused."""
+    return not _is_plain_name(name) or os.path.lexists(folder / name)
 
 
 def _index_of_file(folder: Path, index: WeightSet, single: WeightSet) -> dict[str, str] | None:
@@ -149,13 +160,17 @@ def read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
+def _is_plain_name(name: str) -> bool:
+    return bool(name) and name not in (".", "..") and not {"/", "\\", "\0"}.intersection(name)
+
+
 def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
     """Return the path of the file `name` in a folder. Raises UserError if the name or a link leads out of the folder, because the
     name comes from an untrusted index, the file `index`.
 
     Links to the `blobs` folder of the Hugging Face cache are allowed, because the cache's snapshots consist of such links.
     """
-    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+    if not _is_plain_name(name):
         raise UserError(f"{folder / index}: {printable(name)!r} is not the name of a file in this folder")
     path = folder / name
     try:

@@ -12,6 +12,7 @@ from dtype_engine.checkpoint.completeness import what_is_missing
 from dtype_engine.checkpoint.memory_fit import fit
 from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.source import Source
+from dtype_engine.checkpoint.weight_sets import several_sets
 from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.program import answer, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
@@ -88,6 +89,7 @@ def inspect(
         "found": coverage.found if coverage is not None else None,
         "expected": coverage.expected if coverage is not None else None,
         "incomplete": list(incomplete),
+        "passed_over": list(planned.checkpoint.passed_over) if planned.checkpoint is not None else [],
         "provenance": as_json(provenance or None),
         "parameters": model.parameters if not model.unknown else None,
         "buffers": model.buffers,
@@ -122,6 +124,8 @@ def inspect(
 
     if coverage is not None or incomplete:
         answer("; ".join((*([str(coverage)] if coverage is not None else []), *incomplete)))
+    if (checkpoint := planned.checkpoint) is not None and checkpoint.passed_over and checkpoint.read_by is not None:
+        answer(several_sets(checkpoint.read_by, checkpoint.passed_over, checkpoint.config))
     if provenance:
         answer("\n".join(provenance.lines()))
     if source.hub is not None:

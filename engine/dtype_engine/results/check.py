@@ -35,6 +35,10 @@ KINDS: dict[str, Kind] = {
         "Scales meet the wrong blocks, or the loader stops.",
         ("NVIDIA/Model-Optimizer#2038",),
     ),
+    "group-index": Kind(
+        "columns in a group that has no scale",
+        "A loader reads a scale behind the last one, or stops.",
+    ),
     "scale-values": Kind(
         "scales that are not finite, zero or negative",
         "Every value of such a block is NaN, infinite, zero or of the wrong sign.",
@@ -104,6 +108,14 @@ KINDS: dict[str, Kind] = {
     "tie-differs": Kind(
         "tied weights that differ",
         "config.json ties the two, so one of them is dropped as the model is loaded.",
+    ),
+    "tokenizer": Kind(
+        "a tokenizer with more ids than the embedding has rows",
+        "A text with such a token has no embedding: the forward pass stops, or reads beyond the end of the matrix.",
+    ),
+    "adapter": Kind(
+        "tensors of an adapter that fit no layer of its base model",
+        "PEFT stops, or passes over the tensors, so that the layer is not adapted.",
     ),
     "not-finite": Kind(
         "values that are not finite",

@@ -9,8 +9,10 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from dtype_engine.checkpoint.check.adapter import adapter_findings
 from dtype_engine.checkpoint.check.parts import find_misshapen, find_unpaired, find_unread
-from dtype_engine.checkpoint.check.values import count_scales, find_bad_values, same_bytes
+from dtype_engine.checkpoint.check.tokenizer import tokenizer_findings
+from dtype_engine.checkpoint.check.values import count_scales, find_bad_values, integer_range, same_bytes
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.modeling_source import foreign_prefix, kept_in_float32
 from dtype_engine.checkpoint.packed_weights import (
@@ -90,13 +92,17 @@ def check(
     findings += _sibling_findings(checkpoint, weights, broken)
     findings += _dtype_findings(plain, config)
     findings += _of_ties(checkpoint, config)
+    findings += _of_groups(checkpoint)
+    findings += tokenizer_findings(checkpoint, _EMBEDDINGS)
     values_read = None
     if values:
         values_read, of_values = _value_findings(
             checkpoint, plain.keys() | {weight.codes for weight in weights}, progress
         )
         findings += of_values
-    if against is not None:
+    if checkpoint.form == "adapter":
+        findings += adapter_findings(checkpoint, against)
+    elif against is not None:
         findings += _source_findings(checkpoint, weights, parts, against)
     return CheckReport(
         model=title,
@@ -106,7 +112,7 @@ def check(
         values=values_read,
         seconds=time.perf_counter() - started,
         findings=tuple(findings),
-        unchecked=(*_undecoded(checkpoint, known, reported), *_unchecked(checkpoint, values)),
+        unchecked=(*_undecoded(checkpoint, known, reported), *_unchecked(checkpoint, values, against)),
         against=against_title if against is not None else None,
         coverage=checkpoint.index.coverage if checkpoint.index is not None else None,
     )
@@ -153,11 +159,15 @@ def _undecoded(checkpoint: Checkpoint, parts: Mapping[str, str], reported: set[s
         )
 
 
-def _unchecked(checkpoint: Checkpoint, values: bool) -> tuple[str, ...]:
+def _unchecked(checkpoint: Checkpoint, values: bool, against: Checkpoint | None) -> tuple[str, ...]:
     said = []
     if other := [name for name in checkpoint.passed_over if not is_second_set(name, checkpoint.read_by)]:
         shown = ", ".join(printable(name, 100) for name in other[:4]) + (" and more" if len(other) > 4 else "")
         said.append(f"files of weights that are not loaded: {shown}")
+    if checkpoint.form == "adapter" and against is None:
+        said.append(
+            f"the layers of its base model, {printable(checkpoint.base or '', 200)}: --against BASE compares them"
+        )
     if checkpoint.form in ("pickle", "gguf"):
         what = "pickles" if checkpoint.form == "pickle" else "GGUF files"
         said.append(f"scales and values of {what} are not read")
@@ -334,6 +344,19 @@ def _of_ties(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Find
         if head.shape == embedding.shape and same_bytes(head, embedding) is False:
             what = f"differs from {printable(embeddings[0])}, to which config.json ties it"
             yield Finding("tie-differs", heads[0], what, head.file.name)
+
+
+def _of_groups(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a finding for each tensor of GPTQ that puts a column into a group that has no scale."""
+    for weight in checkpoint.encoded.values():
+        index, scale = weight.parts.get("g_idx"), weight.parts.get("scale")
+        found = integer_range(index) if index is not None and scale is not None else None
+        if index is None or scale is None or found is None:
+            continue
+        lowest, highest = found
+        if lowest < 0 or highest >= scale.shape[0]:
+            what = f"names groups from {lowest:,} to {highest:,}, and {printable(scale.name)} has {scale.shape[0]:,} groups"
+            yield Finding("group-index", index.name, what, index.file.name)
 
 
 def _value_findings(checkpoint: Checkpoint, weights: Collection[str], progress: Progress) -> tuple[int, list[Finding]]:
