@@ -17,7 +17,7 @@ from dtype_engine.checkpoint.parameter_counts import parameters_meant
 from dtype_engine.checkpoint.prequantized import QuantizedWeight, read_quantized
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
-from dtype_engine.checkpoint.weight_sets import WeightSet, is_diffusers
+from dtype_engine.checkpoint.weight_sets import WeightSet, is_diffusers, several_sets
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
@@ -79,6 +79,13 @@ class Checkpoint:
     """What else of the folder are weights, in words for the user: further sets, which transformers (or diffusers) passes over."""
     headers_alone: str = ""
     """If the values are on a hub and not on this machine: a sentence that says so, and how they are downloaded. Otherwise ""."""
+
+    @property
+    def of_sets(self) -> tuple[str, ...]:
+        """One sentence for the user if the folder has more weights than those that are read; otherwise ()."""
+        if self.read_by is None or not self.passed_over:
+            return ()
+        return (several_sets(self.read_by, self.passed_over, self.config),)
 
     @property
     def runs_in_parts(self) -> bool:

@@ -33,7 +33,6 @@ from dtype_engine.checkpoint.weight_files import (
     resolve_inside,
     set_to_read,
 )
-from dtype_engine.checkpoint.weight_sets import several_sets
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.text import printable
@@ -155,10 +154,8 @@ def _open_folder(folder: Path, trust_pickle: bool, absent_shards: bool) -> Check
 
 def _with_unread(checkpoint: Checkpoint, found: WeightFiles, unread: tuple[str, ...]) -> Checkpoint:
     """Return a checkpoint of a folder with the set of weights that was read, and with a notice if there are others (`unread`)."""
-    notices = checkpoint.notices
-    if unread and found.read_by is not None:
-        notices = (*notices, several_sets(found.read_by, unread, checkpoint.config))
-    return dataclasses.replace(checkpoint, read_by=found.read_by, passed_over=unread, notices=notices)
+    checkpoint = dataclasses.replace(checkpoint, read_by=found.read_by, passed_over=unread)
+    return dataclasses.replace(checkpoint, notices=(*checkpoint.notices, *checkpoint.of_sets))
 
 
 def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:

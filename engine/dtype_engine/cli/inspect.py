@@ -12,9 +12,8 @@ from dtype_engine.checkpoint.completeness import what_is_missing
 from dtype_engine.checkpoint.memory_fit import fit
 from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.source import Source
-from dtype_engine.checkpoint.weight_sets import several_sets
 from dtype_engine.cli.options import ModelCommand, json_option
-from dtype_engine.cli.program import answer, print_json, say, say_share
+from dtype_engine.cli.program import answer, note, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.streams import answers
 from dtype_engine.core.errors import UserError
@@ -124,8 +123,8 @@ def inspect(
 
     if coverage is not None or incomplete:
         answer("; ".join((*([str(coverage)] if coverage is not None else []), *incomplete)))
-    if (checkpoint := planned.checkpoint) is not None and checkpoint.passed_over and checkpoint.read_by is not None:
-        answer(several_sets(checkpoint.read_by, checkpoint.passed_over, checkpoint.config))
+    if planned.checkpoint is not None and planned.checkpoint.of_sets:
+        answer("\n".join(planned.checkpoint.of_sets))
     if provenance:
         answer("\n".join(provenance.lines()))
     if source.hub is not None:
@@ -208,6 +207,7 @@ def weights(request: RunRequest, against: str | None, save: Path | None, as_obje
         tree, plan = planned.tree, planned.plan
         with unchanged(planned.checkpoint.identities):
             errors = list(round_trips(planned.checkpoint, tree, plan.dtypes, on_progress))
+        note(planned.checkpoint.of_sets)
     say("")
     left_out = skipped(tree)
     if as_object:

@@ -88,7 +88,7 @@ def test_the_set_that_is_read_is_the_one_that_transformers_loads(
     folder = several(names)
     loaded = value_loaded(folder)
     assert value_read(folder) == loaded
-    assert float(de.load_pretrained(folder).get_parameter(NORM)[0]) == loaded
+    assert float(de.load_pretrained(folder).get_parameter(NORM).detach()[0]) == loaded
     first = OF_TRANSFORMERS[int(loaded) - 1]
     assert needs_torch(folder) == (".bin" in first)
     (said,) = open_checkpoint(folder).notices if len(names) > 1 else ("",)
@@ -113,6 +113,11 @@ def test_a_single_file_in_bfloat16_beside_shards_in_float32_is_what_is_measured_
     written = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="bfloat16").state_dict()
     plain = transformers.LlamaForCausalLM.from_pretrained(folder, dtype="bfloat16").state_dict()
     assert all(torch.equal(written[name], plain[name]) for name in plain)
+    assert "model.safetensors is read" in capsys.readouterr().err, "a note of the export"
+    assert run(cli, "dtype-engine", ["weights", str(folder), "--cast", "*=f16"]) == 0
+    assert "model.safetensors is read" in capsys.readouterr().err
+    assert run(cli, "dtype-engine", ["weights", str(folder), "--against", str(tmp_path / "out")]) == 0
+    assert "several: the folder has more than one set of weights" in capsys.readouterr().err
     assert run(cli, "dtype-engine", ["verify", str(tmp_path / "out"), "--against", str(folder)]) == 0
 
 
@@ -195,7 +200,7 @@ def test_a_variant_is_read_only_where_there_is_nothing_else(
     variant = None if plain else "fp16"
     loaded = transformers.LlamaForCausalLM.from_pretrained(folder, variant=variant).model.norm.weight
     assert value_read(folder) == float(loaded[0])
-    assert float(de.load_pretrained(folder).get_parameter(NORM)[0]) == float(loaded[0])
+    assert float(de.load_pretrained(folder).get_parameter(NORM).detach()[0]) == float(loaded[0])
 
 
 def test_diffusers_reads_an_index_before_a_single_file() -> None:
