@@ -102,6 +102,16 @@ def unread_weights(names: Collection[str], read: Collection[str], sets: Collecti
     return tuple(said)
 
 
+def likely_files(names: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the files of a folder's first set of weights as far as names tell: neither config.json nor an index is
+    read. Returns () if there is no set.
+    """
+    sets = weight_sets(names, None)
+    if not sets or not sets[0].has_index:
+        return tuple(each.name for each in sets[:1])
+    return tuple(name for name in names if _SHARD.fullmatch(name) and _group(name) == _group(sets[0].name))
+
+
 def is_second_set(name: str, first: WeightSet | None) -> bool:
     """Return whether something that `unread_weights` names is a whole model in the format of the set that is read, without a
     variant, so that other programs may read it instead of `first`.

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import dtype_engine as de
 from dtype_engine.checkpoint import needs_torch, open_checkpoint, peek_first_shard
 from dtype_engine.checkpoint.components import read_components
+from dtype_engine.checkpoint.discovery import find_models
 from dtype_engine.checkpoint.weight_files import find_weight_files
 from dtype_engine.checkpoint.weight_sets import OF_TRANSFORMERS, weight_sets
 from dtype_engine.cli import cli
@@ -199,8 +200,8 @@ def test_a_variant_is_read_only_where_there_is_nothing_else(
         write_set(folder, name, tensors | {NORM: torch.full((32,), value)}, "fp16")
     variant = None if plain else "fp16"
     loaded = transformers.LlamaForCausalLM.from_pretrained(folder, variant=variant).model.norm.weight
-    assert value_read(folder) == float(loaded[0])
-    assert float(de.load_pretrained(folder).get_parameter(NORM).detach()[0]) == float(loaded[0])
+    assert value_read(folder) == float(loaded.detach()[0])
+    assert float(de.load_pretrained(folder).get_parameter(NORM).detach()[0]) == float(loaded.detach()[0])
 
 
 def test_diffusers_reads_an_index_before_a_single_file() -> None:
@@ -265,3 +266,12 @@ def test_an_absent_shard_is_an_error_unless_it_is_allowed(several: Callable[...,
     (folder / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(UserError, match="is missing"):
         find_weight_files(folder, None, absent_shards=True)
+
+
+@pytest.mark.parametrize("names", SUBSETS, ids=" ".join)
+def test_the_size_in_the_list_of_models_is_that_of_the_set_that_is_read(
+    names: tuple[str, ...], several: Callable[..., Path]
+) -> None:
+    folder = several(names)
+    (model,) = find_models(folder)
+    assert model.nbytes == sum(file.stat().st_size for file in open_checkpoint(folder).files)
