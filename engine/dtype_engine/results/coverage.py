@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtype_engine.core.text import Name, printable
+from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 
 
@@ -13,7 +13,7 @@ from dtype_engine.core.units import plural
 class Misshapen:
     """A tensor whose shape in the files is not the one that the configuration gives it."""
 
-    name: Name
+    name: str
     """The name of the tensor in the files. If loading packs several tensors into one, such as all experts of a layer, it may be the
     name of the packed tensor.
     """
