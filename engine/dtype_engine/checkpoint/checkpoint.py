@@ -17,6 +17,7 @@ from dtype_engine.checkpoint.parameter_counts import parameters_meant
 from dtype_engine.checkpoint.prequantized import QuantizedWeight, read_quantized
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.checkpoint.weight_sets import WeightSet, is_diffusers, several_sets
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
@@ -34,11 +35,6 @@ _NOT_CODES = frozenset({"float64", "float32", "bfloat16", "float16", "int64", "b
 codes, or a tensor that describes them.
 """
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def is_diffusers(config: Mapping[str, Any] | None) -> bool:
-    """Return whether a `config.json` is that of a model of diffusers. config: its content, or None if there is none."""
-    return config is not None and isinstance(config.get("_class_name"), str) and "model_type" not in config
 
 
 @dataclass(frozen=True)
@@ -77,8 +73,19 @@ class Checkpoint:
     """
     index: IndexReport | None = None
     """The differences between the checkpoint's index and its shards, or None if the checkpoint has no index."""
+    read_by: WeightSet | None = None
+    """The set of weights in the folder that was opened; None for other checkpoints, such as single files and pipelines."""
+    passed_over: tuple[str, ...] = ()
+    """What else of the folder are weights, in words for the user: further sets, which transformers (or diffusers) passes over."""
     headers_alone: str = ""
     """If the values are on a hub and not on this machine: a sentence that says so, and how they are downloaded. Otherwise ""."""
+
+    @property
+    def of_sets(self) -> tuple[str, ...]:
+        """One sentence for the user if the folder has more weights than those that are read; otherwise ()."""
+        if self.read_by is None or not self.passed_over:
+            return ()
+        return (several_sets(self.read_by, self.passed_over, self.config),)
 
     @property
     def runs_in_parts(self) -> bool:

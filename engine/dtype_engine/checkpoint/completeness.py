@@ -27,6 +27,8 @@ class LeftOutFile:
 class IndexReport:
     """How a checkpoint's index (such as `model.safetensors.index.json`) differs from the files in its folder."""
 
+    name: str
+    """The name of the index."""
     found: int
     """How many of the tensors that the index lists are in one of the files that it names."""
     missing: tuple[tuple[str, str], ...] = ()
@@ -73,9 +75,9 @@ class IndexReport:
 def what_is_missing(
     index: IndexReport | None, coverage: Coverage | None, model: str, prefix: str = ""
 ) -> tuple[str, ...]:
-    """Return sentences that say which tensors a checkpoint lacks, or () if it is complete.
+    """Return sentences that say which tensors a checkpoint lacks or has in other shapes than its model, or () if it is complete.
 
-    index: the differences between the index and the files. coverage: how many of the model's tensors are in the files. model: the
+    index: the differences between the index and the files. coverage: which of the model's tensors are in the files. model: the
     class of the model. prefix: a prefix, such as `module.`, that all tensor names in the files have and the model's own names lack;
     "" if there is none.
     """
@@ -86,37 +88,43 @@ def what_is_missing(
             (f"all names in the files begin with {printable(prefix)}, which those of {model} do not",) if prefix else ()
         )
         said += (*under, *coverage.sentences(model))
+    if coverage is not None:
+        said += coverage.of_shapes(model)
     return said
 
 
 def compare_index(
-    folder: Path, weight_map: Mapping[str, str], tensors: Mapping[str, CheckpointTensor], files: Collection[Path]
+    folder: Path,
+    name: str,
+    weight_map: Mapping[str, str],
+    tensors: Mapping[str, CheckpointTensor],
+    files: Collection[Path],
 ) -> IndexReport:
-    """Return the differences between an index and the tensors in the files that it names. weight_map: the file name of each tensor,
-    as in the index. tensors: the tensors in these files, by name. files: the paths of the files.
+    """Return the differences between an index and the tensors in the files that it names. name: the name of the index. weight_map:
+    the file name of each tensor, as in the index. tensors: the tensors in these files, by name. files: the paths of the files.
 
     A file in the folder that the index does not name counts as left out if two conditions hold: its name begins like the names of
     the index's files, and it holds tensors that these files lack.
     """
-    missing = [(name, file) for name, file in weight_map.items() if name not in tensors]
+    missing = [(tensor, file) for tensor, file in weight_map.items() if tensor not in tensors]
     moved = [
-        (name, file, holder)
-        for name, file in weight_map.items()
-        if name in tensors and (holder := tensors[name].file.name) != file
+        (tensor, file, holder)
+        for tensor, file in weight_map.items()
+        if tensor in tensors and (holder := tensors[tensor].file.name) != file
     ]
-    unnamed = tuple(name for name in tensors if name not in weight_map)
+    unnamed = tuple(tensor for tensor in tensors if tensor not in weight_map)
     known = {file.name for file in files}
     stems = tuple({name.partition("-")[0].partition(".")[0] for name in known})
     with reading(folder):
         present = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".safetensors"))
     left_out = []
-    for name in present:
-        if name in known or not name.startswith(stems):
+    for file_name in present:
+        if file_name in known or not file_name.startswith(stems):
             continue
         try:
-            held, _ = read_header(folder / name)
+            held, _ = read_header(folder / file_name)
         except UserError:
             continue  # it belongs to nothing that is read, so its damage is no concern here
         if beside := tuple(each for each in held if each not in tensors):
-            left_out.append(LeftOutFile(name, beside))
-    return IndexReport(len(weight_map) - len(missing), tuple(missing), tuple(left_out), tuple(moved), unnamed)
+            left_out.append(LeftOutFile(file_name, beside))
+    return IndexReport(name, len(weight_map) - len(missing), tuple(missing), tuple(left_out), tuple(moved), unnamed)

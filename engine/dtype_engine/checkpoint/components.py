@@ -22,8 +22,8 @@ from dtype_engine.checkpoint.weight_files import (
     read_config,
     read_shards,
     resolve_inside,
-    variant_of,
 )
+from dtype_engine.checkpoint.weight_sets import several_sets
 from dtype_engine.core.text import printable
 
 
@@ -43,6 +43,10 @@ class Component:
     pickled: bool = False
     """Whether the component's weights are in pickles. The tensors of such a component are not among those of the pipeline."""
     identities: tuple[FileIdentity, ...] = ()
+    variant: str | None = None
+    """The variant of the files, such as fp16, if the component has no files without one."""
+    notices: tuple[str, ...] = ()
+    """Sentences for the user about the component's files."""
 
     @property
     def prefix(self) -> str:
@@ -74,29 +78,36 @@ def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Compo
         if not subfolder.is_dir():
             continue
         resolve_inside(folder, name, PIPELINE_INDEX)
+        config = read_config(subfolder) if (subfolder / "config.json").is_file() else None
         try:
-            files = find_weight_files(subfolder)
+            found = find_weight_files(subfolder, config)
         except NoWeights:
             continue
+        files, variant = found.paths, found.read_by.variant if found.read_by is not None else None
         pickled = any(kind_of(file) == "pickle" for file in files)
         identities = tuple(map(FileIdentity.of, files))
         own, metadata = ({}, {}) if pickled else read_shards(subfolder, files)
-        config = read_config(subfolder) if (subfolder / "config.json").is_file() else None
         stem = "diffusion_pytorch_model" if files[0].name.startswith("diffusion_pytorch_model") else "model"
-        components.append(Component(name, subfolder, files, stem, config, metadata, pickled, identities))
+        notices = (several_sets(found.read_by, found.unread, config),) if found.read_by and found.unread else ()
+        components.append(
+            Component(name, subfolder, files, stem, config, metadata, pickled, identities, variant, notices)
+        )
         tensors |= {f"{name}.{local}": tensor.renamed(f"{name}.{local}") for local, tensor in own.items()}
     return tuple(components), tensors
 
 
 def pipeline_notices(components: tuple[Component, ...]) -> tuple[str, ...]:
-    """Return sentences for the user about components whose weights are in pickles, or are a variant such as fp16."""
+    """Return sentences for the user about components whose weights are in pickles, or are a variant such as fp16, or that
+    have more than one set of weights.
+    """
     notices = []
     if pickled := [component.name for component in components if component.pickled]:
         notices.append(f"not shown, since their weights are pickles: {', '.join(map(printable, pickled))}")
     for component in components:
-        variant = variant_of(component.files[0].name)
-        if variant is not None and not component.pickled:
+        if component.variant is not None and not component.pickled:
             notices.append(
-                f"{printable(component.name)}: read from its files of the variant {printable(variant)}, the only ones there are"
+                f"{printable(component.name)}: read from its files of the variant {printable(component.variant)}, the only "
+                "ones there are"
             )
+        notices += [f"{printable(component.name)}: {notice}" for notice in component.notices]
     return tuple(notices)

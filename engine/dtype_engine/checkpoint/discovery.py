@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtype_engine.checkpoint.source import hub_cache
+from dtype_engine.checkpoint.weight_sets import likely_files
 
 _FILES = (".safetensors", ".gguf", ".pth", ".pt", ".ckpt", ".bin")
 _MARKS = ("config.json", "model_index.json", "adapter_config.json")
@@ -71,7 +72,9 @@ def _of_cache() -> Iterator[LocalModel]:
 
 def _checkpoint(model: str, place: str, files: list[os.DirEntry[str]]) -> LocalModel:
     found = [(file, *_size_and_time(file)) for file in files]
-    nbytes = sum(size for file, size, _ in found if file.name.endswith(_FILES))
+    of_model = likely_files([file.name for file in files])
+    weights = [size for file, size, _ in found if file.name in of_model]
+    nbytes = sum(weights or (size for file, size, _ in found if file.name.endswith(_FILES)))
     return LocalModel(model, place, nbytes or None, max((modified for *_, modified in found), default=0.0))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,13 @@ from dtype_engine.checkpoint.weight_files import (
     INDEX,
     PIPELINE_INDEX,
     SINGLE,
+    WeightFiles,
     find_weight_files,
-    index_of,
     read_config,
-    read_index,
     read_json,
     read_shards,
     resolve_inside,
-    variant_of,
+    set_to_read,
 )
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.gc_pause import gc_paused
@@ -41,30 +41,36 @@ from dtype_engine.core.tree import Tree
 ADAPTER_CONFIG = "adapter_config.json"
 """The file that PEFT writes next to an adapter's weights."""
 _LONG_HEADERS = 1_000_000
+_FIRST_SHARD = re.compile(r"model-0*1-of-\d+\.safetensors")
 
 
-def open_checkpoint(path: Path, trust_pickle: bool = False) -> Checkpoint:
+def open_checkpoint(path: Path, trust_pickle: bool = False, absent_shards: bool = False) -> Checkpoint:
     """Return the checkpoint in a folder or file. Raises UserError, which names the file and the problem.
 
     Only headers are read, except from pickles, which torch reads as a whole. No code in a pickle runs unless `trust_pickle` is set.
+    absent_shards: whether a folder may lack some of the files that its safetensors index names. `Checkpoint.index` then says which
+    tensors are missing.
     """
     with gc_paused():
-        checkpoint = _open_folder(path, trust_pickle) if path.is_dir() else _open_file(path, trust_pickle)
+        checkpoint = (
+            _open_folder(path, trust_pickle, absent_shards) if path.is_dir() else _open_file(path, trust_pickle)
+        )
     refuse_changed(checkpoint.identities)
     return checkpoint
 
 
 def needs_torch(path: Path) -> bool:
     """Return whether a checkpoint is a pickle, whose tensor names can only be read with torch."""
-    if (path / INDEX).exists() or (path / SINGLE).exists():
+    if not path.is_dir():
+        return kind_of(path) == "pickle"
+    try:
+        config = read_config(path)
+        first = set_to_read(path, config)
+        if first is not None and not first.pickled:
+            return False  # an index may be large, so it is not read here
+        return any(kind_of(file) == "pickle" for file in find_weight_files(path, config).paths)
+    except UserError:
         return False
-    if path.is_dir():
-        try:
-            files = find_weight_files(path)
-        except UserError:
-            return False
-        return any(kind_of(file) == "pickle" for file in files)
-    return kind_of(path) == "pickle"
 
 
 def peek_first_shard(path: Path) -> Tree | None:
@@ -74,8 +80,12 @@ def peek_first_shard(path: Path) -> Tree | None:
     try:
         if not path.is_dir() or os.path.getsize(path / INDEX) < _LONG_HEADERS:
             return None
-        first = min(entry.name for entry in os.scandir(path) if entry.name.endswith(".safetensors"))
-        return Checkpoint(path, (), read_header(resolve_inside(path, first))[0], read_config(path)).tree()
+        config = read_config(path)
+        found = set_to_read(path, config)
+        if found is None or found.name != INDEX:
+            return None
+        first = min(entry.name for entry in os.scandir(path) if _FIRST_SHARD.fullmatch(entry.name))
+        return Checkpoint(path, (), read_header(resolve_inside(path, first))[0], config).tree()
     except (OSError, ValueError, UserError):
         return None
 
@@ -95,35 +105,38 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
         return Checkpoint(path, (path,), tensors, config, metadata, form="gguf", identities=identities)
     tensors, metadata = read_header(path)
     config = read_config(path.parent) if path.name == SINGLE else None
+    if config is not None and ((first := set_to_read(path.parent, config)) is None or first.name != SINGLE):
+        config = None  # it names another file as its weights
     aliases = _aliases(tensors, metadata)
     return Checkpoint(path, (path,), tensors, config, metadata, identities=identities, aliases=aliases)
 
 
-def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
+def _open_folder(folder: Path, trust_pickle: bool, absent_shards: bool) -> Checkpoint:
     if (folder / PIPELINE_INDEX).is_file():
         return _open_pipeline(folder)
     config = read_config(folder)
-    index_file = index_of(folder)
-    weight_map = read_index(index_file) if index_file is not None else None
-    files = find_weight_files(folder, weight_map)
+    found = find_weight_files(folder, config, absent_shards)
+    files, weight_map = found.paths, found.weight_map
     adapter = (folder / ADAPTER_CONFIG).is_file() and (config is None or files[0].name.startswith("adapter_model."))
     if any(kind_of(file) == "pickle" for file in files):
-        checkpoint = _of_pickles(folder, files, config, trust_pickle)
+        checkpoint = _with_unread(_of_pickles(folder, files, config, trust_pickle), found, found.unread)
         return _as_adapter(checkpoint) if adapter else checkpoint
     if kind_of(files[0]) == "gguf":
         return _open_file(files[0], trust_pickle)
     identities = tuple(map(FileIdentity.of, files))
     tensors, metadata = read_shards(folder, files)
-    variant = variant_of(files[0].name)
     notices: tuple[str, ...] = ()
-    if variant:
-        notices = (f"read from the files of the variant {printable(variant)}, the only ones there are",)
-    index = None
-    if weight_map is not None:
+    if found.read_by is not None and found.read_by.variant is not None:
+        variant = printable(found.read_by.variant)
+        notices = (f"read from the files of the variant {variant}, the only ones there are",)
+    index, unread = None, found.unread
+    if weight_map is not None and found.index is not None:
         from dtype_engine.checkpoint.completeness import compare_index
 
-        index = compare_index(folder, weight_map, tensors, files)
+        index = compare_index(folder, found.index, weight_map, tensors, files)
         notices += index.sentences
+        left_out = {file.name for file in index.left_out}
+        unread = tuple(name for name in unread if name not in left_out)
     checkpoint = Checkpoint(
         folder,
         files,
@@ -135,7 +148,14 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
         aliases=_aliases(tensors, metadata),
         index=index,
     )
+    checkpoint = _with_unread(checkpoint, found, unread)
     return _as_adapter(checkpoint) if adapter else checkpoint
+
+
+def _with_unread(checkpoint: Checkpoint, found: WeightFiles, unread: tuple[str, ...]) -> Checkpoint:
+    """Return a checkpoint of a folder with the set of weights that was read, and with a notice if there are others (`unread`)."""
+    checkpoint = dataclasses.replace(checkpoint, read_by=found.read_by, passed_over=unread)
+    return dataclasses.replace(checkpoint, notices=(*checkpoint.notices, *checkpoint.of_sets))
 
 
 def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:

@@ -32,6 +32,7 @@ from dtype_engine.checkpoint.hub_reader import HubReader, hub_faults
 from dtype_engine.checkpoint.provenance import OWN_FILES
 from dtype_engine.checkpoint.safetensors_header import LONGEST_HEADER, CheckpointTensor, read_header
 from dtype_engine.checkpoint.weight_files import LARGEST_JSON, PICKLES, PIPELINE_INDEX
+from dtype_engine.checkpoint.weight_sets import weight_sets
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError, one_line
@@ -343,6 +344,10 @@ class HubModel:
         found = self._files(lambda name: name.endswith((".safetensors", *PICKLES)))
         if self.address.path in self.sizes:
             return [self.address.path]
+        at = f"{self.address.path}/" if self.address.path else ""
+        sets = weight_sets([name.removeprefix(at) for name in self.sizes if name.startswith(at)], None)
+        if sets and sets[0].pickled:  # transformers passes over any other file
+            return [name for name in found if name.endswith(PICKLES)]
         gguf = self._files(lambda name: name.endswith(".gguf"))
         if found or not gguf:
             return found

@@ -17,6 +17,11 @@ from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 
+
+class ImpossibleConfig(NoForward):
+    """Raised if no model can be made of a configuration, or none that the tensors next to it could belong to."""
+
+
 _COUNTS = re.compile(r"(.*_)?((n|num)_layers?|layers|blocks|depths?|experts)$")
 """Matches keys of config.json that count modules: `num_hidden_layers`, `encoder_layers`, `n_layer`, `depth`,
 `num_local_experts`.
@@ -52,7 +57,7 @@ _FLOAT64 = 8
 
 
 def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> None:
-    """Raise NoForward if a number in the configuration can't be right for the checkpoint's tensors, such as more layers than
+    """Raise ImpossibleConfig if a number in the configuration can't be right for the checkpoint's tensors, such as more layers than
     tensors. where: the file name with which the message begins.
     """
     tensors = len(checkpoint.weights)
@@ -68,16 +73,18 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
             limit, of_files = max(_ALWAYS_WIDTH, most), f"at most {most} elements in a tensor"
         elif _POSITIONS.fullmatch(key):
             if value > _MOST_POSITIONS:
-                raise NoForward(f"{where}: {printable(name, 100)} is {shown}, and no model has over {_MOST_POSITIONS}")
+                raise ImpossibleConfig(
+                    f"{where}: {printable(name, 100)} is {shown}, and no model has over {_MOST_POSITIONS}"
+                )
             continue
         else:
             continue
         if value > limit:
-            raise NoForward(
+            raise ImpossibleConfig(
                 f"{where}: {printable(name, 100)} is {shown}, and there are {of_files} beside it: these are not one model"
             )
         if value < 0 and (key.startswith(("num_", "n_")) or _WIDTHS.fullmatch(key)):
-            raise NoForward(f"{where}: {printable(name, 100)} is {shown}, which no model has")
+            raise ImpossibleConfig(f"{where}: {printable(name, 100)} is {shown}, which no model has")
 
 
 def refuse_large_tables(config: Mapping[str, Any], where: str, most_elements: int = 0) -> None:

@@ -31,13 +31,6 @@ OWN_SUFFIX = "_quantized"
 named `weight`, other loaders would silently read them as values.
 """
 
-NAMED_WEIGHTS = "transformers_weights"
-"""The entry of `config.json` that names the file of weights which transformers loads. Other programs ignore it."""
-NO_WEIGHTS = "not-for-transformers--see-README.md.safetensors"
-"""The value of `transformers_weights` in an export that transformers would load without an error, but with other values, for
-example with random values for weights in our own layout. There is no file of this name, so `from_pretrained` raises and names it.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:

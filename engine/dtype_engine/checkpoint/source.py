@@ -48,8 +48,9 @@ class Source:
     )
     """The checkpoint that `open` has read, with the state of its JSON files at that time. Empty before the first call."""
 
-    def open(self) -> Checkpoint | None:
-        """Return the checkpoint's headers, or None for a Python source, which has none. Raises UserError.
+    def open(self, absent_shards: bool = False) -> Checkpoint | None:
+        """Return the checkpoint's headers, or None for a Python source, which has none. Raises UserError. absent_shards: whether to
+        open a checkpoint that lacks some of the files that its index names.
 
         The headers are read once, and again only if a weights file or a JSON file next to it has changed.
         """
@@ -59,7 +60,9 @@ class Source:
         for checkpoint, files in self._opened:
             if described_by == files and not any(file.change() for file in checkpoint.identities):
                 return checkpoint
-        checkpoint = self._on_hub() if self.hub is not None else open_checkpoint(self.path, self.trust_pickle)
+        checkpoint = (
+            self._on_hub() if self.hub is not None else open_checkpoint(self.path, self.trust_pickle, absent_shards)
+        )
         self._opened[:] = [(checkpoint, described_by)]
         return checkpoint
 

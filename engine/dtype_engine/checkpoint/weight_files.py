@@ -1,14 +1,17 @@
-"""Finds the weights files of a folder by the names that libraries give them. The content of an index file is untrusted."""
+"""Finds the weights files of a folder (`weight_sets.py` says which they are). The content of an index file is untrusted."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import MOST_TENSORS, CheckpointTensor, read_header, too_many_tensors
+from dtype_engine.checkpoint.weight_sets import WeightSet, unread_weights, weight_sets
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import read_regular, reading
 from dtype_engine.core.text import printable
@@ -18,9 +21,6 @@ SINGLE = "model.safetensors"
 PIPELINE_INDEX = "model_index.json"
 """The file in a diffusers pipeline that lists its components."""
 PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pth.tar")
-_INDEXES = (INDEX, "diffusion_pytorch_model.safetensors.index.json", "pytorch_model.bin.index.json")
-_SINGLES = (SINGLE, "diffusion_pytorch_model.safetensors", "adapter_model.safetensors", "pytorch_model.bin",
-            "diffusion_pytorch_model.bin", "adapter_model.bin")  # fmt: skip
 LARGEST_JSON = 100_000_000
 _NEVER_OPENED = (
     ".safetensors", ".gguf", *PICKLES, ".onnx", ".h5", ".msgpack", ".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf",
@@ -56,30 +56,94 @@ class NoWeights(UserError):
     """Raised for a folder that has no weights in any known form."""
 
 
-def find_weight_files(folder: Path, weight_map: Mapping[str, str] | None = None) -> tuple[Path, ...]:
-    """Return a folder's weights files, which together hold one model. weight_map: the content of `index_of(folder)`, if there is
-    such an index and it was read. Raises UserError if the folder has several models, or NoWeights if it has none.
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The weights files of a folder, which together hold one model."""
+
+    paths: tuple[Path, ...]
+    read_by: WeightSet | None = None
+    """The set of weights to which the files belong. None for a folder's only file if its name is none that libraries look for."""
+    index: str | None = None
+    """The name of the safetensors index that names the files, or None if there is none."""
+    weight_map: Mapping[str, str] | None = None
+    """The content of this index: the file name of each tensor."""
+    unread: tuple[str, ...] = ()
+    """What else of the folder are weights, such as a second set, in words for the user."""
+
+
+def find_weight_files(folder: Path, config: Mapping[str, Any] | None, absent_shards: bool = False) -> WeightFiles:
+    """Return a folder's weights files: those that transformers or diffusers would load or, if the folder has none with a name that
+    they look for, its only checkpoint file. config: the content of config.json, or None if there is none. absent_shards: whether to
+    leave out files that a safetensors index names and the folder lacks, unless it lacks all of them.
+
+    Raises UserError if the folder has several models and no library would choose one, or NoWeights if it has none.
     """
-    if weight_map is not None:
-        return _shards(folder, weight_map)
-    for name in _INDEXES:
-        if (folder / name).exists() and not (name != INDEX and (folder / SINGLE).exists()):
-            return _shards(folder, read_index(folder / name), name)
-    for name in _SINGLES:
-        if (folder / name).exists():
-            return (resolve_inside(folder, name),)
+    names = _file_names(folder)
+    if not (sets := weight_sets(names, config)):
+        return WeightFiles((_only_file(folder, names),))
+    first = sets[0]
+    variants = sorted({each.variant for each in sets if each.variant is not None})
+    if first.variant is not None and len(variants) > 1:
+        raise UserError(
+            f"{folder} has its weights in the variants {', '.join(map(printable, variants))} and in none without a name; "
+            f"move one of them into a folder of its own, with the files beside it"
+        )
+    path = resolve_inside(folder, first.name, "config.json")
+    if first.has_index:
+        weight_map = read_index(path)
+        if absent_shards and not first.pickled:
+            there = {name: file for name, file in weight_map.items() if _maybe_there(folder, file)}
+            paths = _shards(folder, there or weight_map, first.name)
+        else:
+            paths = _shards(folder, weight_map, first.name)
+        unread = unread_weights(names, {each.name for each in paths}, sets)
+        if first.pickled:
+            return WeightFiles(paths, first, unread=unread)
+        return WeightFiles(paths, first, first.name, weight_map, unread)
+    of_file = {other: listed for other in sets[1:] if (listed := _index_of_file(folder, other, first)) is not None}
+    unread = unread_weights(names, {path.name}, [each for each in sets if each not in of_file])
+    index, listed = next(((other.name, listed) for other, listed in of_file.items()), (None, None))
+    return WeightFiles((path,), first, index, listed, unread)
+
+
+def _maybe_there(folder: Path, name: str) -> bool:
+    """Return whether a folder has a file, or whether its name, which an index gives, must be refused."""
+    return not _is_plain_name(name) or os.path.lexists(folder / name)
+
+
+def _index_of_file(folder: Path, index: WeightSet, single: WeightSet) -> dict[str, str] | None:
+    """Return the content of an index if it lists the tensors of a single safetensors file, as MLX writes one for
+    `model.safetensors`. Otherwise, return None: it belongs to another set of weights, or it can't be read, which does not matter
+    to libraries that find the single file first.
+    """
+    if not index.has_index or index.pickled or single.pickled:
+        return None
+    try:
+        weight_map = read_index(resolve_inside(folder, index.name))
+    except UserError:
+        return None
+    return weight_map if set(weight_map.values()) == {single.name} else None
+
+
+def set_to_read(folder: Path, config: Mapping[str, Any] | None) -> WeightSet | None:
+    """Return the set of weights that `find_weight_files` would read, without opening its index, or None if there is none."""
+    return next(iter(weight_sets(_file_names(folder), config)), None)
+
+
+def _file_names(folder: Path) -> list[str]:
     with reading(folder):
-        present = sorted(entry.name for entry in folder.iterdir())
-    if (files := _variant_files(folder, present)) is not None:
-        return files
+        return sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+
+
+def _only_file(folder: Path, names: Iterable[str]) -> Path:
     for suffixes, what in (
         ((".safetensors",), "safetensors files"),
         (PICKLES, "PyTorch files"),
         ((".gguf",), "GGUF files"),
     ):
-        loose = [name for name in present if name.endswith(suffixes) and name not in _NOT_WEIGHTS]
+        loose = [name for name in names if name.endswith(suffixes) and name not in _NOT_WEIGHTS]
         if len(loose) == 1:
-            return (resolve_inside(folder, loose[0]),)
+            return resolve_inside(folder, loose[0])
         if loose:
             raise UserError(
                 f"{folder} has {len(loose)} {what} and no index; name one of them, such as {printable(loose[0])}"
@@ -87,41 +151,11 @@ def find_weight_files(folder: Path, weight_map: Mapping[str, str] | None = None)
     raise NoWeights(f"{folder} is no model: it has neither {SINGLE} nor {INDEX}, and no other checkpoint")
 
 
-_VARIANT_FILE = re.compile(
-    r"(model|diffusion_pytorch_model)(\.safetensors\.index\.(?P<index>[\w-]+)\.json|\.(?P<single>\w+)\.safetensors)"
-)
-
-
-def _variant_files(folder: Path, present: Iterable[str]) -> tuple[Path, ...] | None:
-    """Return the weights files of a variant, such as those that `save_pretrained(variant="fp16")` writes, or None if the folder has
-    no variant. Raises UserError for several variants, because the folder does not say which one to open. present: the names of the
-    files in the folder.
-    """
-    variants = {match["index"] or match["single"]: name for name in present if (match := _VARIANT_FILE.fullmatch(name))}
-    if not variants:
-        return None
-    if len(variants) > 1:
-        raise UserError(
-            f"{folder} has its weights in the variants {', '.join(map(printable, sorted(variants)))} and in none without a name; "
-            f"move one of them into a folder of its own, with the files beside it"
-        )
-    name = next(iter(variants.values()))
-    if name.endswith(".json"):
-        return _shards(folder, read_index(folder / name), name)
-    return (resolve_inside(folder, name),)
-
-
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "rng_state.pth")
 
 
-def _shards(folder: Path, weight_map: Mapping[str, str], index: str = INDEX) -> tuple[Path, ...]:
+def _shards(folder: Path, weight_map: Mapping[str, str], index: str) -> tuple[Path, ...]:
     return tuple(resolve_inside(folder, name, index) for name in dict.fromkeys(weight_map.values()))
-
-
-def index_of(folder: Path) -> Path | None:
-    """Return the safetensors index that `find_weight_files` reads for a folder, or None if it reads none."""
-    path = folder / INDEX
-    return path if path.exists() else None
 
 
 def read_index(index: Path) -> dict[str, str]:
@@ -134,13 +168,17 @@ def read_index(index: Path) -> dict[str, str]:
     return weight_map
 
 
+def _is_plain_name(name: str) -> bool:
+    return bool(name) and name not in (".", "..") and not {"/", "\\", "\0"}.intersection(name)
+
+
 def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
     """Return the path of the file `name` in a folder. Raises UserError if the name or a link leads out of the folder, because the
     name comes from an untrusted index, the file `index`.
 
     Links to the `blobs` folder of the Hugging Face cache are allowed, because the cache's snapshots consist of such links.
     """
-    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+    if not _is_plain_name(name):
         raise UserError(f"{folder / index}: {printable(name)!r} is not the name of a file in this folder")
     path = folder / name
     try:
@@ -210,13 +248,3 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     """Return the content of a folder's config.json, or None if the folder has none. Raises UserError if the file can't be read."""
     path = folder / "config.json"
     return read_json(path) if path.exists() else None
-
-
-def variant_of(name: str) -> str | None:
-    """Return the variant in a weights file's name, or None if the name has none. It is `fp16` in `model.fp16.safetensors`,
-    `model.fp16-00001-of-00002.safetensors` and, as older versions wrote it, `model-00001-of-00002.fp16.safetensors`.
-    """
-    parts = name.split(".")
-    if len(parts) != 3 or parts[0].split("-")[0] not in ("model", "diffusion_pytorch_model"):
-        return None
-    return parts[1].split("-")[0] or None

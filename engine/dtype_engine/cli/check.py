@@ -20,7 +20,8 @@ takes seconds.
 @click.option(
     "--against",
     metavar="SOURCE",
-    help="Also compare MODEL's tensor names and shapes with those of SOURCE, the checkpoint from which MODEL was made.",
+    help="Also compare MODEL's tensor names and shapes with those of SOURCE, the checkpoint from which MODEL was made. For an "
+    "adapter, name its base model.",
 )
 @click.option(
     "--values",
@@ -42,9 +43,9 @@ takes seconds.
 def check(
     request: RunRequest, against: str | None, values: bool, modules: bool | None, sarif: bool, as_object: bool
 ) -> int:
-    """Check a checkpoint for errors without loading it. Errors are missing tensors, quantized weights whose codes or scales are
-    missing or have a wrong shape, invalid scales such as NaN, and different dtypes in layers that belong together, such as q, k and
-    v.
+    """Check a checkpoint for errors without loading it. Errors are missing tensors, tensors with another shape than config.json
+    gives them, quantized weights whose codes or scales are missing or have a wrong shape, invalid scales such as NaN, and different
+    dtypes in layers that belong together, such as q, k and v.
 
     Only headers and scales are read, unless --values is given. The exit status is 1 if an error is found.
     """
@@ -56,7 +57,7 @@ def check(
         raise UserError("--sarif and --json are two forms of one answer: give one of them")
     source = request.locate()
     with gc_paused():
-        checkpoint = source.open()
+        checkpoint = source.open(absent_shards=True)
         if checkpoint is None:
             raise UserError(f"{source.title} is code: check reads checkpoints, so name the file of its weights")
         other = locate(against, request.options.trust_pickle, request.options.download) if against is not None else None

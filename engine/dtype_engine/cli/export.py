@@ -59,8 +59,8 @@ _TENSOR_BYTES = 1 << 30
 @click.option(
     "--incomplete",
     is_flag=True,
-    help="Export the tensors that exist even if the checkpoint lacks some of the model's tensors. Without this option, that "
-    "is an error.",
+    help="Export the tensors that exist even if the checkpoint lacks some of the model's tensors, or has some in other shapes "
+    "than config.json gives them. Without this option, that is an error.",
 )
 @json_option
 def export(

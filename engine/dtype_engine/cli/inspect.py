@@ -13,7 +13,7 @@ from dtype_engine.checkpoint.memory_fit import fit
 from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.cli.options import ModelCommand, json_option
-from dtype_engine.cli.program import answer, print_json, say, say_share
+from dtype_engine.cli.program import answer, note, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.streams import answers
 from dtype_engine.core.errors import UserError
@@ -88,6 +88,7 @@ def inspect(
         "found": coverage.found if coverage is not None else None,
         "expected": coverage.expected if coverage is not None else None,
         "incomplete": list(incomplete),
+        "passed_over": list(planned.checkpoint.passed_over) if planned.checkpoint is not None else [],
         "provenance": as_json(provenance or None),
         "parameters": model.parameters if not model.unknown else None,
         "buffers": model.buffers,
@@ -122,6 +123,8 @@ def inspect(
 
     if coverage is not None or incomplete:
         answer("; ".join((*([str(coverage)] if coverage is not None else []), *incomplete)))
+    if planned.checkpoint is not None and planned.checkpoint.of_sets:
+        answer("\n".join(planned.checkpoint.of_sets))
     if provenance:
         answer("\n".join(provenance.lines()))
     if source.hub is not None:
@@ -204,6 +207,7 @@ def weights(request: RunRequest, against: str | None, save: Path | None, as_obje
         tree, plan = planned.tree, planned.plan
         with unchanged(planned.checkpoint.identities):
             errors = list(round_trips(planned.checkpoint, tree, plan.dtypes, on_progress))
+        note(planned.checkpoint.of_sets)
     say("")
     left_out = skipped(tree)
     if as_object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtype_engine.cli.program import answer, print_json, print_stderr, say, say_share
+from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
 from dtype_engine.results.as_json import as_json
@@ -35,6 +35,8 @@ def compare_weights(request: RunRequest, against: str, save: Path | None, as_obj
         raise UserError("weights --against compares the files as they are: leave out --cast, --recipe and --preset")
     sources = request.locate(), locate(against, request.options.trust_pickle, request.options.download)
     reference, candidate = map(_checkpoint, sources)
+    for source, checkpoint in zip(sources, (reference, candidate), strict=True):
+        note(f"{source.title}: {sentence}" for sentence in checkpoint.of_sets)
     two = TwoCheckpoints(reference, candidate, request.options)
     saved = SavedDifferences(save, reference, candidate) if save is not None else None
     done: list[WeightDifference] = []

@@ -35,6 +35,10 @@ KINDS: dict[str, Kind] = {
         "Scales meet the wrong blocks, or the loader stops.",
         ("NVIDIA/Model-Optimizer#2038",),
     ),
+    "group-index": Kind(
+        "columns in a group that has no scale",
+        "A loader reads a scale behind the last one, or stops.",
+    ),
     "scale-values": Kind(
         "scales that are not finite, zero or negative",
         "Every value of such a block is NaN, infinite, zero or of the wrong sign.",
@@ -63,6 +67,20 @@ KINDS: dict[str, Kind] = {
         "tensors that the architecture keeps in float32, stored in 16 bits",
         "The digits that the architecture asks for were lost when the file was written; loading widens only what is left.",
     ),
+    "second-set": Kind(
+        "several sets of weights in one folder",
+        "Programs differ in which set they read, so two of them may run different models.",
+        ("Blaizzy/mlx-vlm#1329", "NVIDIA/TensorRT-LLM#7013"),
+    ),
+    "configuration": Kind(
+        "a configuration of which no model can be made",
+        "No loader can make this model.",
+    ),
+    "tensor-shape": Kind(
+        "tensors with another shape than config.json gives them",
+        "Loaders stop at such a tensor, or make it at random.",
+        ("RUC-GSAI/YuLan-Chat#8", "OpenHelix-Team/ReconVLA#7"),
+    ),
     "missing-tensor": Kind(
         "tensors that are in no file",
         "Loaders make such a weight at random, often without an error.",
@@ -90,6 +108,14 @@ KINDS: dict[str, Kind] = {
     "tie-differs": Kind(
         "tied weights that differ",
         "config.json ties the two, so one of them is dropped as the model is loaded.",
+    ),
+    "tokenizer": Kind(
+        "a tokenizer with more ids than the embedding has rows",
+        "A text with such a token has no embedding: the forward pass stops, or reads beyond the end of the matrix.",
+    ),
+    "adapter": Kind(
+        "tensors of an adapter that fit no layer of its base model",
+        "PEFT stops, or passes over the tensors, so that the layer is not adapted.",
     ),
     "not-finite": Kind(
         "values that are not finite",

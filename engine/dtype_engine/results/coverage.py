@@ -10,6 +10,18 @@ from dtype_engine.core.units import plural
 
 
 @dataclass(frozen=True, slots=True)
+class Misshapen:
+    """A tensor whose shape in the files is not the one that the configuration gives it."""
+
+    name: str
+    """The name of the tensor in the files. If loading packs several tensors into one, such as all experts of a layer, it may be the
+    name of the packed tensor.
+    """
+    stored: tuple[int, ...]
+    expected: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Coverage:
     """Which of a model's tensors are in its files. The tensors of the model are known from its architecture or from the
     checkpoint's index.
@@ -19,6 +31,8 @@ class Coverage:
     missing: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     """The tensors of the files that the model does not use."""
+    misshapen: tuple[Misshapen, ...] = ()
+    """The tensors of the files that have another shape in the model."""
 
     @property
     def found(self) -> int:
@@ -42,6 +56,23 @@ class Coverage:
                 f"{model} has no place for {plural(len(self.unused), 'tensor')} of the files, first {printable(self.unused[0])}"
             )
         return tuple(said)
+
+    def of_shapes(self, model: str) -> tuple[str, ...]:
+        """Return a sentence for the user if tensors of the files have another shape in the model; otherwise (). model: the name of
+        the model class.
+        """
+        if not self.misshapen:
+            return ()
+        first, count = self.misshapen[0], len(self.misshapen)
+        many = (
+            f"{count:,} tensors have other shapes, first {printable(first.name)}"
+            if count > 1
+            else printable(first.name)
+        )
+        return (
+            f"config.json makes a {model} in which {many}: it is {list(first.expected)} there, and {list(first.stored)} in the "
+            "files",
+        )
 
 
 def common_prefix(names: Sequence[str]) -> str:

@@ -231,3 +231,118 @@ def test_what_can_not_be_checked_is_refused(tmp_path: Path, capsys: pytest.Captu
     for arguments in (["no-such-folder"], [f"{tmp_path / 'net.py'}:Net"], ["demo", "--json", "--sarif"]):
         assert run(cli, "dtype-engine", ["check", *arguments]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_missing_shard_is_a_finding_for_each_of_its_tensors(
+    make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_llama(max_shard_size="10KB")
+    shard = sorted(folder.glob("model-*.safetensors"))[0]
+    lost = set(load_file(shard))
+    shard.unlink()
+    status, found = checked(capsys, folder)
+    assert status == 1
+    assert {(each["kind"], each["tensor"]) for each in found["findings"]} == {("missing-tensor", name) for name in lost}
+    assert run(cli, "dtype-engine", ["check", str(folder), "--sarif"]) == 1
+    results = json.loads(capsys.readouterr().out)["runs"][0]["results"]
+    assert {each["ruleId"] for each in results} == {"missing-tensor"}
+
+
+@pytest.mark.parametrize("spoilt", [7, -1, None])
+def test_a_column_in_a_group_without_a_scale_is_found(
+    spoilt: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order = torch.arange(32, dtype=torch.int32) // 16
+    if spoilt is not None:
+        order[5] = spoilt
+    stem = "model.layers.0.mlp.up_proj"
+    tensors = {
+        f"{stem}.qweight": torch.randint(0, 2**31 - 1, (4, 8), dtype=torch.int32),
+        f"{stem}.qzeros": torch.full((2, 1), 0x77777777, dtype=torch.int32),
+        f"{stem}.scales": torch.ones(2, 8, dtype=torch.float16),
+        f"{stem}.g_idx": order,
+    }
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "quantization_config": settings}))
+    _, found = checked(capsys, tmp_path, "--no-modules")
+    wanted = [] if spoilt is None else [("group-index", f"{stem}.g_idx")]
+    assert [(each["kind"], each["tensor"]) for each in found["findings"]] == wanted
+
+
+def _adapter(folder: Path, layers: dict[str, tuple[int, int]], rank: int = 4) -> Path:
+    """A LoRA for layers of the given numbers of inputs and outputs, as PEFT names its tensors."""
+    folder.mkdir()
+    tensors = {}
+    for layer, (inputs, outputs) in layers.items():
+        tensors[f"base_model.model.{layer}.lora_A.weight"] = torch.randn(rank, inputs)
+        tensors[f"base_model.model.{layer}.lora_B.weight"] = torch.randn(outputs, rank)
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    config = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": rank}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes", "says"),
+    [
+        ("model.layers.1.self_attn.q_proj", (32, 32), ""),
+        ("model.layers.1.mlp.down_proj", (48, 32), ""),
+        ("model.layers.7.self_attn.q_proj", (32, 32), "which the base model lacks"),
+        ("model.layers.1.self_attn.wq", (32, 32), "which the base model lacks"),
+        ("model.layers.1.self_attn.k_proj", (32, 32), "from 32 to 32 values, and its weight is [16, 32]"),
+    ],
+)
+def test_an_adapter_is_compared_with_the_layers_of_its_base_model(
+    layer: str, sizes: tuple[int, int], says: str, tmp_path: Path, make_llama: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    base = make_llama()
+    folder = _adapter(tmp_path / "adapter", {layer: sizes, "model.layers.0.mlp.gate_proj": (32, 48)})
+    status, alone = checked(capsys, folder)
+    assert (status, alone["findings"]) == (0, [])
+    assert any("org/base: --against BASE compares them" in said for said in alone["unchecked"])
+    status, found = checked(capsys, folder, "--against", str(base))
+    assert (status, len(found["findings"])) == ((1, 1) if says else (0, 0))
+    assert not says or says in found["findings"][0]["what"]
+
+
+def test_halves_of_a_lora_and_two_ranks_are_found_without_the_base_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _adapter(tmp_path / "adapter", {"a": (8, 8), "b": (8, 8)})
+    tensors = load_file(folder / "adapter_model.safetensors")
+    del tensors["base_model.model.a.lora_B.weight"]
+    tensors["base_model.model.b.lora_A.weight"] = torch.randn(3, 8)
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    status, found = checked(capsys, folder)
+    assert status == 1
+    assert [each["what"] for each in found["findings"]] == [
+        "has no lora_B beside it",
+        "has rank 3, and the lora_B beside it has rank 4",
+    ]
+
+
+@pytest.mark.parametrize("extra", [0, 6, 7])
+@pytest.mark.parametrize("kind", ["WordLevel", "Unigram"])
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_found(
+    kind: str, extra: int, make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    import tokenizers
+
+    folder = make_llama()  # 64 rows
+    words = [f"w{place}" for place in range(58)]
+    model = (
+        tokenizers.models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="w0")
+        if kind == "WordLevel"
+        else tokenizers.models.Unigram([(word, 0.0) for word in words], 0, False)
+    )
+    made = tokenizers.Tokenizer(model)
+    made.add_special_tokens([f"<{place}>" for place in range(extra)])
+    made.save(str(folder / "tokenizer.json"))
+    highest = max(made.get_vocab(with_added_tokens=True).values())
+    assert highest == 57 + extra
+    status, found = checked(capsys, folder)
+    findings = [(each["kind"], each["tensor"], each["what"]) for each in found["findings"]]
+    wanted = [("tokenizer", "tokenizer.json", "has ids up to 64, and model.embed_tokens.weight has 64 rows")]
+    assert (status, findings) == ((1, wanted) if highest >= 64 else (0, []))

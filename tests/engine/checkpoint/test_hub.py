@@ -540,3 +540,37 @@ def test_addresses(text: str, repo: str, revision: str | None, path: str) -> Non
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(UserError, match="is no address of a model on a hub"):
         HubAddress.parse(text)
+
+
+def test_of_two_sets_on_a_hub_the_headers_of_the_one_that_transformers_loads_are_shown(
+    tmp_path: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "both"
+    folder.mkdir()
+    save_file({"a.weight": torch.ones(4, 8, dtype=torch.bfloat16)}, folder / "model.safetensors")
+    save_file({"a.weight": torch.ones(4, 8)}, folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"a.weight": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    serve(folder)
+    assert rows(locate(MODEL)) == rows(locate(str(folder)))
+    assert run(cli, "dtype-engine", ["inspect", MODEL]) == 0
+    said = capsys.readouterr().out
+    assert "bf16" in said
+    assert "model.safetensors is read, as transformers does, and model.safetensors.index.json is not" in said
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
+def test_a_variant_beside_pickles_is_not_what_transformers_loads_from_a_hub(
+    name: str, tmp_path: Path, serve: Serve
+) -> None:
+    folder = tmp_path / "pickles"
+    folder.mkdir()
+    save_file({"a.weight": torch.ones(2)}, folder / "model.fp16.safetensors")
+    torch.save({"a.weight": torch.zeros(2)}, folder / "pytorch_model.bin")
+    if name.endswith(".json"):
+        (folder / "pytorch_model.bin").rename(folder / "pytorch_model-00001-of-00001.bin")
+        (folder / name).write_text(json.dumps({"weight_map": {"a.weight": "pytorch_model-00001-of-00001.bin"}}))
+    serve(folder)
+    with pytest.raises(UserError, match="its weights are pickles"):
+        locate(MODEL)
+    assert float(open_checkpoint(locate(MODEL, download=True).path or folder).values["a.weight"][0]) == 0  # type: ignore[index]

@@ -9,8 +9,10 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from dtype_engine.checkpoint.check.adapter import adapter_findings
 from dtype_engine.checkpoint.check.parts import find_misshapen, find_unpaired, find_unread
-from dtype_engine.checkpoint.check.values import count_scales, find_bad_values, same_bytes
+from dtype_engine.checkpoint.check.tokenizer import tokenizer_findings
+from dtype_engine.checkpoint.check.values import count_scales, find_bad_values, integer_range, same_bytes
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.modeling_source import foreign_prefix, kept_in_float32
 from dtype_engine.checkpoint.packed_weights import (
@@ -32,8 +34,10 @@ from dtype_engine.checkpoint.packed_weights import (
 )
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES
-from dtype_engine.checkpoint.weight_files import INDEX, read_json
+from dtype_engine.checkpoint.weight_files import read_index, read_json
+from dtype_engine.checkpoint.weight_sets import is_second_set
 from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.fused import fused_groups
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
@@ -72,7 +76,7 @@ def check(
     tensors, config = checkpoint.foreign, checkpoint.config or {}
     weights = packed_weights(tensors)
     parts = names_of_parts(weights, tensors)
-    findings = [*_of_index(checkpoint), *_of_prefix(checkpoint)]
+    findings = [*_of_sets(checkpoint), *_of_index(checkpoint), *_of_prefix(checkpoint)]
     findings += find_unpaired(tensors, weights, parts)
     read = {weight.parts[CODES].name for weight in checkpoint.encoded.values()}
     findings += find_misshapen(tensors, [weight for weight in weights if weight.codes not in read], config)
@@ -88,13 +92,17 @@ def check(
     findings += _sibling_findings(checkpoint, weights, broken)
     findings += _dtype_findings(plain, config)
     findings += _of_ties(checkpoint, config)
+    findings += _of_groups(checkpoint)
+    findings += tokenizer_findings(checkpoint, _EMBEDDINGS)
     values_read = None
     if values:
         values_read, of_values = _value_findings(
             checkpoint, plain.keys() | {weight.codes for weight in weights}, progress
         )
         findings += of_values
-    if against is not None:
+    if checkpoint.form == "adapter":
+        findings += adapter_findings(checkpoint, against)
+    elif against is not None:
         findings += _source_findings(checkpoint, weights, parts, against)
     return CheckReport(
         model=title,
@@ -104,19 +112,32 @@ def check(
         values=values_read,
         seconds=time.perf_counter() - started,
         findings=tuple(findings),
-        unchecked=(*_undecoded(checkpoint, known, reported), *_unchecked(checkpoint, values)),
+        unchecked=(*_undecoded(checkpoint, known, reported), *_unchecked(checkpoint, values, against)),
         against=against_title if against is not None else None,
         coverage=checkpoint.index.coverage if checkpoint.index is not None else None,
     )
 
 
-def architecture_findings(coverage: Coverage, model: str) -> tuple[Finding, ...]:
-    """Return a finding for each tensor that only the model's architecture or only the checkpoint's files have. coverage: the
-    tensors of the architecture, compared with those of the files. model: the name of the model class.
+def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Return a finding for each tensor that only the model's architecture or only the checkpoint's files have, and for each that
+    has another shape in the architecture. coverage: the tensors of the architecture, compared with those of the files. model: the
+    name of the model class.
     """
+    files = {name: tensor.file.name for name, tensor in checkpoint.weights.items()}
+    shapes = (
+        Finding(
+            "tensor-shape",
+            each.name,
+            f"is {list(each.stored)} in the files, and {list(each.expected)} in the {model} of config.json",
+            files.get(each.name, ""),
+        )
+        for each in coverage.misshapen
+    )
     missing = (Finding("missing-tensor", name, f"is in {model} and in no file") for name in coverage.missing)
-    unused = (Finding("unused-tensor", name, f"has no place in {model}") for name in coverage.unused)
-    return (*missing, *unused)
+    unused = (
+        Finding("unused-tensor", name, f"has no place in {model}", files.get(name, "")) for name in coverage.unused
+    )
+    return (*shapes, *missing, *unused)
 
 
 def _undecoded(checkpoint: Checkpoint, parts: Mapping[str, str], reported: set[str]) -> Iterator[str]:
@@ -138,8 +159,15 @@ def _undecoded(checkpoint: Checkpoint, parts: Mapping[str, str], reported: set[s
         )
 
 
-def _unchecked(checkpoint: Checkpoint, values: bool) -> tuple[str, ...]:
+def _unchecked(checkpoint: Checkpoint, values: bool, against: Checkpoint | None) -> tuple[str, ...]:
     said = []
+    if other := [name for name in checkpoint.passed_over if not is_second_set(name, checkpoint.read_by)]:
+        shown = ", ".join(printable(name, 100) for name in other[:4]) + (" and more" if len(other) > 4 else "")
+        said.append(f"files of weights that are not loaded: {shown}")
+    if checkpoint.form == "adapter" and against is None:
+        said.append(
+            f"the layers of its base model, {printable(checkpoint.base or '', 200)}: --against BASE compares them"
+        )
     if checkpoint.form in ("pickle", "gguf"):
         what = "pickles" if checkpoint.form == "pickle" else "GGUF files"
         said.append(f"scales and values of {what} are not read")
@@ -148,6 +176,30 @@ def _unchecked(checkpoint: Checkpoint, values: bool) -> tuple[str, ...]:
     elif not values and checkpoint.form not in ("pickle", "gguf"):
         said.append("values: dtype-engine check --values reads them for NaN, infinities and constants")
     return tuple(said)
+
+
+def _of_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a finding for each further set of weights that is in the same file format as the one that is read."""
+    first = checkpoint.read_by
+    if first is None or first.variant is not None:
+        return
+    for name in checkpoint.passed_over:
+        if is_second_set(name, first):
+            yield Finding(
+                "second-set", name, f"{_second_set(checkpoint, name)}: {printable(first.name, 100)} is loaded", name
+            )
+
+
+def _second_set(checkpoint: Checkpoint, name: str) -> str:
+    if name.endswith(".json"):
+        try:
+            files = set(read_index(checkpoint.path / name).values())
+        except UserError:
+            return "can't be read as an index, and is not needed"
+        absent = [file for file in files if not (checkpoint.path / file).is_file()]
+        if absent:
+            return f"names {plural(len(absent), 'file')} that {'is' if len(absent) == 1 else 'are'} not here"
+    return "is a second set of weights"
 
 
 def _of_index(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -165,11 +217,11 @@ def _of_index(checkpoint: Checkpoint) -> Iterator[Finding]:
         )
     for name in index.unnamed:
         yield Finding("index-entry", name, "is in a file and not in the index", checkpoint.tensors[name].file.name)
-    metadata = read_json(checkpoint.path / INDEX).get("metadata")
+    metadata = read_json(checkpoint.path / index.name).get("metadata")
     said = metadata.get("total_size") if isinstance(metadata, dict) else None
     held = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     if isinstance(said, (int, float)) and said != held and not (index.missing or index.left_out or index.unnamed):
-        yield Finding("index-entry", "total_size", f"is {said:,}, and the tensors have {held:,} bytes", INDEX)
+        yield Finding("index-entry", "total_size", f"is {said:,}, and the tensors have {held:,} bytes", index.name)
 
 
 def _of_prefix(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -292,6 +344,19 @@ def _of_ties(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Find
         if head.shape == embedding.shape and same_bytes(head, embedding) is False:
             what = f"differs from {printable(embeddings[0])}, to which config.json ties it"
             yield Finding("tie-differs", heads[0], what, head.file.name)
+
+
+def _of_groups(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a finding for each tensor of GPTQ that puts a column into a group that has no scale."""
+    for weight in checkpoint.encoded.values():
+        index, scale = weight.parts.get("g_idx"), weight.parts.get("scale")
+        found = integer_range(index) if index is not None and scale is not None else None
+        if index is None or scale is None or found is None:
+            continue
+        lowest, highest = found
+        if lowest < 0 or highest >= scale.shape[0]:
+            what = f"names groups from {lowest:,} to {highest:,}, and {printable(scale.name)} has {scale.shape[0]:,} groups"
+            yield Finding("group-index", index.name, what, index.file.name)
 
 
 def _value_findings(checkpoint: Checkpoint, weights: Collection[str], progress: Progress) -> tuple[int, list[Finding]]:

@@ -81,6 +81,22 @@ def count_scales(tensor: CheckpointTensor, exponents: bool) -> ScaleCounts | Non
     return ScaleCounts(*(int(each) for each in total))
 
 
+def integer_range(tensor: CheckpointTensor) -> tuple[int, int] | None:
+    """Return the smallest and the largest value of a tensor of integers. Returns None if it is empty, or if its bytes can't be read
+    as integers.
+    """
+    import numpy as np
+
+    where = tensor.bytes
+    if where is None or not where.nbytes or tensor.dtype not in ("int32", "int64"):
+        return None
+    ranges = []
+    for piece in pieces(where):
+        values = np.frombuffer(piece, np.dtype(f"<i{int(tensor.dtype[3:]) // 8}"))
+        ranges.append((int(values.min()), int(values.max())))
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+
 def _has_infinity(dtype: str) -> bool:
     return dtype in dtypes.COMPUTE_DTYPES or dtype == "float8_e5m2"
 

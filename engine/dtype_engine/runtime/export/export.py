@@ -51,9 +51,10 @@ def export(
     max_shard_size: the maximum size of each weights file in a folder, in bytes or as in "5GB". on_bytes: called with the number of
     bytes written and the total. force: whether to replace an existing export, once everything is written; the source is never
     replaced. lost: the weights in which a cast makes values infinite or zero (see `ValueLoss`), if they are known; if None, they
-    are found while writing. incomplete: whether to export a source that lacks tensors. Raises Cancelled, and UserError if the
-    source lacks tensors, the disk has too little space, the target exists, or the target can't hold a dtype. After an error,
-    nothing is left on the disk.
+    are found while writing. incomplete: whether to export a source that lacks tensors of its model, or has some in other shapes.
+    Raises Cancelled, and UserError if such a source is not allowed, the disk has too little space, the target exists, or the target
+    can't hold a dtype. After an error, nothing is left on
+    the disk.
     """
     if is_one_file(target):
 
@@ -66,9 +67,12 @@ def export(
     target = check_folder(target, force, contents.files)
     refuse_uncalibrated(contents)
     if contents.incomplete and not incomplete:
-        share = f"{contents.coverage}: " if contents.coverage is not None else ""
+        coverage = contents.coverage
+        share = f"{coverage}: " if coverage is not None else ""
+        is_whole = coverage is not None and coverage.misshapen and not coverage.missing
+        problem = "does not fit its config.json" if is_whole else "is incomplete"
         raise UserError(
-            f"{contents.title} is incomplete: {share}{'; '.join(contents.incomplete)}; --incomplete (in Python: incomplete=True) "
+            f"{contents.title} {problem}: {share}{'; '.join(contents.incomplete)}; --incomplete (in Python: incomplete=True) "
             "exports what is there"
         )
     configs = changed_configs(contents)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from dtype_engine.checkpoint import PICKLES, Checkpoint, read_json, resolve_inside
 from dtype_engine.checkpoint.components import Component, component_names
 from dtype_engine.checkpoint.folder import ADAPTER_CONFIG
-from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, variant_of
+from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import reading
 from dtype_engine.core.text import printable
@@ -190,11 +190,10 @@ class _FolderCopy:
             for entry in _entries(component.folder)
             if _is_weight(entry.name) and not entry.name.endswith(".json") and entry.name not in written
         ]
-        variant = variant_of(component.files[0].name)
-        if variant is not None:
+        if component.variant is not None:
             self.notes.append(
-                f"{printable(component.name)}: written without the variant {printable(variant)} in the names of its files, "
-                "which a cast makes untrue"
+                f"{printable(component.name)}: written without the variant {printable(component.variant)} in the names of its "
+                "files, which a cast makes untrue"
             )
         keep = (lambda name: True) if with_config else (lambda name: name != f"{component.name}/config.json")
         self._walk(component.folder, f"{component.name}/", lambda path: keep(path) and not _is_weight(path))

@@ -180,7 +180,7 @@ def _placed_contents(
     refuse_unwritable(checkpoint, items)
     # A known architecture ties these weights when it is loaded.
     of_tied = tied_notice(tied) if checkpoint.config is None else ()
-    source_notices = checkpoint.notices if checkpoint.form == "pickle" else ()
+    source_notices = checkpoint.notices if checkpoint.form == "pickle" else checkpoint.of_sets
     uncast = uncast_notices(items, tree, placements) if recipe.rules else ()
     of_experts = experts_notices(items)
     of_items = (*layout_notice(items), *split_notice(items), *of_experts, *activation_notices(items, settings))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dtype_engine.checkpoint.packed_weights import quantized_parts
-from dtype_engine.checkpoint.prequantized import NAMED_WEIGHTS, NO_WEIGHTS
+from dtype_engine.checkpoint.weight_sets import NAMED_WEIGHTS, NO_WEIGHTS
 from dtype_engine.core import dtypes
 from dtype_engine.core.units import human_bytes
 from dtype_engine.core.version import __version__

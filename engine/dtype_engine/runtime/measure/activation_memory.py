@@ -31,6 +31,7 @@ from dtype_engine.core.options import Options
 from dtype_engine.recipe.serving_memory import interpolated
 from dtype_engine.results.serving_memory import ActivationMemory
 from dtype_engine.runtime.model.load import build_on_meta
+from dtype_engine.runtime.model.shapes import refuse_misshapen
 from dtype_engine.runtime.model.torch_private import SAFE_SOFTMAX, FakeTensorMode, TorchDispatchMode, storage_id
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 
@@ -178,12 +179,11 @@ class ActivationEstimator:
 
 def estimator_of(checkpoint: Checkpoint, options: Options, dtype: str) -> ActivationEstimator:
     """Return an estimator for passes of a checkpoint's model that compute in `dtype`. Only headers are read. Raises NoForward if
-    the architecture is unknown.
+    the architecture is unknown or its tensors have other shapes.
     """
-    made = build_on_meta(checkpoint, options)
-    if made is None:
-        raise NoForward("the architecture is unknown, so that its passes can't be followed")
-    return ActivationEstimator(made[0], torch_dtype(dtype))
+    module, placements = build_on_meta(checkpoint, options)
+    refuse_misshapen(module, checkpoint, placements, checkpoint.path)
+    return ActivationEstimator(module, torch_dtype(dtype))
 
 
 def _pass(

@@ -19,10 +19,9 @@ from torch import nn
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.packed_weights import quantized_parts
-from dtype_engine.checkpoint.plausible import refuse_impossible
-from dtype_engine.checkpoint.prequantized import NAMED_WEIGHTS, NO_WEIGHTS
+from dtype_engine.checkpoint.plausible import ImpossibleConfig, refuse_impossible
 from dtype_engine.checkpoint.weight_files import refuse_link_out
-from dtype_engine.core import dtypes
+from dtype_engine.checkpoint.weight_sets import NAMED_WEIGHTS, NO_WEIGHTS
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.options import Options
@@ -30,7 +29,6 @@ from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.results.coverage import Coverage
-from dtype_engine.runtime.model.hf_private import turned_names
 from dtype_engine.runtime.model.hub import without_foreign_kernels
 from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
@@ -108,7 +106,8 @@ def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mappi
     """Construct the model of an architecture on the meta device, without data. Returns the module and a mapping from the name of
     each tensor of the checkpoint to where it is loaded in the module.
 
-    Raises NoForward if the module can't be constructed or does not match the checkpoint's tensors.
+    Raises NoForward if the module can't be constructed, and Misfit if the checkpoint's tensors are not the module's. Their shapes
+    are not compared (see `shapes.py`).
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     auto = getattr(chosen.model_class, "from_config", None)
@@ -132,10 +131,10 @@ def without_quantization(config: Any) -> Any:
 
 @contextmanager
 def reasons(folder: Path) -> Iterator[None]:
-    """Convert any exception that transformers or torch raises in the `with` block to NoForward, with a one-sentence message that
-    begins with `folder`.
+    """Convert any exception that transformers or torch raises in the `with` block to ImpossibleConfig, with a message of one
+    sentence that begins with `folder`.
     """
-    with failures_as(NoForward, f"{folder}: transformers can't make this model of its config.json", reason):
+    with failures_as(ImpossibleConfig, f"{folder}: transformers can't make this model of its config.json", reason):
         yield
 
 
@@ -276,8 +275,8 @@ def _configuration(
 
 @contextmanager
 def few_modules(tensors: int) -> Iterator[None]:
-    """Limit the construction of a model in the `with` block: raise NoForward as soon as it has more submodules than a model with
-    `tensors` tensors can have.
+    """Limit the construction of a model in the `with` block: raise ImpossibleConfig as soon as it has more submodules than a
+    model with `tensors` tensors can have.
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -288,7 +287,7 @@ def few_modules(tensors: int) -> Iterator[None]:
         nonlocal made
         made += 1
         if made > most:
-            raise NoForward(
+            raise ImpossibleConfig(
                 f"config.json describes a model of over {most} modules, and the files hold {tensors} tensors: "
                 "these are not one model"
             )
@@ -301,8 +300,8 @@ def few_modules(tensors: int) -> Iterator[None]:
 
 
 def refuse_misfit(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path) -> None:
-    """Raise NoForward if a module does not match a checkpoint, in three cases: most tensors of the files belong to no tensor of the
-    module; shapes differ; or the module has tensors that the files lack and that need far more memory than the files.
+    """Raise Misfit if a module does not match a checkpoint, in two cases: most tensors of the files belong to no tensor of the
+    module; or the module has tensors that the files lack and that need far more memory than the files.
 
     placements: maps the name of each tensor of the files to where it is loaded in the module. folder: the checkpoint's folder, for
     messages.
@@ -325,24 +324,11 @@ def refuse_misfit(module: nn.Module, checkpoint: Checkpoint, placements: Mapping
             name,
             coverage,
         )
-    shapes = {alias: tuple(tensors[info.name].shape) for info in infos for alias in info.names}
-    strange_shapes: dict[str, str] = {}
-    for stored, placement in placements.items():
-        tensor = checkpoint.weights[stored]
-        plain = not placement.part and checkpoint.dtype(stored) in dtypes.COMPUTE_DTYPES and not tensor.packed
-        if plain and placement.name in shapes and shapes[placement.name] != tensor.shape:
-            strange_shapes[stored] = placement.name
-    turned = turned_names(module, strange_shapes) if strange_shapes else set()
-    for stored, live in strange_shapes.items():
-        shape = checkpoint.weights[stored].shape
-        if stored not in turned or sorted(shape) != sorted(shapes[live]):
-            raise NoForward(
-                f"{folder}: config.json makes {printable(stored)} {list(shapes[live])}, and the files have "
-                f"{list(shape)}: these are not one model"
-            )
     spare = sum(tensors[info.name].nbytes for info in infos if not filled.intersection(info.names))
     if spare > _SPARE_ALWAYS + _SPARE_PER_BYTE * checkpoint.stored_bytes:
-        raise NoForward(
+        raise Misfit(
             f"{folder}: a {name} by its config.json has {human_bytes(spare)} of tensors that the files do not hold: "
-            "these are not one model"
+            "these are not one model",
+            name,
+            Coverage(sum(info.persistent for info in infos), tuple(empty), tuple(strange)),
         )

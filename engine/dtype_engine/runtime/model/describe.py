@@ -24,6 +24,7 @@ from dtype_engine.runtime.model.architecture import Misfit
 from dtype_engine.runtime.model.load import build_on_meta, load
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
+from dtype_engine.runtime.model.shapes import misshapen
 from dtype_engine.runtime.model.stored_tree import NOT_USED, stored_tree
 
 
@@ -43,6 +44,8 @@ class ModelDescription:
     """The name of the model class that the configuration names, or "" if no class is known."""
     coverage: Coverage | None = None
     """Which of the model's tensors the files have. None if this is unknown, or if the module had to be loaded."""
+    unknown: NoForward | None = None
+    """Why the architecture is unknown or can't be built, or None if the tree has module classes."""
 
 
 def describe(source: Source, options: Options, checkpoint: Checkpoint | None = None) -> ModelDescription:
@@ -58,19 +61,24 @@ def describe(source: Source, options: Options, checkpoint: Checkpoint | None = N
         return ModelDescription(tree_of(module), _kinds(module), None)
     model_type = (checkpoint.config or {}).get("model_type")
     named = model_type if isinstance(model_type, str) else None
+    alone = {name: Placement(name, False) for name in checkpoint.weights}
     try:
-        if (made := build_on_meta(checkpoint, options)) is not None:
-            module_without_data, placements = made
-            tree = stored_tree(module_without_data, checkpoint, placements)
-            class_name = type(module_without_data).__name__
-            found = _coverage(module_without_data, tree)
-            return ModelDescription(tree, _kinds(module_without_data), named, placements, class_name, found)
-        live = load(source, options)
+        module_without_data, placements = build_on_meta(checkpoint, options)
+    except Misfit as misfit:
+        return ModelDescription(checkpoint.tree(), {}, named, alone, misfit.class_name, misfit.coverage, misfit)
     except NoForward as error:
-        alone = {name: Placement(name, False) for name in checkpoint.weights}
-        misfit = error if isinstance(error, Misfit) else Misfit("")
-        return ModelDescription(checkpoint.tree(), {}, named, alone, misfit.class_name, misfit.coverage)
-    return ModelDescription(live.tree, _kinds(live.module), named, map_names(live.module, checkpoint.weights))
+        try:
+            live = load(source, options)
+        except NoForward as of_loading:
+            why = error if checkpoint.form in ("safetensors", "pickle") else of_loading
+            return ModelDescription(checkpoint.tree(), {}, named, alone, unknown=why)
+        return ModelDescription(live.tree, _kinds(live.module), named, map_names(live.module, checkpoint.weights))
+    wrong = misshapen(module_without_data, checkpoint, placements)
+    tree = stored_tree(module_without_data, checkpoint, placements, wrong)
+    found = dataclasses.replace(_coverage(module_without_data, tree), misshapen=wrong)
+    return ModelDescription(
+        tree, _kinds(module_without_data), named, placements, type(module_without_data).__name__, found
+    )
 
 
 def _coverage(module: nn.Module, tree: Tree) -> Coverage:

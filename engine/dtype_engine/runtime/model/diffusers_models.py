@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
-from dtype_engine.checkpoint.plausible import refuse_impossible, refuse_large_tables
+from dtype_engine.checkpoint.plausible import ImpossibleConfig, refuse_impossible, refuse_large_tables
 from dtype_engine.core.errors import NoForward, one_line
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.text import printable
@@ -28,7 +28,7 @@ def make_diffusers(checkpoint: Checkpoint, title: str) -> tuple[nn.Module, Mappi
 
     title: the model's name, for errors. Returns the module, and a mapping from the name of each tensor of the checkpoint to where
     it is loaded in the module. Raises NoForward if diffusers is not installed, lacks the class or can't construct it, and Misfit if
-    the checkpoint's tensors are not the module's.
+    the checkpoint's tensors are not the module's. Their shapes are not compared (see `shapes.py`).
     """
     config = checkpoint.config or {}
     name = str(config.get("_class_name"))
@@ -45,7 +45,12 @@ def make_diffusers(checkpoint: Checkpoint, title: str) -> tuple[nn.Module, Mappi
             f"{title}: no forward pass, because diffusers {diffusers.__version__} has no model {printable(name, 100)}"
         )
     why = f"{where}: diffusers can't make this model of it"
-    with few_modules(len(checkpoint.weights)), failures_as(NoForward, why, reason), quiet(), parameters_without_data():
+    with (
+        few_modules(len(checkpoint.weights)),
+        failures_as(ImpossibleConfig, why, reason),
+        quiet(),
+        parameters_without_data(),
+    ):
         module = model_class.from_config(dict(config))
     renamed, own = renamed_on_load(module, checkpoint.weights), module.state_dict()
     names = {name: renamed.get(name, name) for name in checkpoint.weights}

@@ -19,7 +19,7 @@ _OWN_EXPERTS = ("eager", "grouped_mm", "batched_mm")
 """The names of the expert implementations that are part of transformers and use only torch operations. Any other name refers to a
 package of native code, which transformers downloads from the hub if it is not installed.
 """
-_ELSEWHERE = ("transformers_weights", "fusion_config", "distributed_config", "kernel_config", "use_kernels")
+_ELSEWHERE = ("fusion_config", "distributed_config", "kernel_config", "use_kernels")
 """Attributes of a configuration that make `from_pretrained` read files outside the checkpoint, or replace the model's code."""
 
 _DEEPEST = 20

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import ByteRange, Checkpoint, open_checkpoint
-from dtype_engine.checkpoint.checkpoint import is_diffusers
 from dtype_engine.checkpoint.completeness import what_is_missing
 from dtype_engine.checkpoint.kv_settings import declared_formats, is_cache_scale
 from dtype_engine.checkpoint.memory_fit import usable_memory, why_no_pass
@@ -28,7 +27,7 @@ from dtype_engine.checkpoint.pickle_zip import is_compressed
 from dtype_engine.checkpoint.pickles import load_pickle
 from dtype_engine.checkpoint.prequantized import OWN_SUFFIX
 from dtype_engine.checkpoint.source import Source
-from dtype_engine.checkpoint.weight_files import variant_of
+from dtype_engine.checkpoint.weight_sets import is_diffusers
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
@@ -39,7 +38,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.device import pick_device
-from dtype_engine.runtime.model.architecture import Misfit, architecture, make, reason, without_quantization
+from dtype_engine.runtime.model.architecture import architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.constructed_buffers import construct_buffers
 from dtype_engine.runtime.model.copies_ahead import copies_ahead
 from dtype_engine.runtime.model.device_limits import limit_of, require_fit
@@ -61,6 +60,7 @@ from dtype_engine.runtime.model.name_mapping import Placement, map_names, restor
 from dtype_engine.runtime.model.packed_parts import pack
 from dtype_engine.runtime.model.python_source import load_python
 from dtype_engine.runtime.model.quantized_loading import refuse_unread
+from dtype_engine.runtime.model.shapes import refuse_misshapen
 from dtype_engine.runtime.model.silence_libraries import no_stderr, quiet, silence_transformers
 from dtype_engine.runtime.model.stored_values import EncodedValues, StoredValues, VisitedValues
 from dtype_engine.runtime.model.visits import BLOCKS, BlockVisits, blocks_of
@@ -243,6 +243,7 @@ def load_module(
         chosen = architecture(transformers, checkpoint, options)
         # On the meta device: what can't be loaded is refused before memory is taken for it.
         made, places = make(chosen, checkpoint)
+        refuse_misshapen(made, checkpoint, places, folder)
         refuse_unread(title, checkpoint, made, places)
         encoded = encoded_values(title, checkpoint, made, places, visits)
         by_state = bool(encoded) or checkpoint.form == "gguf"
@@ -265,7 +266,7 @@ def load_module(
                 output_loading_info=True,
                 local_files_only=True,
                 use_safetensors=checkpoint.form == "safetensors",
-                variant=variant_of(checkpoint.files[0].name),
+                variant=checkpoint.read_by.variant if checkpoint.read_by is not None else None,
                 trust_remote_code=options.trust_remote_code,
                 **more,
             )
@@ -314,6 +315,7 @@ def _load_diffusers(checkpoint: Checkpoint, title: str) -> Loaded:
     NoForward if diffusers can't construct the model or the tensors do not match it.
     """
     module, placements = make_diffusers(checkpoint, title)
+    refuse_misshapen(module, checkpoint, placements, checkpoint.path)
     with_placeholders(module)
     with failures_as(NoForward, f"{title}: no forward pass", reason):
         loaded = load_into(module, checkpoint, placements)
@@ -410,32 +412,23 @@ def load_into(
     return Loaded(module, quantized, encoded)
 
 
-def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
+def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]]:
     """Build a checkpoint's architecture on the meta device, without data. Returns the module, and a mapping from the name of each
-    tensor of the checkpoint to where it is loaded in the module. Returns None if the architecture is unknown or can't be built.
+    tensor of the checkpoint to where it is loaded in the module. The shapes of the two may differ (see `shapes.py`).
 
-    Raises UserError if transformers does not have the architecture that `options` name, and Misfit if the checkpoint's tensors are
-    not those of the architecture.
+    Raises UserError if transformers does not have the architecture that `options` name, Misfit if the checkpoint's tensors are not
+    those of the architecture, ImpossibleConfig if no model can be made of the configuration, and NoForward if the architecture is
+    unknown.
     """
     if checkpoint.config is None:
-        return None
+        raise NoForward("there is no config.json, which would name the architecture")
     if is_diffusers(checkpoint.config):
-        try:
-            return make_diffusers(checkpoint, checkpoint.path.name)
-        except Misfit:
-            raise
-        except NoForward:
-            return None
+        return make_diffusers(checkpoint, checkpoint.path.name)
     with quiet():
         import transformers
 
         with offline(options):
-            try:
-                return make(architecture(transformers, checkpoint, options), checkpoint)
-            except Misfit:
-                raise
-            except NoForward:
-                return None
+            return make(architecture(transformers, checkpoint, options), checkpoint)
 
 
 def loading_dtype(checkpoint: Checkpoint) -> str:

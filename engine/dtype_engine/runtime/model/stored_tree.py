@@ -16,6 +16,7 @@ from torch import nn
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core import dtypes
 from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.results.coverage import Misshapen
 from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement, stored_dtypes
@@ -26,14 +27,26 @@ _EXPERTS = re.compile(r"\.(experts|switch_mlp)\..*")
 """Matches the end of a tensor's name from the module of the experts on: `.experts...` in transformers, `.switch_mlp...` in MLX."""
 
 
-def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> Tree:
+def stored_tree(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    placements: Mapping[str, Placement],
+    misshapen: Iterable[Misshapen] = (),
+) -> Tree:
     """Return the tree of a module with the dtypes and sizes of a checkpoint. module: the model, which may be on the meta device.
-    placements: maps the name of each tensor of the files to where it is loaded in the module.
+    placements: maps the name of each tensor of the files to where it is loaded in the module. misshapen: the tensors of the files
+    that have another shape in the module; the tree has the shapes of the files.
 
     If the files hold a tied weight under two names with different values, the tree has two weights, like a model that transformers
     loads. Raises UserError if a file can't be read.
     """
     infos = _untied(collect_tensors(module)[0], checkpoint, placements)
+    shapes = {
+        placements[each.name].name: each.stored
+        for each in misshapen
+        if each.name in placements and not placements[each.name].part
+    }
+    infos = [dataclasses.replace(info, shape=shapes.get(info.name, info.shape)) for info in infos]
     headers = checkpoint.tree().tensors
     infos = without_quantised(with_files(infos, checkpoint, placements, headers, own_dtypes=False), headers)
     return tree_of(module, [*infos, *unused(placements, headers, infos, type(module).__name__)])

@@ -26,7 +26,7 @@ class ExportedValues:
     metadata: dict[str, str] = field(default_factory=dict)
     """The merged metadata of the headers of all weights files."""
     misplaced: dict[str, str] = field(default_factory=dict)
-    """Describes, for each tensor that the index file assigns to a wrong file, what is wrong, keyed by tensor name."""
+    """Says what is wrong with each tensor that is in two files, or in another file than the index says, by the tensor's name."""
 
 
 def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedValues:
@@ -37,6 +37,7 @@ def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedV
     no weights files, or if safetensors can't read one of them.
     """
     exported = ExportedValues()
+    held: dict[str, str] = {}
     parts = [("", folder)]
     if (folder / "model_index.json").exists():
         parts += [(f"{entry.name}.", entry) for entry in sorted(folder.iterdir()) if entry.is_dir()]
@@ -51,6 +52,11 @@ def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedV
                     name = key.removeprefix(SCALED_KEY)  # the rest of such a key is a tensor's name
                     exported.metadata[key if name == key else SCALED_KEY + prefix + name] = value
                 for name in list(handle.keys()):
+                    if prefix + name in held:
+                        where = f"is in {held[prefix + name]} and again in {file.name}"
+                        exported.misplaced[prefix + name] = where
+                        continue
+                    held[prefix + name] = file.name
                     exported.read[prefix + name] = partial(handle.get_tensor, name)
                     if indexed and indexed.get(prefix + name) != file.name:
                         indexed_file = indexed.get(prefix + name)

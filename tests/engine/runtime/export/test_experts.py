@@ -19,8 +19,8 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.checkpoint.prequantized import NAMED_WEIGHTS, NO_WEIGHTS
 from dtype_engine.checkpoint.source import locate
+from dtype_engine.checkpoint.weight_sets import NAMED_WEIGHTS, NO_WEIGHTS
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.runtime.modes.reference import reference_value
 from dtype_engine.runtime.verify.verify import verify

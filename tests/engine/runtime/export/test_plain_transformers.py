@@ -21,7 +21,7 @@ import transformers
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
-from dtype_engine.checkpoint.prequantized import NO_WEIGHTS
+from dtype_engine.checkpoint.weight_sets import NO_WEIGHTS
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 

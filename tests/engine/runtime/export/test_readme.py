@@ -19,7 +19,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.checkpoint.prequantized import NAMED_WEIGHTS, NO_WEIGHTS
+from dtype_engine.checkpoint.weight_sets import NAMED_WEIGHTS, NO_WEIGHTS
 from dtype_engine.core import dtypes
 from dtype_engine.recipe.loader_facts import Outcome, loader_facts
 from dtype_engine.recipe.schemes import layout

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tests.helpers import checkpoint_folders
 
 import dtype_engine as de
@@ -221,11 +222,18 @@ def test_a_backbone_on_the_hub_is_not_asked_for(make_llama: Make, reached: list[
     assert reached == []
 
 
-def test_weights_that_a_config_names_elsewhere_are_not_read(make_llama: Make) -> None:
-    one, other = make_llama("one"), make_llama("other")
-    (one / "elsewhere.safetensors").write_bytes((other / "model.safetensors").read_bytes())
-    _, said = notices(changed(one, transformers_weights="elsewhere.safetensors"))
-    assert "one: transformers_weights in config.json is not followed, unless you pass --trust-remote-code" in said
+def test_weights_that_a_config_names_are_those_that_run(make_llama: Make) -> None:
+    one, norm = make_llama("one"), "model.norm.weight"
+    weights = load_file(one / "model.safetensors")
+    save_file(weights | {norm: torch.full_like(weights[norm], 3.0)}, one / "named.safetensors", {"format": "pt"})
+    folder = changed(one, transformers_weights="named.safetensors")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder).get_parameter(norm)
+    session = de.open(str(folder))
+    assert torch.equal(session.model.module.get_parameter(norm), plain)
+    assert float(plain.detach()[0]) == 3.0
+    for named in ("../one/named.safetensors", "absent.safetensors"):
+        with pytest.raises(UserError):
+            de.open(str(changed(one, transformers_weights=named)))
 
 
 def test_the_users_own_use_of_the_hub_stays_as_it_was(make_llama: Make) -> None:
