@@ -73,11 +73,28 @@ def find_weight_files(folder: Path, weight_map: Mapping[str, str] | None = None)
         loose = [name for name in present if name.endswith(suffixes) and name not in _NOT_WEIGHTS]
         if len(loose) == 1:
             return (resolve_inside(folder, loose[0]),)
+        if loose and loose == gguf_parts(loose[0]):
+            return tuple(resolve_inside(folder, name) for name in loose)
         if loose:
             raise UserError(
                 f"{folder} has {len(loose)} {what} and no index; name one of them, such as {printable(loose[0])}"
             )
     raise NoWeights(f"{folder} is no model: it has neither {SINGLE} nor {INDEX}, and no other checkpoint")
+
+
+_GGUF_PART = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+
+
+def gguf_parts(name: str) -> list[str]:
+    """Return the names of all parts of a model in GGUF files, in order, if `name` is the name of one of them, such as
+    `model-00001-of-00003.gguf`. Return [] for any other name.
+    """
+    match = _GGUF_PART.fullmatch(name)
+    if match is None:
+        return []
+    count = int(match["count"])
+    names = [f"{match['name']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+    return names if name in names else []
 
 
 _VARIANT_FILE = re.compile(

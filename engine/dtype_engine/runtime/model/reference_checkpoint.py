@@ -166,6 +166,8 @@ def _alike(one: Any, other: Any) -> bool:
     """
     if isinstance(one, float) and isinstance(other, (int, float)):
         return math.isclose(one, other, rel_tol=1e-6)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
     return bool(one == other)
 
 
