@@ -261,6 +261,12 @@ class Checkpoint:
         more = f" (and {len(self.lost) - 1} more)" if len(self.lost) > 1 else ""
         return self.lost[0] + more if self.lost else ""
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The notices, without those about the index, which are findings of their own."""
+        of_index = self.index.sentences if self.index is not None else ()
+        return tuple(notice for notice in self.notices if notice not in of_index)
+
     def need_values(self) -> None:
         """Raise UserError if the values of the tensors are not on this machine."""
         if self.headers_alone:

@@ -13,7 +13,7 @@ from dtype_engine.checkpoint.memory_fit import fit
 from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.cli.options import ModelCommand, json_option
-from dtype_engine.cli.program import answer, print_json, say, say_share
+from dtype_engine.cli.program import answer, note, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.streams import answers
 from dtype_engine.core.errors import UserError
@@ -83,11 +83,13 @@ def inspect(
     ]  # fmt: skip
     model = totals[""]
     provenance = planned.checkpoint.provenance if planned.checkpoint is not None else None
+    remarks = planned.checkpoint.remarks if planned.checkpoint is not None else ()
     result = {
         "model": source.title,
         "found": coverage.found if coverage is not None else None,
         "expected": coverage.expected if coverage is not None else None,
         "incomplete": list(incomplete),
+        "notices": list(remarks),
         "provenance": as_json(provenance or None),
         "parameters": model.parameters if not model.unknown else None,
         "buffers": model.buffers,
@@ -133,6 +135,7 @@ def inspect(
     else:
         view = TreeView(depth, fold=answers().isatty() and not whole, by_bytes=sort == "bytes")
         answer(tree_text(tree, plan, source.title, view))
+    note(remarks)
 
 
 def _coverage(
@@ -195,16 +198,17 @@ def weights(request: RunRequest, against: str | None, save: Path | None, as_obje
 
         live = load(source, request.options)
         recipe = request.with_preset(live.tree)
-        tree, plan = live.tree, require_matches(live.tree, recipe)
+        tree, plan, remarks = live.tree, require_matches(live.tree, recipe), live.notices
         with unchanged(live.identities):
             errors = list(round_trips_of_live(live, plan.dtypes, on_progress))
     else:
         planned = request.plan(source)
         assert planned.checkpoint is not None
-        tree, plan = planned.tree, planned.plan
+        tree, plan, remarks = planned.tree, planned.plan, planned.checkpoint.remarks
         with unchanged(planned.checkpoint.identities):
             errors = list(round_trips(planned.checkpoint, tree, plan.dtypes, on_progress))
     say("")
+    note(remarks)
     left_out = skipped(tree)
     if as_object:
         rules = [str(rule) for rule in plan.recipe.rules]

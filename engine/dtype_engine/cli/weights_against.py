@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtype_engine.cli.program import answer, print_json, print_stderr, say, say_share
+from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
 from dtype_engine.results.as_json import as_json
@@ -73,6 +73,7 @@ def compare_weights(request: RunRequest, against: str, save: Path | None, as_obj
             saved.write()
     say("")
     _print(report(), as_object)
+    note((*reference.remarks, *candidate.remarks))
     return 0 if report().same else DIFFERENT
 
 

@@ -183,6 +183,8 @@ def _entries(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in settings.items() if isinstance(settings, Mapping) else ():
         if name in _WITHOUT_EFFECT or name.startswith("_"):
             continue
+        if name == "type" and settings.get("rope_type") == value:
+            continue  # the older name of this entry
         if isinstance(value, Mapping):
             yield from _entries(value, f"{prefix}{name}.")
         else:
