@@ -78,7 +78,9 @@ class Checkpoint:
     index: IndexReport | None = None
     """The differences between the checkpoint's index and its shards, or None if the checkpoint has no index."""
     in_config: frozenset[str] = frozenset()
-    """The names of tensors that are no weights, since `config` holds their values: the factors of a rotary embedding in a GGUF file."""
+    """The names of tensors that are no weights, since `config` holds their values: the factors of a rotary embedding in a GGUF
+    file.
+    """
     lost: tuple[str, ...] = ()
     """Sentences, one for each entry of a GGUF file that changes what the model computes and that neither `config` nor the weights
     can hold. If there are any, the model is not run or exported, because it would be another one.

@@ -1,5 +1,5 @@
-"""Reads a model from several GGUF files, as llama.cpp's gguf-split writes it: NAME-00001-of-00003.gguf and so on. The first part has
-the fields of the model, and the tensors are in all parts.
+"""Reads a model from several GGUF files, as llama.cpp's gguf-split writes it: NAME-00001-of-00003.gguf and so on. The first part
+has the fields of the model, and the tensors are in all parts.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def _joined(
                 f"{file}: its header says that it is {printable(said)}, and by its name it is part {number} of {len(parts)}"
             )
         for name in tensors.keys() & joined.keys():
-            raise UserError(f"{file}: tensor {printable(name)} is in {joined[name].file.name}, too: these are not one model")
+            raise UserError(
+                f"{file}: tensor {printable(name)} is in {joined[name].file.name}, too: these are not one model"
+            )
         joined |= tensors
     wanted = parts[0][1].get(_TENSORS, len(joined))
     if wanted != len(joined):

@@ -282,7 +282,7 @@ def _average_notices(tensors: Mapping[str, torch.Tensor], path: Path) -> Iterato
     """Yield a notice if a state dict holds a second copy of the weights under a prefix that names averages over training steps."""
     groups: dict[str, Counter[tuple[int, ...]]] = {}
     for name, tensor in tensors.items():
-        groups.setdefault(name.partition(".")[0], Counter())[tuple(tensor.shape)] += 1
+        groups.setdefault(name.partition(".")[0], Counter())[() if tensor.is_nested else tuple(tensor.shape)] += 1
     for prefix in _AVERAGES & groups.keys():
         if any(groups[prefix] - shapes == Counter() for other, shapes in groups.items() if other != prefix):
             yield (

@@ -61,7 +61,9 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
     usual = Counter((tensors[weight.codes].dtype, weight.layout) for weight in weights)
     by_dtype: dict[str, Layout] = {}
     for (dtype, layout), _ in usual.most_common():
-        if dtype not in dtypes.COMPUTE_DTYPES:  # bitsandbytes can store the bytes of codes as bfloat16, beside plain weights
+        if (
+            dtype not in dtypes.COMPUTE_DTYPES
+        ):  # bitsandbytes can store the bytes of codes as bfloat16, beside plain weights
             by_dtype.setdefault(dtype, layout)
     lost: set[str] = set()
     for name, tensor in tensors.items():

@@ -168,7 +168,8 @@ def model_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor])
         if (
             name in rope.lost
             if name in ROPE_FIELDS
-            else isinstance(value, ListLength) or (name in (_WINDOW, *_CAPS) and not value and family.model_type == "gemma2")
+            else isinstance(value, ListLength)
+            or (name in (_WINDOW, *_CAPS) and not value and family.model_type == "gemma2")
             if name in family.fields
             else not changes_nothing(name, value, config)
         )
@@ -179,7 +180,9 @@ def model_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor])
         for name in tensors
         if (name in rope.lost if name in ROPE_TENSORS else _name(name, family, blocks)[0] is None)
     ]
-    sentences = [f"{each} changes what the model computes, and {family.model_class} has no place for it" for each in lost]
+    sentences = [
+        f"{each} changes what the model computes, and {family.model_class} has no place for it" for each in lost
+    ]
     if _EPSILON not in own:
         sentences.append(f"the header has no entry {printable(begin + _EPSILON)}, which the norms of the model need")
     return GGUFModel(config, tuple(sentences))

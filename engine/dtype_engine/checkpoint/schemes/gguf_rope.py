@@ -97,8 +97,8 @@ def _usual_attention(context: int, length: int) -> float:
 
 
 def _partial(own: Mapping[str, Any], config: Mapping[str, Any], possible: bool, found: Rope) -> int:
-    """Return how many elements of each head are rotated, and add the entry for it to `found` if these are not all. possible: whether
-    the model class can rotate a part.
+    """Return how many elements of each head are rotated, and add the entry for it to `found` if these are not all. possible:
+    whether the model class can rotate a part.
     """
     head: int = config["head_dim"]
     rotated = own.get(_DIMENSIONS, head)

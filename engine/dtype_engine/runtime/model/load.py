@@ -119,7 +119,8 @@ def _memory_for(options: Options) -> int:
 
 
 _NO_ARCHITECTURE = {
-    "gguf": "the architecture of this GGUF file is not known here, or its header lacks what every such model has; open the checkpoint that it was made from to run it",
+    "gguf": "the architecture of this GGUF file is not known here, or its header lacks what every such model has; open the "
+    "checkpoint that it was made from to run it",
     "adapter": "an adapter alone is no model; merge it into its base model and open that to run it here",
 }
 

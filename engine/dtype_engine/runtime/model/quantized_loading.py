@@ -65,4 +65,6 @@ def _integers_for_floats(
 
 
 def _floating_parameters(module: nn.Module) -> set[str]:
-    return {name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.is_floating_point()}
+    return {
+        name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.is_floating_point()
+    }
