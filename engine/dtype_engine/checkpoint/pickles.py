@@ -283,7 +283,7 @@ def _average_notices(tensors: Mapping[str, torch.Tensor], path: Path) -> Iterato
     groups: dict[str, Counter[tuple[int, ...]]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(name.partition(".")[0], Counter())[() if tensor.is_nested else tuple(tensor.shape)] += 1
-    for prefix in _AVERAGES & groups.keys():
+    for prefix in sorted(_AVERAGES & groups.keys()):
         if any(groups[prefix] - shapes == Counter() for other, shapes in groups.items() if other != prefix):
             yield (
                 f"{path.name}: the tensors under {printable(prefix)} have the shapes of others in the file: they seem to be "
