@@ -77,6 +77,14 @@ class Checkpoint:
     """The set of weights in the folder that was opened; None for other checkpoints, such as single files and pipelines."""
     passed_over: tuple[str, ...] = ()
     """What else of the folder are weights, in words for the user: further sets, which transformers (or diffusers) passes over."""
+    in_config: frozenset[str] = frozenset()
+    """The names of tensors that are no weights, since `config` holds their values: the factors of a rotary embedding in a GGUF
+    file.
+    """
+    lost: tuple[str, ...] = ()
+    """Sentences, one for each entry of a GGUF file that changes what the model computes and that neither `config` nor the weights
+    can hold. If there are any, the model is not run or exported, because it would be another one.
+    """
     headers_alone: str = ""
     """If the values are on a hub and not on this machine: a sentence that says so, and how they are downloaded. Otherwise ""."""
 
@@ -158,7 +166,7 @@ class Checkpoint:
         is stored as codes appears as one tensor with the weight's shape. Its scales and its other tensors do not appear.
         """
         own = {tensor.data.name: name for name, tensor in self.quantized.items() if name not in self.aliases}
-        besides = self._own_tensor_names - own.keys() | self.owners.keys()
+        besides = self._own_tensor_names - own.keys() | self.owners.keys() | self.in_config
         of_codes: dict[str, list[CheckpointTensor]] = {}
         for tensor, weight in self._headers_of_encoded().values():
             of_codes.setdefault(weight.parts[CODES].name, []).append(tensor)
@@ -264,6 +272,18 @@ class Checkpoint:
     @property
     def _own_tensor_names(self) -> set[str]:
         return {part.name for weight in self.quantized.values() for part in weight.tensors}
+
+    @property
+    def why_another_model(self) -> str:
+        """A clause that names the first of the entries in `lost`, or "" if there are none."""
+        more = f" (and {len(self.lost) - 1} more)" if len(self.lost) > 1 else ""
+        return self.lost[0] + more if self.lost else ""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The notices, without those about the index and about further sets of weights, which are said where these are listed."""
+        elsewhere = (*(self.index.sentences if self.index is not None else ()), *self.of_sets)
+        return tuple(notice for notice in self.notices if notice not in elsewhere)
 
     def need_values(self) -> None:
         """Raise UserError if the values of the tensors are not on this machine."""

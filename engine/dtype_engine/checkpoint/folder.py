@@ -94,21 +94,37 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
     kind = kind_of(path)
     if kind == "pickle":
         return _of_pickles(path, (path,), None, trust_pickle)
-    identities = (FileIdentity.of(path),)
     if kind == "gguf":
-        from dtype_engine.checkpoint.gguf import read_gguf
-        from dtype_engine.checkpoint.schemes.gguf import config_of
-
-        tensors, fields = read_gguf(path)
-        config = config_of(fields, tensors)
-        metadata = {name: str(fields[name]) for name in fields if name.startswith(("general.", "quantize."))}
-        return Checkpoint(path, (path,), tensors, config, metadata, form="gguf", identities=identities)
+        return _of_gguf(path)
+    identities = (FileIdentity.of(path),)
     tensors, metadata = read_header(path)
     config = read_config(path.parent) if path.name == SINGLE else None
     if config is not None and ((first := set_to_read(path.parent, config)) is None or first.name != SINGLE):
         config = None  # it names another file as its weights
     aliases = _aliases(tensors, metadata)
     return Checkpoint(path, (path,), tensors, config, metadata, identities=identities, aliases=aliases)
+
+
+def _of_gguf(path: Path) -> Checkpoint:
+    from dtype_engine.checkpoint.gguf_parts import read_gguf_model
+    from dtype_engine.checkpoint.schemes.gguf import model_of
+    from dtype_engine.checkpoint.schemes.gguf_rope import TENSORS
+
+    contents = read_gguf_model(path)
+    tensors, fields = contents.tensors, contents.fields
+    model = model_of(fields, tensors)
+    return Checkpoint(
+        contents.files[0],
+        contents.files,
+        tensors,
+        model.config,
+        {name: str(fields[name]) for name in fields if name.startswith(("general.", "quantize."))},
+        form="gguf",
+        notices=model.lost,
+        identities=contents.identities,
+        in_config=TENSORS & tensors.keys() if model.config is not None else frozenset(),
+        lost=model.lost,
+    )
 
 
 def _open_folder(folder: Path, trust_pickle: bool, absent_shards: bool) -> Checkpoint:

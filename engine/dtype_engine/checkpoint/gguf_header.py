@@ -33,6 +33,10 @@ _DEEPEST = 4
 _LONGEST_NAME = 65_535
 
 
+class ListLength(int):
+    """The number of values of a field that has a list. The values themselves are not kept."""
+
+
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
     """The header of one tensor: its name, its shape in torch's order, the number of its type, and the offset of its bytes in the
@@ -55,8 +59,8 @@ class GGUFHeader:
     data_start: int = 0
     tensors: list[GGUFTensor] = field(default_factory=list)
     fields: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """The values of the header's fields by name. A number or a short text is kept as it is. Of a list, only the length is kept.
-    Longer texts are left out.
+    """The values of the header's fields by name. A number or a short text is kept as it is. Of a list, only the length is kept,
+    as a `ListLength`. Longer texts are left out.
     """
 
 
@@ -151,7 +155,7 @@ class _Reader:
             return None
         inner, count = self.number("I"), self.number("Q")
         self.skip_list(inner, count, 0)
-        return int(count)
+        return ListLength(count)
 
     def skip_value(self, kind: int, depth: int = 0) -> None:
         """Skip a value. kind: the number by which GGUF identifies the value's type. depth: in how many lists the value is

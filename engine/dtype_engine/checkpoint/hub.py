@@ -31,7 +31,8 @@ from dtype_engine.checkpoint.hub_cache import CachedRepository
 from dtype_engine.checkpoint.hub_reader import HubReader, hub_faults
 from dtype_engine.checkpoint.provenance import OWN_FILES
 from dtype_engine.checkpoint.safetensors_header import LONGEST_HEADER, CheckpointTensor, read_header
-from dtype_engine.checkpoint.weight_files import LARGEST_JSON, PICKLES, PIPELINE_INDEX
+from dtype_engine.checkpoint.schemes.gguf_rope import TENSORS as ROPE_FACTORS
+from dtype_engine.checkpoint.weight_files import LARGEST_JSON, PICKLES, PIPELINE_INDEX, gguf_parts
 from dtype_engine.checkpoint.weight_sets import weight_sets
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
@@ -54,7 +55,7 @@ _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 _SIDE_FILES = ("config.json", PIPELINE_INDEX, "adapter_config.json", "recipe.yaml", *OWN_FILES)
 _INDEX_FILE = re.compile(r"[\w.-]+\.index(\.[\w-]+)?\.json")
 _DESCRIBING = (
-    "_shape", "_g_idx", ".weight_format", ".comfy_quant", "rope_freqs.weight", ".nbits", ".axis", ".packing", ".shape",
+    "_shape", "_g_idx", ".weight_format", ".comfy_quant", *sorted(ROPE_FACTORS), ".nbits", ".axis", ".packing", ".shape",
     ".view_as_float", ".channel_wise", ".group_size", ".optimize", ".round_zero", ".quant_scale", ".quant_zero",
     ".unpack_view_dtype", ".offload_meta", ".compute_dtype",
 )  # fmt: skip
@@ -343,7 +344,7 @@ class HubModel:
     def _weight_files(self) -> list[str]:
         found = self._files(lambda name: name.endswith((".safetensors", *PICKLES)))
         if self.address.path in self.sizes:
-            return [self.address.path]
+            return [part for part in _gguf_parts(self.address.path) if part in self.sizes] or [self.address.path]
         at = f"{self.address.path}/" if self.address.path else ""
         sets = weight_sets([name.removeprefix(at) for name in self.sizes if name.startswith(at)], None)
         if sets and sets[0].pickled:  # transformers passes over any other file
@@ -351,7 +352,7 @@ class HubModel:
         gguf = self._files(lambda name: name.endswith(".gguf"))
         if found or not gguf:
             return found
-        if len(gguf) > 1:
+        if len(gguf) > 1 and sorted(gguf) != _gguf_parts(gguf[0]):
             raise UserError(
                 f"{self.address} has {len(gguf)} GGUF files; name one of them, such as "
                 f"{dataclasses.replace(self.address, path=min(gguf))}"
@@ -395,6 +396,11 @@ def with_absent_values(checkpoint: Checkpoint, model: HubModel) -> Checkpoint:
     """
     tensors = {name: each if _describes(each) else _absent(each) for name, each in checkpoint.tensors.items()}
     return dataclasses.replace(checkpoint, tensors=tensors, headers_alone=model.headers_alone)
+
+
+def _gguf_parts(path: str) -> list[str]:
+    folder, slash, name = path.rpartition("/")
+    return [folder + slash + part for part in gguf_parts(name)]
 
 
 def _absent(tensor: CheckpointTensor) -> CheckpointTensor:
@@ -494,7 +500,7 @@ class _HeaderReader(HubReader):
                     continue
             break
         _write_sparse(partial, start, size)
-        if b"rope_freqs.weight" in start:
+        if any(name.encode() in start for name in ROPE_FACTORS):
             from dtype_engine.checkpoint.gguf import read_gguf
 
             self._add_descriptions(url, partial, read_gguf(partial)[0].values())

@@ -12,7 +12,7 @@ import stat
 import sys
 import warnings
 import zipfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,10 @@ _NESTED = (
     "ema",
     "weights",
 )
+_PACKED = "_packed_params._packed_params"
+"""The end of the name under which a quantized layer of torch.ao saves its weight and its bias as one value."""
+_AVERAGES = frozenset({"model_ema", "ema_model", "params_ema", "ema", "module_ema", "ema_module"})
+"""First parts of names of averages over training steps ("exponential moving average"), as trainers call them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +245,50 @@ def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[
     notices = []
     if entry:
         notices.append(f"{path.name}: the weights are its entry {printable(entry)!r}")
-    others, first = _unchosen_tensors(loaded, best)
+    unpacked = _unpacked(best, path)
+    others, first = _unchosen_tensors(loaded, best, {id(value) for key, value in best.items() if key not in unpacked})
     if others:
         what = "1 other tensor in it is" if others == 1 else f"{others} other tensors in it are"
         notices.append(f"{path.name}: {what} not among the weights, first {printable(first)}")
-    return _tensors(best, path), tuple(notices)
+    named = _tensors(unpacked, path)
+    return named, (*notices, *_average_notices(named, path))
+
+
+def _unpacked(mapping: Mapping[Any, Any], path: Path) -> Mapping[Any, Any]:
+    """Return a state dict with the packed parameters of torch.ao, such as those of `quantize_dynamic`, as two tensors each: the
+    layer's quantized weight and its bias. Raises UserError for packed parameters that only torch can take apart.
+    """
+    import torch
+
+    found: dict[Any, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, torch.ScriptObject):
+            raise UserError(
+                f"{path}: {printable(str(key), 200)} holds packed parameters of torch.ao, which can't be read: save the model "
+                "before it is quantized"
+            )
+        name = str(key)
+        layer = name.removesuffix(_PACKED)
+        if layer == name or not isinstance(value, (tuple, list)) or not any(isinstance(x, torch.Tensor) for x in value):
+            found[key] = value
+            continue
+        for kind, part in zip(("weight", "bias"), value, strict=False):
+            if isinstance(part, torch.Tensor):
+                found[layer + kind] = part
+    return found
+
+
+def _average_notices(tensors: Mapping[str, torch.Tensor], path: Path) -> Iterator[str]:
+    """Yield a notice if a state dict holds a second copy of the weights under a prefix that names averages over training steps."""
+    groups: dict[str, Counter[tuple[int, ...]]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(name.partition(".")[0], Counter())[() if tensor.is_nested else tuple(tensor.shape)] += 1
+    for prefix in sorted(_AVERAGES & groups.keys()):
+        if any(groups[prefix] - shapes == Counter() for other, shapes in groups.items() if other != prefix):
+            yield (
+                f"{path.name}: the tensors under {printable(prefix)} have the shapes of others in the file: they seem to be "
+                "averages of the same weights, and are counted as weights of their own"
+            )
 
 
 def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
@@ -321,14 +364,15 @@ _DEEPEST = 3
 _LONGEST_PLACE = 200
 
 
-def _unchosen_tensors(loaded: Any, chosen: Any) -> tuple[int, str]:
+def _unchosen_tensors(loaded: Any, chosen: Any, taken: set[int]) -> tuple[int, str]:
     """Count the tensors of a loaded pickle that are not in `chosen`, the mapping that was taken as the model's weights. Returns
-    (number of these tensors, path of the first of them, such as `optimizer.state.0`).
+    (number of these tensors, path of the first of them, such as `optimizer.state.0`). taken: the ids of other containers whose
+    tensors were taken as weights.
     """
     import torch
 
     waiting: deque[tuple[Any, str]] = deque([(loaded, "")])
-    seen: set[int] = set()
+    seen = set(taken)
     count, first = 0, ""
     while waiting and len(seen) < _MOST_LOOKED_AT:
         holder, place = waiting.popleft()

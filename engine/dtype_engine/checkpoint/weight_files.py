@@ -80,7 +80,7 @@ def find_weight_files(folder: Path, config: Mapping[str, Any] | None, absent_sha
     """
     names = _file_names(folder)
     if not (sets := weight_sets(names, config)):
-        return WeightFiles((_only_file(folder, names),))
+        return WeightFiles(_only_files(folder, names))
     first = sets[0]
     variants = sorted({each.variant for each in sets if each.variant is not None})
     if first.variant is not None and len(variants) > 1:
@@ -135,7 +135,7 @@ def _file_names(folder: Path) -> list[str]:
         return sorted(entry.name for entry in folder.iterdir() if entry.is_file())
 
 
-def _only_file(folder: Path, names: Iterable[str]) -> Path:
+def _only_files(folder: Path, names: Iterable[str]) -> tuple[Path, ...]:
     for suffixes, what in (
         ((".safetensors",), "safetensors files"),
         (PICKLES, "PyTorch files"),
@@ -143,12 +143,29 @@ def _only_file(folder: Path, names: Iterable[str]) -> Path:
     ):
         loose = [name for name in names if name.endswith(suffixes) and name not in _NOT_WEIGHTS]
         if len(loose) == 1:
-            return resolve_inside(folder, loose[0])
+            return (resolve_inside(folder, loose[0]),)
+        if loose and loose == gguf_parts(loose[0]):
+            return tuple(resolve_inside(folder, name) for name in loose)
         if loose:
             raise UserError(
                 f"{folder} has {len(loose)} {what} and no index; name one of them, such as {printable(loose[0])}"
             )
     raise NoWeights(f"{folder} is no model: it has neither {SINGLE} nor {INDEX}, and no other checkpoint")
+
+
+_GGUF_PART = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+
+
+def gguf_parts(name: str) -> list[str]:
+    """Return the names of all parts of a model in GGUF files, in order, if `name` is the name of one of them, such as
+    `model-00001-of-00003.gguf`. Return [] for any other name.
+    """
+    match = _GGUF_PART.fullmatch(name)
+    if match is None:
+        return []
+    count = int(match["count"])
+    names = [f"{match['name']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+    return names if name in names else []
 
 
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "rng_state.pth")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from dtype_engine.cli.options import ModelCommand, json_option
-from dtype_engine.cli.program import answer, print_json, say, say_share
+from dtype_engine.cli.program import answer, note, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
 
@@ -81,4 +81,5 @@ def check(
         print_json(check_sarif(report) if sarif else check_json(report))
     else:
         answer(check_text(report))
+    note(checkpoint.remarks)
     return NO if report.findings else 0

@@ -83,12 +83,14 @@ def inspect(
     ]  # fmt: skip
     model = totals[""]
     provenance = planned.checkpoint.provenance if planned.checkpoint is not None else None
+    remarks = planned.checkpoint.remarks if planned.checkpoint is not None else ()
     result = {
         "model": source.title,
         "found": coverage.found if coverage is not None else None,
         "expected": coverage.expected if coverage is not None else None,
         "incomplete": list(incomplete),
         "passed_over": list(planned.checkpoint.passed_over) if planned.checkpoint is not None else [],
+        "notices": list(remarks),
         "provenance": as_json(provenance or None),
         "parameters": model.parameters if not model.unknown else None,
         "buffers": model.buffers,
@@ -136,6 +138,7 @@ def inspect(
     else:
         view = TreeView(depth, fold=answers().isatty() and not whole, by_bytes=sort == "bytes")
         answer(tree_text(tree, plan, source.title, view))
+    note(remarks)
 
 
 def _coverage(
@@ -198,17 +201,18 @@ def weights(request: RunRequest, against: str | None, save: Path | None, as_obje
 
         live = load(source, request.options)
         recipe = request.with_preset(live.tree)
-        tree, plan = live.tree, require_matches(live.tree, recipe)
+        tree, plan, remarks = live.tree, require_matches(live.tree, recipe), live.notices
         with unchanged(live.identities):
             errors = list(round_trips_of_live(live, plan.dtypes, on_progress))
     else:
         planned = request.plan(source)
         assert planned.checkpoint is not None
-        tree, plan = planned.tree, planned.plan
+        tree, plan, remarks = planned.tree, planned.plan, planned.checkpoint.remarks
         with unchanged(planned.checkpoint.identities):
             errors = list(round_trips(planned.checkpoint, tree, plan.dtypes, on_progress))
         note(planned.checkpoint.of_sets)
     say("")
+    note(remarks)
     left_out = skipped(tree)
     if as_object:
         rules = [str(rule) for rule in plan.recipe.rules]

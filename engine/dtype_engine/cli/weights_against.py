@@ -75,6 +75,7 @@ def compare_weights(request: RunRequest, against: str, save: Path | None, as_obj
             saved.write()
     say("")
     _print(report(), as_object)
+    note((*reference.remarks, *candidate.remarks))
     return 0 if report().same else DIFFERENT
 
 

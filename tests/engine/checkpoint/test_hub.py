@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -119,6 +121,23 @@ def test_of_gguf_files_one_is_named(tmp_path: Path, serve: Serve, monkeypatch: p
         name = Path(file).name
         assert rows(locate(f"{MODEL}/{name}")) == rows(locate(file))
         assert sum(name in path for path in hub.paths()) > 2
+
+
+@pytest.mark.parametrize("at", ["", "/x-00002-of-00003.gguf"])
+def test_parts_of_a_gguf_file_are_one_model(tmp_path: Path, serve: Serve, at: str) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    writer = gguf.GGUFWriter(folder / "x.gguf", "other", split_max_tensors=2)
+    for number in range(6):
+        writer.add_tensor(f"blk.{number}.weight", np.full((2, 8), number, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    serve(folder)
+    found = locate(MODEL + at).open()
+    assert found is not None
+    assert list(found.tensors) == [f"blk.{number}.weight" for number in range(6)]
 
 
 @pytest.mark.slow

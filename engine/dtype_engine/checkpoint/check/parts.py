@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from math import prod
 from typing import Any
 
 from dtype_engine.checkpoint.packed_weights import (
@@ -30,6 +29,7 @@ from dtype_engine.checkpoint.packed_weights import (
 from dtype_engine.checkpoint.parameter_counts import integer_schemes
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import comfy, mlx
+from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.results.check import Finding
 
@@ -61,13 +61,16 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
     usual = Counter((tensors[weight.codes].dtype, weight.layout) for weight in weights)
     by_dtype: dict[str, Layout] = {}
     for (dtype, layout), _ in usual.most_common():
-        by_dtype.setdefault(dtype, layout)
+        if (
+            dtype not in dtypes.COMPUTE_DTYPES
+        ):  # bitsandbytes can store the bytes of codes as bfloat16, beside plain weights
+            by_dtype.setdefault(dtype, layout)
     lost: set[str] = set()
     for name, tensor in tensors.items():
         if name in parts:
             continue
         usual_layout = by_dtype.get(tensor.dtype) if len(tensor.shape) > 1 else None
-        codes = _layout_of_codes(name, tensor) or usual_layout
+        codes = _layout_of_codes(name, tensor, tensors) or usual_layout
         if codes is None or not name.endswith(codes.codes or ".weight"):
             continue
         scale = name[: len(name) - len(codes.codes)] + codes.scale
@@ -117,10 +120,12 @@ def _required_suffixes(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...
     return ()
 
 
-def _layout_of_codes(name: str, tensor: CheckpointTensor) -> Layout | None:
-    """If the tensor's name and dtype prove that it holds codes, return its quantization layout, such as GPTQ; otherwise None. This
-    recognizes codes even if their scales are missing.
+def _layout_of_codes(name: str, tensor: CheckpointTensor, tensors: Tensors) -> Layout | None:
+    """If the tensor's name and dtype, or the other tensors of its weight, prove that it holds codes, return its quantization
+    layout, such as GPTQ; otherwise None. This recognizes codes even if their scales are missing.
     """
+    if tensor.dtype in BNB_4BIT.dtypes and any(name + suffix in tensors for suffix in BNB_4BIT.more):
+        return BNB_4BIT
     return next(
         (
             layout
@@ -201,7 +206,7 @@ def _scale_shapes(
     if layout is COMFY:
         return ((), (1,), codes[:1], (*codes[:1], 1))
     if layout is BNB_4BIT:
-        return tuple((-(-2 * prod(codes) // size),) for size in _BNB_BLOCKS)
+        return tuple((-(-2 * tensors[weight.codes].nbytes // size),) for size in _BNB_BLOCKS)
     if len(codes) < 2:
         return ()
     *front, rows, columns = codes

@@ -4,29 +4,35 @@ names.
 llama.cpp's converter (`convert_hf_to_gguf.py`) renames tensors, stacks the experts of a layer, reorders the rows of queries and
 keys for some architectures, and adds 1 to the norms of Gemma. This module undoes the renaming and the stacking. The decoder
 undoes the other two steps. If an architecture is not in `_FAMILIES`, its weights keep llama.cpp's names, and the model can't be
-run.
+run. The same holds for a file that says something of the model which neither the configuration nor the weights can hold: without
+it, they would be another model.
 """
 
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
+from dtype_engine.checkpoint.gguf_header import ListLength
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, MOST_EXPERTS, EncodedWeight, read_small
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, MOST_EXPERTS, EncodedWeight
+from dtype_engine.checkpoint.schemes.gguf_fields import changes_nothing
+from dtype_engine.checkpoint.schemes.gguf_rope import FIELDS as ROPE_FIELDS
+from dtype_engine.checkpoint.schemes.gguf_rope import TENSORS as ROPE_TENSORS
+from dtype_engine.checkpoint.schemes.gguf_rope import describe_rope
 from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
 
 SCHEME = "gguf"
 _ATTENTION = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_qkv": "self_attn.qkv_proj",
-    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
 }  # fmt: skip
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _FOUR_NORMS = {
@@ -58,8 +64,12 @@ _EXPERT_FIELDS = {
     "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }  # fmt: skip
-_ROPE_FACTORS = "rope_freqs.weight"
-_IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_EPSILON, _WINDOW = "attention.layer_norm_rms_epsilon", "attention.sliding_window"
+_WINDOW_FIELDS = {**_FIELDS, _WINDOW: "sliding_window"}
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_QKV = frozenset({"attn_q", "attn_k", "attn_v"})
+_ALL_ATTENTION = _QKV | {"attn_output"}
+_IN_BLOCK = re.compile(r"blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,107 +90,159 @@ class _Family:
     """Whether llama.cpp's converter reordered the rows of queries and keys for llama.cpp's rotary embedding."""
     shifted_norms: bool = False
     """Whether the file stores 1 + w for each weight w of a norm."""
+    biases: frozenset[str] = frozenset()
+    """llama.cpp's names of the layers of a block that may have a bias."""
 
 
 _FAMILIES = {
-    "llama": _Family("llama", "LlamaForCausalLM", _DENSE, reordered=True),
+    "llama": _Family("llama", "LlamaForCausalLM", _DENSE, reordered=True, biases=_ALL_ATTENTION | _MLP.keys()),
+    "mistral": _Family("mistral", "MistralForCausalLM", _DENSE, _WINDOW_FIELDS, reordered=True),
     "mixtral": _Family(
         "mixtral", "MixtralForCausalLM", {**_ATTENTION, **_NORMS, **_MIXTRAL_EXPERTS},
-        {**_FIELDS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}, reordered=True,
+        {**_WINDOW_FIELDS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        reordered=True,
     ),
-    "qwen2": _Family("qwen2", "Qwen2ForCausalLM", _DENSE),
+    "qwen2": _Family("qwen2", "Qwen2ForCausalLM", _DENSE, biases=_QKV),
     "qwen2moe": _Family(
-        "qwen2_moe", "Qwen2MoeForCausalLM", {**_DENSE, **_EXPERTS, **_SHARED_EXPERT},
+        "qwen2_moe", "Qwen2MoeForCausalLM", {**_ATTENTION, **_NORMS, **_EXPERTS, **_SHARED_EXPERT},
         {**_FIELDS, **_EXPERT_FIELDS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        {"norm_topk_prob": False}, biases=_QKV,
     ),
-    "qwen3": _Family("qwen3", "Qwen3ForCausalLM", _DENSE),
+    "qwen3": _Family("qwen3", "Qwen3ForCausalLM", {**_DENSE, **_HEAD_NORMS}, biases=_ALL_ATTENTION),
     "qwen3moe": _Family(
-        "qwen3_moe", "Qwen3MoeForCausalLM", {**_DENSE, **_EXPERTS, "ffn_gate_inp": "mlp.gate"},
-        {**_FIELDS, **_EXPERT_FIELDS}, {"norm_topk_prob": True},
+        "qwen3_moe", "Qwen3MoeForCausalLM",
+        {**_ATTENTION, **_HEAD_NORMS, **_NORMS, **_EXPERTS, "ffn_gate_inp": "mlp.gate"},
+        {**_FIELDS, **_EXPERT_FIELDS}, {"norm_topk_prob": True}, biases=_ALL_ATTENTION,
     ),
-    "gemma": _Family("gemma", "GemmaForCausalLM", _DENSE, shifted_norms=True),
+    "gemma": _Family("gemma", "GemmaForCausalLM", _DENSE, shifted_norms=True, biases=_ALL_ATTENTION),
     "gemma2": _Family(
         "gemma2", "Gemma2ForCausalLM", {**_ATTENTION, **_MLP, **_FOUR_NORMS},
-        {**_FIELDS, "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
+        {**_WINDOW_FIELDS, "attn_logit_softcapping": "attn_logit_softcapping",
          "final_logit_softcapping": "final_logit_softcapping"},
-        shifted_norms=True,
+        shifted_norms=True, biases=_ALL_ATTENTION,
     ),
     "phi3": _Family(
-        "phi3", "Phi3ForCausalLM", {**_ATTENTION, **_NORMS, "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
-        {**_FIELDS, "attention.sliding_window": "sliding_window"}, {"pad_token_id": None},
+        "phi3", "Phi3ForCausalLM",
+        {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", **_NORMS, "ffn_up": "mlp.gate_up_proj",
+         "ffn_down": "mlp.down_proj"},
+        _WINDOW_FIELDS, {"pad_token_id": None},
     ),
 }  # fmt: skip
-"""The architectures whose models can be described as transformers has them, keyed by `general.architecture`. The key `mixtral` is
-an exception: such a file has the architecture "llama" and a number of experts.
+"""The architectures whose models can be described as transformers has them, keyed by `general.architecture`. The keys
+`mixtral` and `mistral` are exceptions: such a file has the architecture "llama", and a number of experts or a sliding window.
 """
 _BY_MODEL_TYPE = {family.model_type: family for family in _FAMILIES.values()}
 
 
-def config_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]) -> dict[str, Any] | None:
-    """Return the content of config.json in the checkpoint from which a GGUF file was made. Returns None in three cases: the
-    architecture is not in `_FAMILIES`, the header lacks a field that every such model has, or a field has a list with a number
-    for each block.
+@dataclass(frozen=True, slots=True)
+class GGUFModel:
+    """The model in a GGUF file as transformers has it."""
 
-    fields: the fields of the header. Of a list, only the length is given. tensors: the tensors of the file by name. Raises
-    UserError if the factors of the rotary embedding can't be read.
+    config: dict[str, Any] | None = None
+    """The content of config.json in the checkpoint from which the file was made, or None if the architecture is not known."""
+    lost: tuple[str, ...] = ()
+    """Sentences, one for each entry of the file that changes what the model computes and that neither `config` nor the weights can
+    hold. The model with this configuration and these weights is another one.
     """
-    architecture = fields.get("general.architecture")
-    if architecture == "llama" and _count(fields.get("llama.expert_count")):
-        family = _FAMILIES["mixtral"]
-    elif architecture in _FAMILIES:
-        family = _FAMILIES[str(architecture)]
-    else:
-        return None
-    own = {name.removeprefix(f"{architecture}."): value for name, value in fields.items()}
+
+
+def model_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]) -> GGUFModel:
+    """Return the model in a GGUF file. Its configuration is None in three cases: the architecture is not in `_FAMILIES`, the header
+    lacks a field that every such model has, or a field that must be one number has a list with a number for each block.
+
+    fields: the fields of the header. tensors: the tensors of the file by name. Raises UserError if the factors of the rotary
+    embedding can't be read.
+    """
+    architecture = str(fields.get("general.architecture"))
+    begin = f"{architecture}."
+    own = {name.removeprefix(begin): value for name, value in fields.items() if name.startswith(begin)}
+    family = _family(architecture, own)
+    config = _config(family, own, fields, tensors) if family is not None else None
+    if family is None or config is None:
+        return GGUFModel()
+    rope = describe_rope(own, tensors, config, only_longrope=family.model_type == "phi3")
+    config |= rope.config
+    lost = [
+        f"the entry {printable(begin + name)} ({printable(str(value), 60)})"
+        for name, value in own.items()
+        if (
+            name in rope.lost
+            if name in ROPE_FIELDS
+            else isinstance(value, ListLength)
+            or (name in (_WINDOW, *_CAPS) and not value and family.model_type == "gemma2")
+            if name in family.fields
+            else not changes_nothing(name, value, config)
+        )
+    ]
+    blocks = config["num_hidden_layers"]
+    lost += [
+        f"the tensor {printable(name)}"
+        for name in tensors
+        if (name in rope.lost if name in ROPE_TENSORS else _name(name, family, blocks)[0] is None)
+    ]
+    sentences = [
+        f"{each} changes what the model computes, and {family.model_class} has no place for it" for each in lost
+    ]
+    if _EPSILON not in own:
+        sentences.append(f"the header has no entry {printable(begin + _EPSILON)}, which the norms of the model need")
+    return GGUFModel(config, tuple(sentences))
+
+
+def _family(architecture: str, own: Mapping[str, Any]) -> _Family | None:
+    if architecture == "llama" and _count(own.get("expert_count")):
+        return _FAMILIES["mixtral"]
+    if architecture == "llama" and not changes_nothing(_WINDOW, own.get(_WINDOW, 0), _context(own)):
+        return _FAMILIES["mistral"]
+    return None if architecture in ("mixtral", "mistral") else _FAMILIES.get(architecture)
+
+
+def _context(own: Mapping[str, Any]) -> dict[str, Any]:
+    length = own.get("context_length")
+    return {"max_position_embeddings": length} if _count(length) else {}
+
+
+def _config(
+    family: _Family, own: Mapping[str, Any], fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
+) -> dict[str, Any] | None:
+    """Return the content of config.json without the rotary embedding, or None as `model_of` says. own: the fields whose names begin
+    with the architecture, without it.
+    """
     found = {entry: own[name] for name, entry in family.fields.items() if name in own}
-    found.setdefault("vocab_size", own.get("tokenizer.ggml.tokens"))
-    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    tokens = fields.get("tokenizer.ggml.tokens")
+    found.setdefault("vocab_size", int(tokens) if isinstance(tokens, ListLength) else None)
+    needed = ["num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"]
+    needed += [entry for entry in family.fields.values() if entry == "num_experts_per_tok"]
     given = (entry for entry in ("num_key_value_heads", "head_dim") if entry in found)
     if not all(_count(found.get(entry)) for entry in (*needed, *given)):
         return None
+    # Without these fields, llama.cpp has one default for all architectures, and transformers one for each.
+    found.setdefault("num_key_value_heads", found["num_attention_heads"])
+    found.setdefault("rope_theta", 10000.0)
     found.setdefault("head_dim", found["hidden_size"] // found["num_attention_heads"])
     for name, entry in (("blk.0.attn_q.weight", "num_attention_heads"), ("blk.0.attn_k.weight", "num_key_value_heads")):
-        if name in tensors and entry in found and tensors[name].shape[:1] != (found[entry] * found["head_dim"],):
-            return None  # the field is a list with a number for each block, and only its length is known
+        if name in tensors and tensors[name].shape[:1] != (found[entry] * found["head_dim"],):
+            return None  # the heads are not those of the weights
+    if not found.get("sliding_window", 1):
+        found["sliding_window"] = None  # the converter writes 0 for a model without a window
+    words = {match[2] for name in tensors if (match := _IN_BLOCK.fullmatch(name)) and match[3] == "bias"}
     config = {
         "model_type": family.model_type,
         "architectures": [family.model_class],
         **family.config,
         **found,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": any(name.endswith(".attn_q.bias") for name in tensors),
+        "attention_bias": not words.isdisjoint(_ALL_ATTENTION),
         "dtype": "float32",
     }
+    if not words.isdisjoint(family.biases & _MLP.keys()):
+        config["mlp_bias"] = True
     if family.model_type == "gemma2":
         # The queries of the model with 46 layers (27 B) are scaled by hidden_size / heads instead of the head's own size.
         heads = config["num_attention_heads"]
         config["query_pre_attn_scalar"] = (
             config["hidden_size"] // heads if config["num_hidden_layers"] == 46 else config["head_dim"]
         )
-    scaling = _rope_scaling(own, tensors, config)
-    return config | ({"rope_scaling": scaling} if scaling else {})
-
-
-def _rope_scaling(
-    own: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """Return the entry `rope_scaling` of config.json, or None if the rotary embedding is not scaled. own: the fields of the GGUF
-    header, by name without the architecture. tensors: the tensors of the file. config: the other entries of config.json.
-    """
-    factors = tensors.get(_ROPE_FACTORS)
-    if factors is not None and factors.dtype == "float32":
-        # The file has a factor for each frequency, but not the rule that gave the factors (an example is Llama 3.1). In
-        # transformers, "longrope" is the rule that accepts any factors.
-        values = list(struct.unpack(f"<{factors.nbytes // 4}f", read_small(factors)))
-        length = config.get("max_position_embeddings", 2048)
-        return {"rope_type": "longrope", "short_factor": values, "long_factor": values, "attention_factor": 1.0,
-                "original_max_position_embeddings": length, "factor": 1.0}  # fmt: skip
-    kind, factor = own.get("rope.scaling.type"), own.get("rope.scaling.factor")
-    if kind not in ("linear", "yarn") or not isinstance(factor, float):
-        return None
-    original = own.get("rope.scaling.original_context_length")
-    more = {} if original is None else {"original_max_position_embeddings": original}
-    return {"rope_type": kind, "factor": factor, **more}
+    return config
 
 
 def read(
@@ -190,7 +252,7 @@ def read(
     The second has the tensors that need no decoding, and maps their names in the file to their names in transformers. A tensor
     that transformers does not have keeps its name.
 
-    tensors: the tensors of the file by name. config: the result of `config_of`.
+    tensors: the tensors of the file by name. config: the model's configuration, or None if its architecture is not known.
     """
     family = _BY_MODEL_TYPE[config["model_type"]] if config is not None else None
     encoded: dict[str, EncodedWeight] = {}
@@ -198,7 +260,9 @@ def read(
     for own, tensor in tensors.items():
         if tensor.refusal is not None:
             continue
-        name, local = _name(own, family) if family is not None else (None, "")
+        name, local = None, ""
+        if family is not None and config is not None:
+            name, local = _name(own, family, config["num_hidden_layers"])
         if name is None or family is None or config is None:
             if tensor.packed:
                 encoded[own] = EncodedWeight(own, tensor.shape, SCHEME, _format(tensor), {CODES: tensor})
@@ -214,16 +278,18 @@ def read(
     return encoded, renamed
 
 
-def _name(own: str, family: _Family) -> tuple[str | None, str]:
+def _name(own: str, family: _Family, blocks: int) -> tuple[str | None, str]:
     """Return a tensor's name in transformers and llama.cpp's word for it. For `blk.0.attn_q.weight`, they are
     `model.layers.0.self_attn.q_proj.weight` and `attn_q`. The name is None if transformers has no such tensor. The name of
-    stacked experts has `{}` in place of an expert's number. own: the tensor's name in the file.
+    stacked experts has `{}` in place of an expert's number. own: the tensor's name in the file. blocks: the number of blocks.
     """
     stem, _, kind = own.rpartition(".")
-    if stem in _WHOLE and kind in ("weight", "bias"):
+    if stem in _WHOLE and kind == "weight":
         return f"{_WHOLE[stem]}.{kind}", stem
     match = _IN_BLOCK.fullmatch(own)
-    if match is None or match[2] not in family.names:
+    if match is None or match[2] not in family.names or int(match[1]) >= blocks:
+        return None, ""
+    if match[3] == "bias" and match[2] not in family.biases:
         return None, ""
     return f"model.layers.{match[1]}.{family.names[match[2]]}.{match[3]}", match[2]
 

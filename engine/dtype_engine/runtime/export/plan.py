@@ -42,7 +42,7 @@ from dtype_engine.runtime.export.shared_scales import with_packed_scales, with_s
 from dtype_engine.runtime.model.describe import describe
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.mmap_reader import read_mapped, read_tensor
-from dtype_engine.runtime.model.name_mapping import Placement, map_names
+from dtype_engine.runtime.model.name_mapping import Placement, map_names, without_place
 from dtype_engine.runtime.model.stored_tree import same_values
 
 _NONE: Mapping[str, float] = {}
@@ -56,9 +56,19 @@ def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: O
     dtype, and if the weights are not on this machine.
     """
     checkpoint.need_values()
+    if checkpoint.lost:
+        raise UserError(
+            f"{title}: {checkpoint.why_another_model}, so an export would be another model; export the checkpoint that it was made "
+            "from"
+        )
     options = options or Options()
     source = Source("checkpoint", title, checkpoint.path, trust_pickle=options.trust_pickle)
     known = describe(source, options, checkpoint)
+    if not options.architecture and known.placements and (strange := without_place(checkpoint, known.placements)):
+        raise UserError(
+            f"{title}: the tensor {printable(strange[0])} has no place in {known.class_name}, so an export would be another model; "
+            "export the checkpoint that it was made from"
+        )
     require_matches(known.tree, recipe)
     plan = make_plan(known.tree, recipe)
     contents = _placed_contents(checkpoint, title, recipe, known.tree, known.placements, plan.dtypes, options.settings)

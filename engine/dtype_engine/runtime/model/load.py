@@ -56,7 +56,7 @@ from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.mmap_reader import read_quantized, read_stored
 from dtype_engine.runtime.model.module_tree import collect_tensors
-from dtype_engine.runtime.model.name_mapping import Placement, map_names, restorable, stored_dtypes
+from dtype_engine.runtime.model.name_mapping import Placement, map_names, restorable, stored_dtypes, without_place
 from dtype_engine.runtime.model.packed_parts import pack
 from dtype_engine.runtime.model.python_source import load_python
 from dtype_engine.runtime.model.quantized_loading import refuse_unread
@@ -119,7 +119,8 @@ def _memory_for(options: Options) -> int:
 
 
 _NO_ARCHITECTURE = {
-    "gguf": "the architecture of this GGUF file is not known here; open the checkpoint that it was made from to run it",
+    "gguf": "the architecture of this GGUF file is not known here, or its header lacks what every such model has; open the "
+    "checkpoint that it was made from to run it",
     "adapter": "an adapter alone is no model; merge it into its base model and open that to run it here",
 }
 
@@ -225,6 +226,11 @@ def load_module(
             f"{title}: no forward pass: no config.json next to the weights says which architecture they belong to. Open the "
             f"model's own code with file.py:Name --weights {printable(checkpoint.path.name)} to run it; planning works"
         )
+    if checkpoint.lost:
+        raise NoForward(
+            f"{title}: no forward pass: {checkpoint.why_another_model}; open the checkpoint that it was made from to run it. "
+            "Planning and weights work"
+        )
     if checkpoint.form == "pickle" and any(map(is_compressed, checkpoint.files)):
         raise NoForward(
             f"{title}: no forward pass, because its weights are in a compressed archive, which transformers would map as if it "
@@ -245,6 +251,10 @@ def load_module(
         made, places = make(chosen, checkpoint)
         refuse_misshapen(made, checkpoint, places, folder)
         refuse_unread(title, checkpoint, made, places)
+        if not options.architecture and (strange := without_place(checkpoint, places)):
+            raise NoForward(
+                f"{title}: no forward pass: the tensor {printable(strange[0])} has no place in {type(made).__name__}"
+            )
         encoded = encoded_values(title, checkpoint, made, places, visits)
         by_state = bool(encoded) or checkpoint.form == "gguf"
         model_class = type(made) if by_state else chosen.model_class

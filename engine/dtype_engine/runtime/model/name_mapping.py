@@ -56,6 +56,15 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
     return placements
 
 
+def without_place(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> list[str]:
+    """Return the weights of a GGUF file that the module lacks. Other files may have tensors that no module needs; llama.cpp's
+    converter writes none.
+    """
+    if checkpoint.form != "gguf" or checkpoint.config is None:
+        return []
+    return [name for name, each in checkpoint.weights.items() if name not in placements and each.refusal is None]
+
+
 def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
     """Return the entries of `placements` for the tensors that must be in the module exactly as the files store them. These are the
     tensors in a compute dtype such as bfloat16, and the weights that this program exported as codes and scales. All others, such as

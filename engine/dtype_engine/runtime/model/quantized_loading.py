@@ -40,9 +40,11 @@ def refuse_unread(title: str, checkpoint: Checkpoint, module: nn.Module, placeme
             f"{title}: no forward pass: {printable(name)} {what}, and it is incomplete or in a scheme that is not decoded here; "
             "`dtype-engine check` lists what is missing. Open the checkpoint that this one was made from to measure"
         )
-    held = {weight.parts[CODES].dtype for weight in checkpoint.encoded.values()}
+    # A float dtype says nothing: bitsandbytes can store the bytes of codes as bfloat16 beside plain weights in bfloat16.
+    held = {weight.parts[CODES].dtype for weight in checkpoint.encoded.values()} - set(dtypes.COMPUTE_DTYPES)
+    floats = _floating_parameters(module)
     for name, tensor in tensors.items():
-        if tensor.dtype in held and name in placements and len(tensor.shape) > 1:
+        if tensor.dtype in held and name in placements and placements[name].name in floats and len(tensor.shape) > 1:
             raise NoForward(
                 f"{title}: no forward pass: {printable(name)} holds {tensor.dtype} codes, and its scales are not there; "
                 "`dtype-engine check` lists all such tensors"
@@ -55,10 +57,14 @@ def _integers_for_floats(
     """Yield (name, description) for each integer tensor of the files that transformers would load into a floating-point parameter.
     placements: maps the name of each tensor of the files to where it is loaded in the module.
     """
-    floats = {
-        name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.is_floating_point()
-    }
+    floats = _floating_parameters(module)
     for name, tensor in checkpoint.unread.items():
         row = dtypes.BY_NAME.get(tensor.dtype)
         if row is not None and row.kind == "int" and name in placements and placements[name].name in floats:
             yield name, f"holds {row.name}, where {type(module).__name__} has floating-point values"
+
+
+def _floating_parameters(module: nn.Module) -> set[str]:
+    return {
+        name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.is_floating_point()
+    }

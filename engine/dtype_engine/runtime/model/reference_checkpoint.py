@@ -166,6 +166,8 @@ def _alike(one: Any, other: Any) -> bool:
     """
     if isinstance(one, float) and isinstance(other, (int, float)):
         return math.isclose(one, other, rel_tol=1e-6)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
     return bool(one == other)
 
 
@@ -181,6 +183,8 @@ def _entries(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in settings.items() if isinstance(settings, Mapping) else ():
         if name in _WITHOUT_EFFECT or name.startswith("_"):
             continue
+        if name == "type" and settings.get("rope_type") == value:
+            continue  # the older name of this entry
         if isinstance(value, Mapping):
             yield from _entries(value, f"{prefix}{name}.")
         else:

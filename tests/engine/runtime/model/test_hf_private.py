@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from torch import nn
 from transformers import conversion_mapping, core_model_loading, dynamic_module_utils
 
 import dtype_engine as de
-from dtype_engine.recipe.targets.base import loaded_dtype
+from dtype_engine.recipe.loader_facts import loaded_dtype
 from dtype_engine.runtime.model import hf_private
 
 CONFIG = transformers.LlamaConfig(
@@ -141,8 +140,7 @@ def test_what_stays_in_float32_is_what_from_pretrained_leaves_in_it(form: str, d
     module.save_pretrained(tmp_path)
     tree = de.open(str(tmp_path)).tree
     loaded = type(module).from_pretrained(tmp_path, dtype=dtype).state_dict()
-    context: Any = SimpleNamespace(tree=tree)
-    ours = {tensor.name: loaded_dtype(context, tensor, dtype) for tensor in tree.tensors.values()}
+    ours = {tensor.name: loaded_dtype(tree, tensor, dtype) for tensor in tree.tensors.values()}
     held = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in loaded.items() if name in ours}
     assert {name: ours[name] for name in held} == held
     assert ("float32" in held.values()) == (form == "moe" or dtype != "bfloat16")

@@ -1,0 +1,94 @@
+"""Decides whether a field of a GGUF header changes what the model computes.
+
+llama.cpp reads the fields whose names begin with the architecture, as in "llama.logit_scale". A field that no configuration of
+transformers gets may only have a value with which the model computes what its configuration says. The keys are those of the `gguf`
+package, and the values those that llama.cpp takes as "not there".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+_OFF, _ONE = (0,), (0, 1)
+_VALUES: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        ("logit_scale", "residual_scale", "embedding_scale", "attention.output_scale", "expert_weights_scale",
+         "expert_group_scale"),
+        _ONE,
+    ),
+    **dict.fromkeys(
+        ("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping", "attention.max_alibi_bias",
+         "attention.clamp_kqv", "attention.shared_kv_layers", "leading_dense_block_count", "nextn_predict_layers",
+         "expert_count", "expert_used_count", "expert_shared_count", "expert_feed_forward_length",
+         "expert_shared_feed_forward_length", "n_deepstack_layers", "rescale_every_n_layers", "full_attention_interval",
+         "activation_sparsity_scale", "pooling_type", "attention.temperature_scale", "attention.temperature_length",
+         "rope.scaling.yarn_log_multiplier", "rope.scaling.alpha", "embedding_length_per_layer_input"),
+        _OFF,
+    ),
+    **dict.fromkeys(
+        ("expert_group_count", "expert_group_used_count", "expert_gating_func", "interleave_moe_layer_step",
+         "moe_every_n_layers"),
+        _ONE,
+    ),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
+    "swin_norm": (False,),
+    "tensor_data_layout": ("Meta AI original pth",),
+}  # fmt: skip
+"""The values with which a field changes nothing. An `expert_gating_func` of 1 is softmax, which all these models have."""
+_ENTRIES: Mapping[str, str] = {
+    "attention.value_length": "head_dim", "attention.key_length_swa": "head_dim", "attention.value_length_swa": "head_dim",
+    "rope.dimension_count_swa": "head_dim", "rope.freq_base_swa": "rope_theta", "embedding_length_out": "hidden_size",
+    "attention.layer_norm_epsilon": "rms_norm_eps",
+}  # fmt: skip
+"""The entry of config.json whose value a field must have to change nothing."""
+
+
+def _scale(value: Any, config: Config) -> bool:
+    return _same(value, 0) or _same(value, config["head_dim"] ** -0.5)
+
+
+def _window(value: Any, config: Config) -> bool:
+    return type(value) is int and (value == 0 or value >= config.get("max_position_embeddings", math.inf))
+
+
+def _pattern(value: Any, config: Config) -> bool:
+    return bool(config["model_type"] == "gemma2") and _same(value, 2)
+
+
+def _norm_of_experts(value: Any, config: Config) -> bool:
+    """Return whether this value is the one with which the experts' weights are normalized as in the model class. Mixtral has no
+    entry for it and always normalizes them.
+    """
+    experts = {"num_experts", "num_local_experts"} & config.keys()
+    return not experts or value is config.get("norm_topk_prob", config["model_type"] == "mixtral")
+
+
+_RULES: Mapping[str, Callable[[Any, Config], bool]] = {
+    "attention.scale": _scale,
+    "attention.sliding_window": _window,
+    "attention.sliding_window_pattern": _pattern,
+    "expert_weights_norm": _norm_of_experts,
+    "rope.scaling.finetuned": lambda value, config: True,  # llama.cpp shows it and does not use it
+}
+
+
+def changes_nothing(name: str, value: Any, config: Config) -> bool:
+    """Return whether a field that the configuration does not get leaves the model as the configuration says. name: the field's name
+    without the architecture. value: its value. config: the content of config.json. An unknown field counts as a change.
+    """
+    if name in _RULES:
+        return _RULES[name](value, config)
+    if name in _ENTRIES:
+        return _same(value, config.get(_ENTRIES[name]))
+    return any(_same(value, harmless) for harmless in _VALUES.get(name, ()))
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Return whether two values are equal. A GGUF file has numbers in float32."""
+    numbers = all(type(each) in (int, float) for each in (value, other))
+    return math.isclose(value, other, rel_tol=1e-6) if numbers else type(value) is type(other) and value == other

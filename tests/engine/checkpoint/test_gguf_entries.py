@@ -1,0 +1,357 @@
+"""What a GGUF file says of its model is in the configuration, or the file is refused by the name of the entry. The logits are
+those of plain transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import dtype_engine as de
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.cli import cli, run
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options
+from dtype_engine.runtime.model.load import load_pretrained
+
+Change = Callable[[gguf.GGUFWriter], object]
+_SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+          "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": False, "pad_token_id": None,
+          "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+_PHI3 = {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "ffn_up": "mlp.gate_up_proj",
+         "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}  # fmt: skip
+_DENSE = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+          "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+          "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}  # fmt: skip
+_NAMES = {"phi3": _PHI3, "llama": _DENSE, "qwen2": _DENSE}
+_WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def made(model_class: Any, **settings: Any) -> Any:
+    """A model of transformers with random weights, whose norms and biases matter, too."""
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**_SIZES | settings)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def write(path: Path, architecture: str, model: Any, *changes: Change, parts: int = 0) -> None:
+    """Write a model as llama.cpp's converter does. changes: functions that add further entries. parts: the number of tensors in
+    each part of a split file; 0 does not split.
+    """
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=parts)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    of_blocks = {local: own for own, local in _NAMES[architecture].items()}
+    for name, tensor in model.state_dict().items():
+        stem, _, kind = name.rpartition(".")
+        values = tensor.numpy()
+        if architecture == "llama" and stem.endswith(("q_proj", "k_proj")):
+            # The two halves of each head alternate.
+            heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
+            shape = (heads, 2, len(values) // heads // 2, *values.shape[1:])
+            values = values.reshape(shape).swapaxes(1, 2).reshape(values.shape)
+        own = _WHOLE.get(stem, "")
+        if not own:
+            _, _, block, local = stem.split(".", 3)
+            own = f"blk.{block}.{of_blocks[local]}"
+        writer.add_tensor(f"{own}.{kind}", np.ascontiguousarray(values))
+    for change in changes:
+        change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def ids(length: int) -> torch.Tensor:
+    return torch.randint(0, 64, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def logits(model: Any, length: int = 40) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(ids(length), use_cache=False).logits
+    return found
+
+
+def assert_same_model(path: Path, model: Any, *lengths: int, tolerance: float = 1e-5) -> None:
+    """Assert that the file runs as `model`, and that plain transformers loads the same from its export."""
+    assert not open_checkpoint(path).notices
+    ours = load_pretrained(path)
+    out = path.with_name("out")
+    assert run(cli, "dtype-engine", ["export", str(path), "--cast", "*=f32", "-o", str(out)]) == 0
+    exported, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for length in lengths or (40,):
+        right = logits(model, length)
+        for found in (ours, exported.eval()):
+            torch.testing.assert_close(logits(found, length), right, rtol=tolerance, atol=tolerance)
+
+
+def add_factors(writer: gguf.GGUFWriter, long: list[float], short: list[float]) -> None:
+    writer.add_tensor("rope_factors_long.weight", np.array(long, np.float32))
+    writer.add_tensor("rope_factors_short.weight", np.array(short, np.float32))
+
+
+LONG, SHORT = [1.0, 2.0, 3.5, 5.0, 7.0, 9.0, 12.0, 15.0], [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.1, 3.8]
+
+
+def test_longrope_has_short_factors_up_to_the_original_length_and_long_ones_beyond(tmp_path: Path) -> None:
+    scaling = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
+    model = made(
+        transformers.Phi3ForCausalLM,
+        original_max_position_embeddings=64,
+        rope_parameters={**scaling, "rope_theta": 1e4},
+    )
+    write(
+        tmp_path / "x.gguf", "phi3", model, lambda writer: add_factors(writer, LONG, SHORT),
+        lambda writer: writer.add_rope_scaling_orig_ctx_len(64),
+        lambda writer: writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(2) / math.log(64))),
+    )  # fmt: skip
+    assert_same_model(tmp_path / "x.gguf", model, 48, 100)
+    model.save_pretrained(tmp_path / "hf")
+    options = Options(device="cpu", reference=str(tmp_path / "hf"))
+    session = de.open(str(tmp_path / "x.gguf"), options=options, inputs={"input_ids": ids(100)})
+    assert session.drift().output.rel_l2 < 1e-5
+
+
+def test_a_factor_of_attention_that_is_not_the_usual_one(tmp_path: Path) -> None:
+    scaling = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "attention_factor": 1.7}
+    model = made(
+        transformers.Phi3ForCausalLM,
+        original_max_position_embeddings=64,
+        rope_parameters={**scaling, "rope_theta": 1e4},
+    )
+    write(
+        tmp_path / "x.gguf", "phi3", model, lambda writer: add_factors(writer, LONG, SHORT),
+        lambda writer: writer.add_rope_scaling_orig_ctx_len(64),
+        lambda writer: writer.add_rope_scaling_attn_factors(1.7),
+    )  # fmt: skip
+    assert_same_model(tmp_path / "x.gguf", model, 48, 100)
+
+
+def test_a_part_of_each_head_is_rotated(tmp_path: Path) -> None:
+    model = made(
+        transformers.Phi3ForCausalLM,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+    )
+    write(tmp_path / "x.gguf", "phi3", model, lambda writer: writer.add_rope_dimension_count(12))
+    assert_same_model(tmp_path / "x.gguf", model)
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_a_sliding_window_of_0_is_none(tmp_path: Path, window: int) -> None:
+    model = made(transformers.Phi3ForCausalLM, sliding_window=window or None)
+    write(tmp_path / "x.gguf", "phi3", model, lambda writer: writer.add_sliding_window(window))
+    assert_same_model(tmp_path / "x.gguf", model)
+
+
+def test_a_llama_with_a_sliding_window_is_a_mistral(tmp_path: Path) -> None:
+    model = made(transformers.MistralForCausalLM, sliding_window=8)
+    write(tmp_path / "x.gguf", "llama", model, lambda writer: writer.add_sliding_window(8))
+    assert_same_model(tmp_path / "x.gguf", model)
+
+
+def test_biases_of_attention_and_mlp(tmp_path: Path) -> None:
+    model = made(transformers.LlamaForCausalLM, attention_bias=True, mlp_bias=True)
+    write(tmp_path / "x.gguf", "llama", model)
+    assert_same_model(tmp_path / "x.gguf", model)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_linear_scaling_is_that_of_a_factor_without_a_type(tmp_path: Path, named: bool) -> None:
+    scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    model = made(transformers.LlamaForCausalLM, rope_parameters=scaling)
+    of_type: tuple[Change, ...] = (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR),)
+    write(
+        tmp_path / "x.gguf", "llama", model, lambda writer: writer.add_rope_scaling_factor(4.0), *of_type[: int(named)]
+    )
+    assert_same_model(tmp_path / "x.gguf", model)
+
+
+def test_yarn_with_its_own_limits(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32,
+               "beta_fast": 16.0, "beta_slow": 2.0}  # fmt: skip
+    model = made(transformers.Qwen2ForCausalLM, rope_parameters=scaling)
+    write(
+        tmp_path / "x.gguf", "qwen2", model, lambda writer: writer.add_rope_scaling_factor(4.0),
+        lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+        lambda writer: writer.add_rope_scaling_orig_ctx_len(32),
+        lambda writer: writer.add_float32("qwen2.rope.scaling.yarn_beta_fast", 16.0),
+        lambda writer: writer.add_float32("qwen2.rope.scaling.yarn_beta_slow", 2.0),
+    )  # fmt: skip
+    assert_same_model(tmp_path / "x.gguf", model)
+
+
+def test_factors_of_llama_3_1_with_linear_scaling_on_top(tmp_path: Path) -> None:
+    factors = [1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0]
+    doubled = [2 * factor for factor in factors]
+    scaling = {"rope_type": "longrope", "short_factor": doubled, "long_factor": doubled, "attention_factor": 1.0,
+               "factor": 1.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}  # fmt: skip
+    model = made(transformers.LlamaForCausalLM, rope_parameters=scaling)
+    write(
+        tmp_path / "x.gguf", "llama", model, lambda writer: writer.add_rope_scaling_factor(2.0),
+        lambda writer: writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32)),
+    )  # fmt: skip
+    assert_same_model(tmp_path / "x.gguf", model)
+
+
+def test_heads_of_keys_are_as_many_as_heads_if_the_file_does_not_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf.GGUFWriter, "add_head_count_kv", lambda self, count: None)
+    model = made(transformers.Qwen2ForCausalLM)
+    write(tmp_path / "x.gguf", "qwen2", model)
+    assert_same_model(tmp_path / "x.gguf", model)
+
+
+_HARMLESS: tuple[Change, ...] = (
+    lambda writer: writer.add_logit_scale(1.0),
+    lambda writer: writer.add_sliding_window(128),
+    lambda writer: writer.add_attention_scale(0.25),
+    lambda writer: writer.add_rope_dimension_count(16),
+    lambda writer: writer.add_key_length(16),
+    lambda writer: writer.add_value_length(16),
+    lambda writer: writer.add_expert_count(0),
+    lambda writer: writer.add_causal_attention(True),
+    lambda writer: writer.add_rope_scaling_finetuned(True),
+    lambda writer: writer.add_final_logit_softcapping(0.0),
+    lambda writer: writer.add_string("quantize.imatrix.file", "x.dat"),
+    lambda writer: writer.add_uint32("tokenizer.ggml.bos_token_id", 1),
+)
+
+
+def test_entries_that_say_what_the_configuration_says_do_no_harm(tmp_path: Path) -> None:
+    model = made(transformers.LlamaForCausalLM)
+    write(tmp_path / "x.gguf", "llama", model, *_HARMLESS)
+    assert_same_model(tmp_path / "x.gguf", model)
+
+
+def add_vector(name: str, values: int = 32, dtype: type = np.float32) -> Change:
+    return lambda writer: writer.add_tensor(name, np.ones(values, dtype))
+
+
+_REFUSED: dict[str, tuple[str, Change]] = {
+    "llama.rope.dimension_count (8)": ("llama", lambda writer: writer.add_rope_dimension_count(8)),
+    "llama.logit_scale (0.5)": ("llama", lambda writer: writer.add_logit_scale(0.5)),
+    "llama.residual_scale (0.25)": ("llama", lambda writer: writer.add_residual_scale(0.25)),
+    "llama.embedding_scale (12.0)": ("llama", lambda writer: writer.add_embedding_scale(12.0)),
+    "llama.attention.scale (0.5)": ("llama", lambda writer: writer.add_attention_scale(0.5)),
+    "llama.attn_logit_softcapping (50.0)": ("llama", lambda writer: writer.add_attn_logit_softcapping(50.0)),
+    "llama.final_logit_softcapping (30.0)": ("llama", lambda writer: writer.add_final_logit_softcapping(30.0)),
+    "llama.attention.causal (False)": ("llama", lambda writer: writer.add_causal_attention(False)),
+    "llama.attention.clamp_kqv (8.0)": ("llama", lambda writer: writer.add_clamp_kqv(8.0)),
+    "llama.attention.value_length (8)": ("llama", lambda writer: writer.add_value_length(8)),
+    "llama.rope.dimension_sections (3)": ("llama", lambda writer: writer.add_array("llama.rope.dimension_sections", [4, 2, 2])),
+    "llama.rope.scaling.type (new)": ("llama", lambda writer: writer.add_string("llama.rope.scaling.type", "new")),
+    "llama.rope.scaling.yarn_ext_factor (1.0)": ("llama", lambda writer: writer.add_rope_scaling_yarn_ext_factor(1.0)),
+    "llama.something.new (7)": ("llama", lambda writer: writer.add_uint32("llama.something.new", 7)),
+    "llama.context_length (2)": ("llama", lambda writer: None),
+    "qwen2.attention.sliding_window (8)": ("qwen2", lambda writer: writer.add_sliding_window(8)),
+    "qwen2.pooling_type (3)": ("qwen2", lambda writer: writer.add_pooling_type(gguf.PoolingType.LAST)),
+    "the tensor blk.0.ffn_up.bias": ("qwen2", add_vector("blk.0.ffn_up.bias", 48)),
+    "the tensor blk.1.attn_q_norm.weight": ("llama", add_vector("blk.1.attn_q_norm.weight", 16)),
+    "the tensor blk.1.post_attention_norm.weight": ("llama", add_vector("blk.1.post_attention_norm.weight")),
+    "the tensor blk.2.attn_norm.weight": ("llama", add_vector("blk.2.attn_norm.weight")),
+    "the tensor output.bias": ("llama", add_vector("output.bias", 64)),
+    "the tensor blk.0.ffn_up.scale": ("llama", add_vector("blk.0.ffn_up.scale", 1)),
+    "the tensor rope_freqs.weight": ("llama", add_vector("rope_freqs.weight", 8, np.float16)),
+    "the tensor rope_factors_long.weight": ("llama", add_vector("rope_factors_long.weight", 8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", list(_REFUSED))
+def test_what_has_no_place_in_the_model_is_refused_by_its_name(
+    tmp_path: Path, entry: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    architecture, change = _REFUSED[entry]
+    if "context_length" in entry:
+        monkeypatch.setattr(
+            gguf.GGUFWriter,
+            "add_context_length",
+            lambda self, length: self.add_array("llama.context_length", [length, 4]),
+        )
+    classes = {"llama": transformers.LlamaForCausalLM, "qwen2": transformers.Qwen2ForCausalLM}
+    path = tmp_path / "x.gguf"
+    write(path, architecture, made(classes[architecture]), change)
+    with pytest.raises(UserError) as refused:
+        de.open(str(path), options=Options(device="cpu"))
+    assert f"{entry} changes what the model computes" in str(refused.value)
+    assert run(cli, "dtype-engine", ["export", str(path), "--cast", "*=f32", "-o", str(tmp_path / "out")]) == 2
+    assert f"{entry} changes what the model computes" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert run(cli, "dtype-engine", ["inspect", str(path), "--json"]) == 0
+    assert any(entry in notice for notice in json.loads(capsys.readouterr().out)["notices"])
+
+
+def test_check_says_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "x.gguf", "llama", made(transformers.LlamaForCausalLM), lambda writer: writer.add_logit_scale(0.5))
+    run(cli, "dtype-engine", ["check", str(tmp_path / "x.gguf")])
+    assert "note: the entry llama.logit_scale (0.5) changes what the model computes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("opened", ["x-00001-of-00004.gguf", "x-00003-of-00004.gguf", "."])
+def test_parts_of_a_split_file_are_one_model(tmp_path: Path, opened: str) -> None:
+    model = made(transformers.LlamaForCausalLM)
+    (tmp_path / "split").mkdir()
+    write(tmp_path / "split" / "x.gguf", "llama", model, parts=6)
+    checkpoint = open_checkpoint(tmp_path / "split" / opened)
+    assert [file.name for file in checkpoint.files] == [f"x-0000{number}-of-00004.gguf" for number in (1, 2, 3, 4)]
+    assert checkpoint.config is not None
+    assert checkpoint.config["tie_word_embeddings"] is False
+    found = load_pretrained(tmp_path / "split" / opened).state_dict()
+    assert found.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+    asked = ["export", str(tmp_path / "split" / opened), "--cast", "*=f32", "-o", str(tmp_path / "out")]
+    assert run(cli, "dtype-engine", asked) == 0
+    assert (
+        run(cli, "dtype-engine", ["verify", str(tmp_path / "out"), "--against", str(tmp_path / "split" / opened)]) == 0
+    )
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(logits(exported), logits(model))
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> Path:
+    write(tmp_path / "x.gguf", "llama", made(transformers.LlamaForCausalLM), parts=6)
+    return tmp_path
+
+
+@pytest.mark.parametrize("missing", [1, 2, 4])
+def test_a_missing_part_is_named(split: Path, missing: int) -> None:
+    (split / f"x-0000{missing}-of-00004.gguf").unlink()
+    with pytest.raises(
+        UserError, match=rf"one of 4 parts of a model, and x-0000{missing}-of-00004.gguf is not beside it"
+    ):
+        open_checkpoint(split / "x-00003-of-00004.gguf")
+
+
+def test_a_part_under_another_name_is_refused(split: Path) -> None:
+    (split / "x-00001-of-00004.gguf").rename(split / "model.gguf")
+    with pytest.raises(UserError, match=r"model.gguf is one of 4 parts of a model, and its name does not end as"):
+        open_checkpoint(split / "model.gguf")
+
+
+def test_parts_that_are_swapped_are_refused(split: Path) -> None:
+    third = (split / "x-00003-of-00004.gguf").read_bytes()
+    (split / "x-00002-of-00004.gguf").write_bytes(third)
+    with pytest.raises(UserError, match="says that it is part 2 "):
+        open_checkpoint(split / "x-00001-of-00004.gguf")
