@@ -286,7 +286,8 @@ def test_a_cancelled_export_of_a_pipeline_leaves_nothing(pipeline: Path, tmp_pat
 
 def test_a_diffusers_model_of_its_own_keeps_its_names(pipeline: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert dtype_engine("export", pipeline / "unet", "--cast", "*=bf16", "-o", out) == 0
+    # With diffusers, the architecture is known, and the fixture has a few of its tensors only.
+    assert dtype_engine("export", pipeline / "unet", "--cast", "*=bf16", "-o", out, "--incomplete") == 0
     assert files_in(out) == {"config.json", "diffusion_pytorch_model.safetensors", "README.md", "recipe.yaml"}
     assert (out / "config.json").read_bytes() == (pipeline / "unet" / "config.json").read_bytes()
     assert "UNet2DConditionModel.from_pretrained" in (out / "README.md").read_text()
