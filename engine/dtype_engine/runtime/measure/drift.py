@@ -5,7 +5,7 @@ outputs.
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -95,12 +95,6 @@ class DriftMeter:
     """Whether outputs of the candidate's last pass are reused if the new recipe can't have changed them."""
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """Facts about `model` that were observed during its passes, such as which modules have side effects."""
-    candidate: LiveModel | None = None
-    """The model whose current casts are compared with the reference; if None, `model` itself. Outputs of both models must have the
-    same shape.
-    """
-    candidate_behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """The same facts about `candidate`, if it is given."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)
     """By the index of a sequence: (the outputs of the candidate's last pass over it, whether modules were compared in that
     pass).
@@ -156,11 +150,11 @@ class DriftMeter:
         """Return a report of a measurement: the `totals`, and the model, device, settings, inputs and notices. recipe: the recipe
         of the measured casts. lost: the weights whose casts make values infinite or zero, or None if they were not counted.
         """
-        candidate, output = self.candidate or self.model, totals.output
+        model, output = self.model, totals.output
         return DriftReport(
-            model=candidate.title,
-            device=str(candidate.device),
-            reference=reference_name(self.model),
+            model=model.title,
+            device=str(model.device),
+            reference=reference_name(model),
             rules=tuple(map(str, recipe.rules)),
             settings=str(self.settings),
             inputs=self.inputs.description,
@@ -172,16 +166,16 @@ class DriftMeter:
             seconds=totals.seconds,
             sequences=totals.extent,
             notices=(
-                *candidate.notices,
+                *model.notices,
                 *totals.notices(output),
-                *_quantized_notices(candidate.tree, recipe),
-                *_window_notices(candidate, self.inputs, totals.modules_numbers),
-                *_fast_path_notices(self.model.module),
+                *_quantized_notices(model.tree, recipe),
+                *_window_notices(model, self.inputs, totals.modules_numbers),
+                *_fast_path_notices(model.module),
             ),
             lost=lost,
             activations=self.settings.quantize_activations,
-            weights_only=self.settings.quantize_activations == "none" and _quantizes_inputs(candidate.tree, recipe),
-            coverage=candidate.coverage,
+            weights_only=self.settings.quantize_activations == "none" and _quantizes_inputs(model.tree, recipe),
+            coverage=model.coverage,
             pictures=totals.pictures,
         )
 
@@ -200,9 +194,8 @@ class DriftMeter:
         """
         batches, totals = self.inputs.batches, begun
         progress = MeasurementProgress(listener.on_progress, batches, self._calls, self._modules)
-        with ExitStack() as stack:
-            reference_runner, candidate_runner = self._runners(listener.cancelled, stack)
-            candidate_runner.calibrate_caches(batches)
+        with ForwardRunner(self.model, self.settings, listener.cancelled, behavior=self.behavior) as runner:
+            runner.calibrate_caches(batches)
             steps_left = (
                 step
                 for step in self._plan.steps(listener.all_modules or never)
@@ -211,8 +204,8 @@ class DriftMeter:
             for steps in self._groups(steps_left, MOST_UNSAVED if listener.saves else None):
                 self._expect(progress, steps, totals, listener)
                 sharing = sum(step.compares_modules for step in steps)
-                references = reference_runner.side_by_side(
-                    [partial(self._reference, reference_runner, step, progress, sharing) for step in steps]
+                references = runner.side_by_side(
+                    [partial(self._reference, runner, step, progress, sharing) for step in steps]
                 )
                 comparers = []
                 for step, reference in zip(steps, references, strict=True):
@@ -225,9 +218,9 @@ class DriftMeter:
                     kept = KeptPositions.of(self.model.module, batch, self.model.device, attended)
                     comparers.append((kept, self._comparer(step, reference, totals, listener, kept)))
                 assert totals is not None
-                passes = candidate_runner.side_by_side(
+                passes = runner.side_by_side(
                     [
-                        partial(self._candidate, candidate_runner, step, progress, comparer)
+                        partial(self._candidate, runner, step, progress, comparer)
                         for step, (_, comparer) in zip(steps, comparers, strict=True)
                     ]
                 )
@@ -247,8 +240,7 @@ class DriftMeter:
         of a group take at most `working` bytes, as estimated from the largest dimension of a weight. most: the maximum number of
         steps in a group, or None if only the bytes limit it.
         """
-        models = (self.model, self.candidate or self.model)
-        over_memory = any(model.visits is not None for model in models)
+        over_memory = self.model.visits is not None
         widest = max((dim for weight in self.model.weights.values() for dim in weight.info.shape), default=1)
         group, nbytes = list[Step](), 0
         for step in steps:
@@ -260,15 +252,6 @@ class DriftMeter:
             nbytes += size
         if group:
             yield group
-
-    def _runners(self, cancelled: IsCancelled, stack: ExitStack) -> tuple[ForwardRunner, ForwardRunner]:
-        reference = stack.enter_context(ForwardRunner(self.model, self.settings, cancelled, behavior=self.behavior))
-        if self.candidate is None or self.candidate is self.model:
-            return reference, reference
-        behavior = self.candidate_behavior
-        return reference, stack.enter_context(
-            ForwardRunner(self.candidate, self.settings, cancelled, behavior=behavior)
-        )
 
     def _expect(
         self,
