@@ -18,6 +18,8 @@ from tests.lint.private_names import main, private_names
         ("class A(B):\n    def f(self):\n        return self._of_the_base", "_of_the_base"),
         ("getattr(model, '_plan', None)", "_plan"),
         ("other._mine = 1", "_mine"),
+        ("vars(module)['_parameters']", "_parameters"),
+        ("module.__dict__['_buffers']", "_buffers"),
     ],
 )
 def test_it_finds_each_way_in(source: str, name: str) -> None:

@@ -43,7 +43,7 @@ from dtype_engine.runtime.model.stored_values import (
     VisitedValues,
     placeholder,
 )
-from dtype_engine.runtime.model.torch_private import is_compiled
+from dtype_engine.runtime.model.torch_private import is_compiled, slots_of
 from dtype_engine.runtime.model.visits import BLOCKS, BlockVisits
 from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.overflow_underflow import all_losses, count_losses
@@ -276,7 +276,7 @@ def _move(module: nn.Module, move: Callable[[], object], originals: dict[int, to
     """
     places: dict[int, list[tuple[dict[str, torch.Tensor | None], str]]] = {}
     for child in module.modules():
-        for held in (vars(child)["_parameters"], vars(child)["_buffers"]):
+        for held in slots_of(child):
             for name, tensor in held.items():
                 places.setdefault(id(tensor), []).append((held, name))
     move()
