@@ -81,7 +81,7 @@ import contextlib, fcntl, gc, importlib, json, multiprocessing.forkserver, pkgut
 import dtype_engine, dtype_tui
 import dtype_engine.runtime.export, dtype_engine.runtime.session.session, dtype_engine.worker.stdio, dtype_engine.worker.worker
 import dtype_engine.worker.run_commands, dtype_engine.worker.writer, dtype_engine.worker.messages
-import dtype_tui.app, hypothesis, torch, transformers
+import dtype_tui.app, dtype_tui.main_screen, hypothesis, torch, transformers
 from transformers import AutoTokenizer, AutoModelForCausalLM, LlamaForCausalLM
 
 for package in (dtype_engine, dtype_tui):
@@ -143,6 +143,8 @@ os.environ.update(asked["environment"])
 if constants := sys.modules.get("huggingface_hub.constants"):
     importlib.reload(constants)  # it read the environment of the server
 sys.argv = ["-c", *asked["arguments"]]
+if "DTYPE_TUI_TEST_DRAW_EVERY_S" in os.environ:  # see draw_times.py
+    dtype_tui.main_screen.MainScreen.draw_every_s = float(os.environ["DTYPE_TUI_TEST_DRAW_EVERY_S"])
 try:
     exec(asked["code"], {"__name__": "__main__"})
     status = 0

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Literal, Self, TypeVar, get_args
 
-from tests.helpers import preloaded
+from tests.helpers import draw_times, preloaded
 
 from dtype_engine import Options, Recipe
 from dtype_engine.checkpoint.source import locate
@@ -66,7 +66,10 @@ WAYS: tuple[Way, ...] = get_args(Way)
 def make_engine(
     way: Way, model: str | None, options: Options, emit: Callable[[events.Event], None], read_headers: bool = False
 ) -> Engine:
-    """An engine of `model` that runs this way; a process of its own need not import torch."""
+    """An engine of `model` that runs this way; a process of its own need not import torch. Its events come as far apart as the test
+    run says (`draw_times`).
+    """
+    emit = draw_times.apart(emit)
     if way == "thread":
         return Worker(locate(model, options.trust_pickle), options, emit, read_headers)
     command = EngineCommand(preloaded.command(preloaded.ENGINE))

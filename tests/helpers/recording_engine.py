@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from tests.helpers import draw_times
+from tests.helpers.screen_text import drawn
 from textual.pilot import Pilot
 
 from dtype_engine.checkpoint.source import locate
@@ -103,9 +105,9 @@ def make_app(tree: Tree | None = None, title: str = "demo", **more: Any) -> Dtyp
 
 
 def app_of(launch: Launch) -> DtypeApp:
-    """The app as it is launched; what the engine tells is drawn at once."""
+    """The app as it is launched; what the engine tells is drawn at once, unless the test run says how often (`draw_times`)."""
     app = DtypeApp(launch, lambda emit, _: RecordingEngine(emit))
-    app.main.draw_every_s = 0.0
+    draw_times.at_once_unless_told(app.main)
     return app
 
 
@@ -125,11 +127,12 @@ def engine(app: DtypeApp) -> RecordingEngine:
 
 
 async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
-    """The engine says this, and the app takes it in."""
+    """The engine says this, and the app takes it in and shows it."""
     for event in said:
         engine(app).emit(event)
     await pilot.pause()
     await pilot.pause()
+    await drawn(pilot)
 
 
 def report(

@@ -15,6 +15,7 @@ from textual.pilot import Pilot
 from textual.widget import Widget
 from textual.widgets import Static
 
+from dtype_tui.main_screen import MainScreen
 from dtype_tui.widgets.line import Line
 
 
@@ -54,12 +55,21 @@ def overflowing(app: App[Any]) -> Iterator[str]:
             yield f"{name}: {words.plain!r} is cut"
 
 
-async def until(pilot: Pilot[Any], condition: Callable[[], object], seconds: float = 60) -> None:
-    """Wait for what a thread works out, and then for all that was posted with it: a notice is on its way to the app when its
-    sender goes on. Fails with the screen.
+async def drawn(pilot: Pilot[Any]) -> None:
+    """Wait until the screen shows all that the app has heard from its engine."""
+    main = getattr(pilot.app, "main", None)
+    while isinstance(main, MainScreen) and main.draw_is_due and main.is_running:
+        await asyncio.sleep(0.01)
+    await pilot.pause(0)
+
+
+async def until(pilot: Pilot[Any], condition: Callable[[], object], seconds: float = 240) -> None:
+    """Wait for what a thread works out, then for all that was posted with it (a notice is on its way to the app when its sender
+    goes on), and then until it is on the screen. What a later event brings is not there yet: wait for that. Fails with the screen.
     """
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, screen(pilot.app)
         await asyncio.sleep(0.05)  # what `pilot.pause` does besides is a message to each widget
     await pilot.pause(0)
+    await drawn(pilot)

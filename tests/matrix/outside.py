@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from scipy.stats import spearmanr
+from tests.helpers.transformers_caches import cache_of
 from torch import nn
 
 from .forms import Made, Tensors
@@ -53,7 +54,7 @@ def cache_elements(made: Made, batch: int, tokens: int) -> int | None:
         return None
     with torch.no_grad():
         found = made.module(input_ids=torch.ones(batch, tokens, dtype=torch.int64), use_cache=True)
-    cache = getattr(found, "past_key_values", None)
+    cache = cache_of(found)
     return None if cache is None else sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
 
 

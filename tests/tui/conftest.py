@@ -8,8 +8,9 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from tests.helpers import parsed_styles, unseen_frames
+from tests.helpers import draw_times, parsed_styles, unseen_frames
 
+draw_times.use()
 unseen_frames.leave_out()
 parsed_styles.share()
 

@@ -221,8 +221,13 @@ async def test_closing_a_window_lets_the_measurement_behind_it_go_on(net: Path, 
         for key in WINDOWS if way == "thread" else WINDOWS[:2]:  # which window it is makes no difference to an engine
             slow(net)
             await pilot.press("m")
-            await until(pilot, lambda: app.controller.activity.what.startswith("measuring: candidate"))
-            assert app.controller.experiment.results.report is None
+            await until(
+                pilot,
+                lambda: (
+                    app.controller.activity.what.startswith("measuring: candidate")
+                    and app.controller.experiment.results.report is None
+                ),
+            )
             await pilot.press(key)
             await until(pilot, lambda: len(app.screen_stack) == 2)
             await pilot.press("escape")
@@ -279,14 +284,14 @@ async def test_esc_says_what_it_stopped_and_what_did_not_begin(net: Path, way: W
             (("t", "f"), "stopped: timing; t times again. Not begun: dtype flow"),
             (("m",), "stopped: measuring; m measures again"),
         ):
-            slow(net)
+            slow(net, 0.5)
             await pilot.press(*keys)
             running = {"t": "speed", "m": "measure"}[keys[0]]
             await until(pilot, lambda running=running: app.controller.activity.running == running)  # type: ignore[misc]
             await pilot.pause(0.3)
             await pilot.press("escape")
             await until(pilot, lambda: not app.controller.activity.busy)
-            await until(pilot, lambda said=said: notices(app)[-1:] == [said], 20)  # type: ignore[misc]
+            await until(pilot, lambda said=said: notices(app)[-1:] == [said])  # type: ignore[misc]
             assert (app.controller.experiment.results.report is not None) == (keys != ("m",))
 
 
@@ -320,7 +325,7 @@ async def test_what_a_stopped_timing_changed_is_put_back_and_told(net: Path, way
 async def test_what_is_asked_while_it_measures_is_named_until_it_is_done(net: Path, way: Way) -> None:
     app = app_on(way, f"{net}:Net")
     async with opened(app, (80, 24)) as pilot:
-        slow(net)
+        slow(net, 1)
         await pilot.press("2")
         await until(pilot, lambda: app.controller.activity.what.startswith("measuring"))
         await pilot.press("t", "f", "t")
@@ -343,10 +348,9 @@ async def test_what_is_asked_while_it_measures_is_named_until_it_is_done(net: Pa
 async def test_a_timing_that_a_cast_interrupts_is_done_after_it(net: Path, way: Way) -> None:
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
-        slow(net)
+        slow(net, 1)
         await pilot.press("t")
         await until(pilot, lambda: app.controller.activity.running == "speed")
-        await pilot.pause(0.3)
         await pilot.press("3")
         await until(
             pilot,
@@ -364,6 +368,6 @@ async def test_what_an_export_would_write_is_told_while_it_measures(net: Path, w
         await pilot.press("2")
         await until(pilot, lambda: app.controller.activity.what.startswith("measuring"))
         await pilot.press("e")
-        await until(pilot, lambda: "tensors: bf16" in screen(app), 20)
+        await until(pilot, lambda: "tensors: bf16" in screen(app))
         assert app.controller.activity.running == "measure"
         await pilot.press("escape")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import pytest
 from tests.helpers.random_events import KINDS, RandomEvents
-from tests.helpers.recording_engine import engine, make_app, running
+from tests.helpers.recording_engine import engine, make_app, running, say
 from tests.helpers.scenes import SCENES
 from tests.helpers.screen_text import lines
 
@@ -125,9 +125,7 @@ async def test_a_failure_whose_text_is_a_module_of_the_tree_is_escaped() -> None
         for event in (events.HeadersRead(tree), failed, ready, failed):
             for answer in map(decoder.decode, encode_answer(event)):
                 if answer is not None:
-                    engine(app).emit(answer)  # type: ignore[arg-type]
-            await pilot.pause()
-            await pilot.pause()
+                    await say(app, pilot, answer)  # type: ignore[arg-type]
             hostility.check()
         assert sum("\\x1b]0;owned\\x07" in line for line in lines(app)) > 2
 
@@ -136,9 +134,7 @@ async def test_a_failure_of_a_text_without_end_is_cut() -> None:
     app = make_app()
     async with running(app) as pilot:
         await SCENES["as-stored"](app, pilot)
-        engine(app).emit(events.Failed(app.controller.experiment.recipe, "no kernel " * 1_000_000))
-        await pilot.pause()
-        await pilot.pause()
+        await say(app, pilot, events.Failed(app.controller.experiment.recipe, "no kernel " * 1_000_000))
         assert 1000 < len(app.controller.experiment.results.failure or "") < 5000
         assert any("no kernel" in line for line in lines(app))
 

@@ -33,8 +33,8 @@ async def test_headers_first_and_then_the_model(tmp_path: Path) -> None:
                 pilot, lambda: app.main.experiment.model.no_forward is not None and app.main.experiment.tree.has_classes
             )
             assert ":download fetches the model" in str(app.main.experiment.model.no_forward)
+            await until(pilot, lambda: re.search(r"fits [\d.]+ .iB of memory", screen(app)))
             assert "{hint" not in screen(app)
-            await until(pilot, lambda: re.search(r"fits [\d.]+ .iB of memory", screen(app)) is not None)
             await pilot.press("p")
             await until(pilot, lambda: "fp8-linears" in screen(app) and " less  fits" in screen(app))
             await pilot.press("escape")

@@ -38,7 +38,7 @@ class Keys:
         await self._pilot.press(*keys)
 
     async def until(self, condition: Callable[[], object]) -> None:
-        await until(self._pilot, condition, 60)
+        await until(self._pilot, condition)
 
     async def measured(self) -> float:
         """Wait until the recipe is measured and nothing runs. The mean KL."""

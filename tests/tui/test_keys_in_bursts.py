@@ -196,6 +196,22 @@ async def test_a_key_pressed_twice_asks_the_engine_once(key: str, command: str) 
         assert engine(app).commands.count(command) == 4, "the engine has done all"
 
 
+@pytest.mark.parametrize(
+    ("line", "command"), [(":download{enter}", "download"), (":over-memory{enter}", "over-memory")]
+)
+async def test_a_model_that_was_opened_again_can_be_opened_again(line: str, command: str) -> None:
+    """Although the engine is still busy with measuring it."""
+    app = make_app()
+    async with running(app) as pilot:
+        await begun(app, pilot)
+        await burst(app, keys_of(line * 2))
+        assert engine(app).commands.count(command) == 1
+        ready = events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
+        await say(app, pilot, ready, events.Jobs("measure", ()))
+        await burst(app, keys_of(line))
+        assert engine(app).commands.count(command) == 2
+
+
 async def test_keys_typed_before_the_first_paint_are_kept() -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)):
@@ -217,4 +233,4 @@ async def test_the_palette_runs_what_was_typed_and_not_what_less_of_it_finds() -
     async with running(app) as pilot:
         await begun(app, pilot)
         await burst(app, keys_of("{ctrl+p}history{enter}"))
-        await until(pilot, lambda: top(app) == "MeasurementsScreen", 10)
+        await until(pilot, lambda: top(app) == "MeasurementsScreen")

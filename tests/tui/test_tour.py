@@ -40,7 +40,7 @@ def step(app: DtypeApp) -> int:
 
 
 async def came_to(app: DtypeApp, pilot: Pilot[None], number: int) -> None:
-    await until(pilot, lambda: step(app) == number and f"Tour {number} of {len(STEPS)}" in screen(app), 10)
+    await until(pilot, lambda: step(app) == number and f"Tour {number} of {len(STEPS)}" in screen(app))
 
 
 async def test_from_the_first_look_to_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

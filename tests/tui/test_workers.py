@@ -68,7 +68,7 @@ async def test_a_scan_over_workers_is_stopped_or_killed_goes_on_and_is_that_of_o
         slow(net, 0.05)
         await pilot.press("s", "enter")
         await until(pilot, lambda: re.search(rf"scan: 2 workers, 0 of {SEQUENCES}", screen(app)))
-        await until(pilot, lambda: scan.report is not None, 120)
+        await until(pilot, lambda: scan.report is not None)
         await until(pilot, lambda: re.search(rf"scan: 2 workers, [1-5] of {SEQUENCES}", screen(app)))
         await pilot.press("escape")
         await until(pilot, lambda: not app.controller.activity.busy)
@@ -83,7 +83,7 @@ async def test_a_scan_over_workers_is_stopped_or_killed_goes_on_and_is_that_of_o
         await pilot.press("s")
         await until(pilot, lambda: app.controller.activity.what.startswith("scan: 2 workers"))
         await pilot.press("escape")  # the window with the scores so far
-        await until(pilot, lambda: len(processes_of(net) - others) == 2, 120)
+        await until(pilot, lambda: len(processes_of(net) - others) == 2)
         workers = processes_of(net) - others
         engine = app.controller.engine
         assert isinstance(engine, EngineProcess)
@@ -104,7 +104,7 @@ async def test_a_scan_over_workers_is_stopped_or_killed_goes_on_and_is_that_of_o
         assert not app.controller.activity.what.startswith("scan: 2 workers, 0 of")
         await pilot.press("escape")
         slow(net, 0)
-        await until(pilot, lambda: scan.finished and not app.controller.activity.busy, 120)
+        await until(pilot, lambda: scan.finished and not app.controller.activity.busy)
     session = de.open(f"{net}:Net", options=Options(device="cpu", tensors=net.with_name("inputs.pt"), threads=1))
     assert untimed(scan.report) == untimed(session.scan(scan.requested))
     # Another engine of another session goes on with what was kept: a pass would take a minute now.
@@ -127,7 +127,7 @@ async def test_causes_and_the_points_of_the_front_are_measured_by_the_workers(ne
         await until(pilot, lambda: experiment.results.report is not None and not app.controller.activity.busy)
         await pilot.press("d")
         assert isinstance(app.screen, CausesScreen)
-        await until(pilot, lambda: experiment.results.causes is not None, 120)
+        await until(pilot, lambda: experiment.results.causes is not None)
         await pilot.press("escape")
         session.use_recipe(experiment.recipe)
         found = experiment.results.causes

@@ -77,6 +77,11 @@ class MainScreen(Screen[None]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = MAIN_KEYS
+    draw_every_s = 0.1
+    """Minimum number of seconds between two redraws that are caused by engine events.
+
+    Ten redraws a second look smooth, and leave most of a connection of 50 kB/s to the redraws after keys, which are not delayed.
+    """
 
     def __init__(
         self,
@@ -108,13 +113,8 @@ class MainScreen(Screen[None]):
         self._has_panes = False
         """Whether the panes and prompts exist. They may still be mounting; `_is_complete` tells when they are mounted."""
         self._is_complete = False
-        self.draw_every_s = 0.1
-        """Minimum number of seconds between two redraws that are caused by engine events.
-
-        Ten redraws a second look smooth, and leave most of a connection of 50 kB/s to the redraws after keys, which are not
-        delayed.
-        """
-        self._draw_is_due = False
+        self.draw_is_due = False
+        """Whether the engine has told something that the screen does not show yet. A redraw is then scheduled."""
         self._drawn_at = 0.0
         self._fits_depth = False
         """Whether the terminal has room for the plot of drift over depth."""
@@ -233,9 +233,9 @@ class MainScreen(Screen[None]):
 
     def _draw_soon(self) -> None:
         """Schedule a redraw unless one is already scheduled, so that one redraw can show the effects of many engine events."""
-        if self._draw_is_due:
+        if self.draw_is_due:
             return
-        self._draw_is_due = True
+        self.draw_is_due = True
         wait = self._drawn_at + self.draw_every_s - time.monotonic()
         if wait > 0:
             self.set_timer(wait, self._draw)
@@ -243,7 +243,7 @@ class MainScreen(Screen[None]):
             self.call_later(self._draw)
 
     def _draw(self) -> None:
-        self._draw_is_due, self._drawn_at = False, time.monotonic()
+        self.draw_is_due, self._drawn_at = False, time.monotonic()
         self.show_all()
         from dtype_tui.screens.modal import ModalScreen
 

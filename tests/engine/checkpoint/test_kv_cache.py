@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.helpers.transformers_caches import cache_argument, cache_of
 from torch import nn
 
 from dtype_engine.checkpoint.kv_cache import kv_cache
@@ -115,7 +116,7 @@ def real_cache(module: nn.Module) -> Iterator[tuple[int, str, bool, int]]:
         inputs = {"input_features": torch.randn(BATCH, 8, 40), "decoder_input_ids": decoded}
     with torch.no_grad():
         output = module(**inputs, use_cache=True)
-    cache = output.cache_params if "cache_params" in output else output.past_key_values
+    cache = cache_of(output)
     of_encoders = [getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None)]
     for cross, one in enumerate(of_encoders):
         for index, layer in enumerate(one.layers if one is not None else ()):
@@ -175,7 +176,7 @@ def test_recurrent_gemma_has_a_window_and_keeps_states_in_its_modules() -> None:
     module = transformers.RecurrentGemmaForCausalLM(transformers.RecurrentGemmaConfig(**settings)).eval()
     cache = transformers.DynamicCache(config=module.config)
     with torch.no_grad():
-        module(input_ids=torch.randint(3, 63, (BATCH, CONTEXT)), past_key_values=cache)
+        module(input_ids=torch.randint(3, 63, (BATCH, CONTEXT)), **{cache_argument(module): cache})
     block: Any = module.model.layers[0].temporal_block
     held = cache.layers[2].keys.numel() + cache.layers[2].values.numel()
     held += 2 * (block.conv1d_state.numel() + block.rg_lru.recurrent_states.numel())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tests.helpers import draw_times
 from tests.helpers.mutations import changed
 from tests.helpers.random_events import KINDS as EVENTS
 from tests.helpers.random_events import RandomEvents
@@ -98,7 +99,7 @@ async def _shown(stream: Path, chooser: random.Random) -> int:
         Launch("model", _tree()),
         lambda emit, wait: EngineProcess(command, None, Options(), emit, read_headers=True, wait=wait),
     )
-    app.main.draw_every_s = 0.0
+    draw_times.at_once_unless_told(app.main)
     without_last_check(app)
     async with app.run_test(size=(80, 24)) as pilot:
         async with asyncio.timeout(_WAIT_S):

@@ -149,7 +149,7 @@ async def test_planning_only_tells_what_the_files_lose(tmp_path: Path) -> None:
     launch = Launch("net", checkpoint.tree(), recipe=F16)
     app = DtypeApp(launch, lambda emit, _: Worker(source, Options(device="cpu"), emit))
     async with running(app) as pilot:
-        await until(pilot, lambda: app.controller.experiment.results.loss_remedy is not None, 60)
+        await until(pilot, lambda: app.controller.experiment.results.loss_remedy is not None)
         await pilot.pause()
         app.clear_notifications()
         await pilot.pause()
@@ -165,7 +165,7 @@ async def test_planning_only_tells_what_the_files_lose(tmp_path: Path) -> None:
         await until(pilot, lambda: "bn.running_var: 64 of 128 values became infinite in float16" in pane(app))
         await until(pilot, lambda: "not tried: there is no live model to run" in pane(app))
         await pilot.press("a")
-        await until(pilot, lambda: app.controller.experiment.results.losses.values == (), 60)
+        await until(pilot, lambda: app.controller.experiment.results.losses.values == ())
         assert app.controller.experiment.plan.dtypes["bn.running_var"] == "bfloat16"
         assert app.controller.experiment.plan.dtypes["conv.weight"] == "float16"
 
@@ -182,9 +182,9 @@ async def test_values_beyond_what_is_read_unasked_wait_for_the_key(
     launch = Launch("net", None, recipe=F16)
     app = DtypeApp(launch, lambda emit, _: Worker(source, Options(device="cpu"), emit, read_headers=True))
     async with running(app) as pilot:
-        await until(pilot, lambda: bool(app.controller.experiment.results.losses.reason), 60)
+        await until(pilot, lambda: bool(app.controller.experiment.results.losses.reason))
         assert app.controller.experiment.results.losses.values is None
         await until(pilot, lambda: "m looks for those" in pane(app))
         await pilot.press("m")
-        await until(pilot, lambda: app.controller.experiment.results.losses.values is not None, 60)
+        await until(pilot, lambda: app.controller.experiment.results.losses.values is not None)
         assert app.controller.experiment.results.losses.values == (ValueLoss("w", "float16", 64, 0, 64),)

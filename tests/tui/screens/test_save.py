@@ -94,8 +94,7 @@ async def test_presets_say_what_fits(app: DtypeApp) -> None:
 
     async with running(app, (80, 24)) as pilot:
         assert "fit" not in await words(pilot), "the memory is unknown until the engine has said it"
-        engine(app).emit(events.OpenFailed("no weights", memory_bytes=stored // 2 - 1))
-        await pilot.pause()
+        await say(app, pilot, events.OpenFailed("no weights", memory_bytes=stored // 2 - 1))
         text = await words(pilot)
         assert re.search(r"all-bf16 .* 50.0 % less  does not fit", text)
         assert re.search(r"fp8-linears .* less  fits", text)
@@ -132,9 +131,7 @@ async def test_a_preset_of_the_command_line_waits_for_the_classes() -> None:
     async with running(app) as pilot:
         assert app.controller.experiment.recipe == casts
         tree = Tree(bare.tensors.values(), {name: "Linear" if "proj" in name else "M" for name in bare.modules})
-        engine(app).emit(events.ModelReady(tree, "Llama", "cpu", 1.0, "prompts", ()))
-        await pilot.pause()
-        await pilot.pause()
+        await say(app, pilot, events.ModelReady(tree, "Llama", "cpu", 1.0, "prompts", ()))
         made = PRESETS["fp8-linears"].recipe(tree)
         assert app.controller.experiment.recipe.rules == (*made.rules, *casts.rules)
         assert engine(app).recipes[-1] == app.controller.experiment.recipe
@@ -155,10 +152,7 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
         await pilot.press("2", "e")
         await pilot.pause()
         assert engine(app).commands[-1] == "plan export"
-        engine(app).emit(planned(app))
-        engine(app).emit(events.Idle())
-        await pilot.pause()
-        await pilot.pause()
+        await say(app, pilot, planned(app), events.Idle())
         text = screen(app)
         for words in (
             "944.71 KiB in 2 files, 56 tensors",
@@ -172,9 +166,7 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
         await pilot.press("enter")
         assert engine(app).saves == [ExportRequest(Path("demo-cast"))]
         assert "writing" in screen(app)
-        engine(app).emit(events.SavingProgress(Recipe(), "exporting: 310.00 MiB/s", 30, 100))
-        await pilot.pause()
-        await pilot.pause()
+        await say(app, pilot, events.SavingProgress(Recipe(), "exporting: 310.00 MiB/s", 30, 100))
         await until(pilot, lambda: "exporting: 310.00 MiB/s  30 %" in screen(app))
         await pilot.press("escape")
         assert engine(app).commands[-1] == "cancel"
@@ -182,10 +174,7 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
         await pilot.pause()
         assert app.is_running
         assert "Esc stops it" in notices(app)[-1]
-        engine(app).emit(events.Saved(Recipe(), False, "stopped: nothing was written"))
-        engine(app).emit(events.Idle())
-        await pilot.pause()
-        await pilot.pause()
+        await say(app, pilot, events.Saved(Recipe(), False, "stopped: nothing was written"), events.Idle())
         assert notices(app)[-1] == "stopped: nothing was written"
         assert app.controller.experiment.results.failure is None
         assert "ready" in screen(app)
@@ -196,7 +185,7 @@ async def test_one_file_that_the_export_refuses_is_not_promised(app: DtypeApp) -
         await pilot.press("2", "e")
         why = "13 weights (first a, float8_e4m3fn) have scales, which need a config.json"
         refused = msgspec.structs.replace(planned(app).plan, no_one_file=why)
-        engine(app).emit(events.ExportPlanned(app.controller.experiment.recipe, refused))
+        await say(app, pilot, events.ExportPlanned(app.controller.experiment.recipe, refused))
         await until(pilot, lambda: "It loads so." in screen(app))
         await pilot.press("ctrl+u", *"net.pth")
         await until(pilot, lambda: f"One file of weights can't hold this: {why[:30]}" in screen(app))
@@ -206,7 +195,7 @@ async def test_one_file_that_the_export_refuses_is_not_promised(app: DtypeApp) -
 async def test_one_file_says_what_loads_it(app: DtypeApp) -> None:
     async with running(app, (120, 36)) as pilot:
         await pilot.press("2", "e")
-        engine(app).emit(planned(app))
+        await say(app, pilot, planned(app))
         await until(pilot, lambda: "It loads so." in screen(app))
         for name, reader in (("net.pth", "torch.load"), ("net.safetensors", "safetensors.torch.load_file")):
             await pilot.press("ctrl+u", *name)
@@ -219,9 +208,7 @@ async def test_one_file_says_what_loads_it(app: DtypeApp) -> None:
 async def test_a_refused_export_says_why(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("e")
-        engine(app).emit(events.ExportPlanned(Recipe(), None, "packed of several tensors"))
-        await pilot.pause()
-        await pilot.pause()
+        await say(app, pilot, events.ExportPlanned(Recipe(), None, "packed of several tensors"))
         await until(pilot, lambda: "packed of several tensors" in screen(app))
         await pilot.press("escape")
         await pilot.pause()
@@ -405,8 +392,7 @@ async def test_a_session_that_can_not_be_written_is_said_once(tmp_path: Path, mo
 async def test_a_node_that_is_not_there_any_more_is_no_trouble() -> None:
     app = make_app(saved=SavedSession(None, "demo", cursor="gone.since"))
     async with running(app) as pilot:
-        engine(app).emit(events.ModelReady(app.controller.experiment.tree, "Llama", "cpu", 1.0, "prompts", ()))
-        await pilot.pause()
+        await say(app, pilot, events.ModelReady(app.controller.experiment.tree, "Llama", "cpu", 1.0, "prompts", ()))
         await pilot.press("j")
         assert app.query_one(ModuleTree).cursor == 1
 

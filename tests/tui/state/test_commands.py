@@ -237,9 +237,7 @@ async def test_inputs_are_asked_for_in_a_line() -> None:
         await enter(app, pilot, "inputs import os, sys")
         assert engine(app).lines == ["import os, sys"]
         assert "preparing the inputs" in screen(app)
-        engine(app).emit(events.InputsRefused("there is no os"))
-        await pilot.pause()
-        await pilot.pause()
+        await say(app, pilot, events.InputsRefused("there is no os"))
         assert notices(app)[-1] == "there is no os"
         await enter(app, pilot, "inputs")
         assert isinstance(app.screen, InputsScreen)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import CheckFiles, Command, InspectWeight, MeasureSpeed, TraceCasts
+from dtype_engine.worker.commands import (
+    CheckFiles,
+    Command,
+    Download,
+    InspectWeight,
+    MeasureSpeed,
+    OpenOverMemory,
+    TraceCasts,
+)
 from dtype_tui.state.controller import Controller
 
 _INSPECTED = (
@@ -52,6 +60,9 @@ class AwaitedResults:
                 self._answered(CheckFiles())
             case events.WeightInspected():
                 self._answered(inspect(event.name))
+            case events.ModelReady():
+                self._answered(Download())
+                self._answered(OpenOverMemory())
             case events.Idle() | events.EngineEnded() | events.Failed() | events.Refused() | events.Stopped():
                 self.reset()
 

@@ -32,6 +32,7 @@ from dtype_engine.runtime.inputs.preprocessing import (
 )
 from dtype_engine.runtime.inputs.validate import id_count
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.modes.kv_cache import CACHE_FIELDS
 
 TOKENS_PER_SEQUENCE = 512
 _RANDOM_SEQUENCES, _RANDOM_TOKENS = 4, 128
@@ -40,7 +41,7 @@ _SHOWN_TOKENS = 40
 _TEXT_KEYS = ("messages", "text", "prompt")
 _JSONL = (".jsonl", ".ndjson")
 _NO_CACHE = {"use_cache": False}
-_CACHES = frozenset({"use_cache", "past_key_values", "cache_params"})
+_CACHES = frozenset({"use_cache", *CACHE_FIELDS})
 """Arguments by which the user says whether and how the model keeps a KV cache or the state of a recurrence."""
 BUILT_IN = "built-in prompts: Python code, prose, technical text, a sum"
 

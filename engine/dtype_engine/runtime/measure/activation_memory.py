@@ -33,6 +33,7 @@ from dtype_engine.results.serving_memory import ActivationMemory
 from dtype_engine.runtime.model.load import build_on_meta
 from dtype_engine.runtime.model.shapes import refuse_misshapen
 from dtype_engine.runtime.model.torch_private import SAFE_SOFTMAX, FakeTensorMode, TorchDispatchMode, storage_id
+from dtype_engine.runtime.modes.kv_cache import CACHE_FIELDS
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 _LOOPED = (64, 128, 256)
@@ -269,8 +270,9 @@ def _cache_tensors(output: Any) -> list[torch.Tensor]:
         for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
             collect(item)
 
-    for name in ("past_key_values", "cache_params"):
-        collect(getattr(output, name, None))
+    fields = getattr(output, "__dict__", {})  # as attributes, transformers warns of the names that it no longer uses
+    for name in CACHE_FIELDS:
+        collect(fields.get(name))
     return list(found.values())
 
 

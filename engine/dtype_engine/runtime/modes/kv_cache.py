@@ -23,6 +23,10 @@ from dtype_engine.runtime.model.torch_private import WithoutModes
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.kv_rounding import head_amax, round_cache
 
+CACHE_FIELDS = ("cache", "past_key_values", "cache_params")
+"""The names by which transformers' models take a cache, and return it: the first from transformers 5.24 on, before that one of the
+others.
+"""
 CacheNames = Mapping[str, tuple[str, ...]]
 """Maps the name of each attention module to the names of its cache tensors, such as `model.layers.0.self_attn.kv_cache.k` and
 `….v`, in the order of the arguments of `Cache.update`.

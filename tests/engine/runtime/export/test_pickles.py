@@ -238,16 +238,30 @@ def test_what_safetensors_can_not_hold_is_shown_and_refused_by_name(
     make, nbytes, reason = ODD[kind]
     path = tmp_path / "odd.pth"
     torch.save({"plain.weight": torch.ones(4), f"odd.{kind}": make()}, path)
-    assert engine("inspect", path, "--cast", "*=bf16", "--json") == 0
+    trust: tuple[str, ...] = ()
+    if not torch_loads(path):  # torch 2.15 no longer loads a nested tensor from a file that is not trusted
+        assert engine("inspect", path) == 2
+        assert "only with --trust-pickle" in capsys.readouterr().err
+        trust = ("--trust-pickle",)
+    assert engine("inspect", path, *trust, "--cast", "*=bf16", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["stored_bytes"] == 16 + nbytes
     assert shown["planned_bytes"] == 8 + nbytes
-    assert engine("export", path, "--cast", "*=bf16", "-o", tmp_path / "out") == 2
+    assert engine("export", path, *trust, "--cast", "*=bf16", "-o", tmp_path / "out") == 2
     said = capsys.readouterr().err
     assert f"odd.pth: odd.{kind} {reason}" in said
     assert said.strip().count("\n") == 0
     assert [entry.name for entry in tmp_path.iterdir()] == ["odd.pth"]
-    assert engine("weights", path, "--cast", "*=bf16") == 0
+    assert engine("weights", path, *trust, "--cast", "*=bf16") == 0
+
+
+def torch_loads(path: Path) -> bool:
+    """Whether torch itself loads the file without running code of it."""
+    try:
+        torch.load(path, weights_only=True)
+    except pickle.UnpicklingError:
+        return False
+    return True
 
 
 def test_two_keys_that_are_written_the_same_are_refused(tmp_path: Path) -> None:

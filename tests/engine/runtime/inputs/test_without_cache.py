@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.helpers import architectures
+from tests.helpers.transformers_caches import cache_argument
+from transformers import DynamicCache
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
@@ -56,6 +58,15 @@ def test_what_the_user_says_stays(told: bool) -> None:
     assert session.inputs is not None
     assert session.inputs.batches[0].kwargs["use_cache"] is told
     assert not any("use_cache" in line for line in session.inputs.made_of)
+
+
+def test_a_cache_of_the_users_is_used() -> None:
+    """Under the name that the installed transformers has for it."""
+    module, _ = architectures.make("llama")
+    cache = {cache_argument(module): DynamicCache(config=module.config)}
+    session = de.open(module, inputs={"input_ids": architectures.tokens(), **cache})
+    assert session.inputs is not None
+    assert "use_cache" not in session.inputs.batches[0].kwargs
 
 
 def test_tensors_of_a_file_and_of_example_inputs(

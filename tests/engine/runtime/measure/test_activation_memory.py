@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.helpers.transformers_caches import cache_of
 from torch import nn
 
 from dtype_engine.core.errors import NoForward
@@ -95,7 +96,7 @@ def cache_bytes(module: nn.Module, device: str) -> int:
     """Return the bytes of the KV cache that a pass leaves, by hand for these models."""
     with torch.no_grad():
         output = module(**inputs_of(module, device))
-    cache = output.cache_params if "cache_params" in output else output.get("past_key_values")
+    cache = cache_of(output)
     sides = [getattr(cache, side, None) for side in ("self_attention_cache", "cross_attention_cache")]
     layers = [layer for side in sides if side is not None for layer in side.layers] or getattr(cache, "layers", [])
     held: list[Any] = []

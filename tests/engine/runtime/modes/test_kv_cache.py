@@ -15,6 +15,7 @@ import transformers
 from scipy import special
 from tests.helpers import architectures
 from tests.helpers.measured_on import DEVICE
+from tests.helpers.transformers_caches import cache_argument, cache_of
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 import dtype_engine as de
@@ -109,7 +110,9 @@ class RoundingCache(transformers.DynamicCache):  # type: ignore[misc]
         super().__init__(config=config)
         self.rounds, self.amax = rounds, amax
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *rest: Any) -> Any:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *rest: Any, **named: Any
+    ) -> Any:
         new = []
         for part, states in enumerate((key_states, value_states)):
             x = states.float().cpu().numpy()
@@ -118,7 +121,7 @@ class RoundingCache(transformers.DynamicCache):  # type: ignore[misc]
                 new.append(states)
             else:
                 new.append(torch.from_numpy(self.rounds(x, part, self.amax[layer_idx, part])).to(states))
-        return super().update(*new, layer_idx, *rest)
+        return super().update(*new, layer_idx, *rest, **named)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +133,8 @@ def _logits(session: de.Session, rounds: Any, amax: Any) -> Array:
     model: Any = session.model.module
     ids = session.need_inputs().batches[0].kwargs["input_ids"]
     with torch.no_grad():
-        output = model(ids, past_key_values=RoundingCache(model.config, rounds, amax), use_cache=True)
+        cache = {cache_argument(model): RoundingCache(model.config, rounds, amax)}
+        output = model(ids, **cache, use_cache=True)
     return np.asarray(output.logits.cpu().double().numpy())
 
 
@@ -151,7 +155,8 @@ def test_the_drift_of_smollm2_is_that_of_a_cache_that_rounds_by_itself() -> None
 
     def log_p(rounds: Any) -> Array:
         with torch.no_grad():
-            logits = model(ids, past_key_values=RoundingCache(config, rounds, amax), use_cache=True).logits
+            cache = {cache_argument(model): RoundingCache(config, rounds, amax)}
+            logits = model(ids, **cache, use_cache=True).logits
         return np.asarray(special.log_softmax(logits.double().numpy(), -1))
 
     before = log_p(None)
@@ -196,8 +201,8 @@ def test_one_pass_equals_decoding_token_by_token(architecture: str, name: str) -
     def decode() -> torch.Tensor:
         past, outputs = None, []
         for at in range(ids.shape[1]):
-            output = model.module(ids[:, at : at + 1], past_key_values=past, use_cache=True)
-            past = output.past_key_values
+            output = model.module(ids[:, at : at + 1], **{cache_argument(model.module): past}, use_cache=True)
+            past = cache_of(output)
             outputs.append(output.logits)
         return torch.cat(outputs, 1)
 
@@ -217,7 +222,7 @@ def test_a_cast_without_a_rule_for_caches_uses_none(session: de.Session) -> None
     assert not session.model.cache_formats
     module: Any = session.model.module
     kept = []
-    hook = module.register_forward_hook(lambda module, args, output: kept.append(output.past_key_values))
+    hook = module.register_forward_hook(lambda module, args, output: kept.append(cache_of(output)))
     session.drift()
     hook.remove()
     assert kept
