@@ -369,7 +369,7 @@ OTHER_PLACES = (
             press("s"),
             Key("q", top, "MainScreen"),
             press("s", "space"),
-            Key("enter", last_command, "scan float16,float8_e4m3fn,float8_e5m2,int8"),
+            Key("enter", last_command, "scan float16,float8_e4m3fn,int8"),
         ),
     ),
     Walk(
