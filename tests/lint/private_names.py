@@ -1,8 +1,8 @@
 """Finds names with a leading underscore that are used outside the file that defines them.
 
-A name counts as used where it is imported, read as an attribute of anything, or asked for by `getattr`, `vars` or `__dict__`; and as
-the file's own where it assigns it or defines a function or a class of that name. So `self._name` of a base class in another file is
-found, and so is what other libraries keep private, but for the names in the files that exist to reach for them.
+A name counts as used where it is imported, read as an attribute of anything, or asked for by `getattr`, `vars` or `__dict__`;
+and as the file's own where it assigns it or defines a function or a class of that name. So `self._name` of a base class in another
+file is found, and so is what other libraries keep private, but for the names in the files that exist to reach for them.
 """
 
 from __future__ import annotations
