@@ -4,10 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 LOWEST_PYTHON ?= 3.11
+NEWEST := .venv-newest
+NEWEST_PYTHON ?= $(PYTHON)
 QUICK := tests/test_layout.py tests/tui tests/lint tests/engine/test_imports.py \
 	tests/engine/worker/test_queue.py $(addprefix tests/engine/,core checkpoint recipe search reports)
 
-.PHONY: demo test quick lint unit coverage test-lowest matrix fuzz random-keys engine-deaths benchmarks screenshots man clean
+.PHONY: demo test quick lint unit coverage test-lowest test-newest matrix fuzz random-keys engine-deaths benchmarks screenshots man clean
 
 demo: $(VENV)/.runs
 	$(BIN)/dtype-tui demo
@@ -41,6 +43,10 @@ coverage: $(VENV)/.tests
 test-lowest: $(LOWEST)/.tests
 	$(LOWEST)/bin/pytest -n auto --maxprocesses 5 --dist worksteal
 
+# The same tests on the newest libraries that pyproject.toml allows, as `pip install` takes them today: no constraints.txt.
+test-newest: $(NEWEST)/.tests
+	$(NEWEST)/bin/pytest -n auto --maxprocesses 5 --dist worksteal
+
 # Every form of model with every way to use it: the table of tests/README.md.
 matrix: $(VENV)/.tests
 	$(BIN)/python -m tests.matrix
@@ -72,7 +78,7 @@ man: $(VENV)/.runs
 	$(BIN)/python tui/write_man_pages.py man/man1
 
 clean:
-	rm -rf $(VENV) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -100,4 +106,13 @@ $(LOWEST)/.tests: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 	$(BIN)/uv venv --quiet --clear --python $(LOWEST_PYTHON) $(LOWEST)
 	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -e '.[dev]'
+	$(LOWEST)/bin/python -m tests.lint.lower_bounds
 	@touch $@
+
+# What is newest changes from day to day, so it is looked up each time. Wheels of a folder do not count: a user has PyPI's.
+.PHONY: $(NEWEST)/.tests
+$(NEWEST)/.tests: $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	[ -x $(NEWEST)/bin/python ] || $(BIN)/uv venv --quiet --python $(NEWEST_PYTHON) $(NEWEST)
+	$(BIN)/uv pip install --quiet --python $(NEWEST)/bin/python --resolution highest --upgrade -e '.[dev]'
+	$(BIN)/uv pip list --python $(NEWEST)/bin/python

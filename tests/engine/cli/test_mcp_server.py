@@ -127,12 +127,13 @@ async def test_errors_and_limits_are_sentences() -> None:
 @pytest.mark.slow
 async def test_the_command_serves_on_standard_input_and_output(tmp_path: Path) -> None:
     from mcp import Client, StdioServerParameters
+    from mcp.client.stdio import stdio_client
 
     command, *arguments = ENGINE
     server = StdioServerParameters(
         command=command, args=[*arguments, "mcp", "--allow", str(tmp_path)], cwd=str(tmp_path)
     )
-    async with Client(server) as client:
+    async with Client(stdio_client(server)) as client:
         assert len((await client.list_tools()).tools) == 6
         result = await client.call_tool("inspect", {"model": "demo", "depth": 0})
     assert "707.8 k" in text_of(result)

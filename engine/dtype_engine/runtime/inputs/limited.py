@@ -58,6 +58,16 @@ class _Failed(_Ended):
     """The error raised if a child process failed by itself, before it reached a limit."""
 
 
+def _as_templates_get(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as the installed transformers passes it to a chat template: from 5.23 on, without the keys whose value is
+    None.
+    """
+    import transformers
+
+    keeps_none = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+    return {key: value for key, value in message.items() if keeps_none or value is not None}
+
+
 def run_template(
     title: str, template: str, tokenizer: Any, conversations: Sequence[Conversation], limits: InputLimits
 ) -> list[str]:
@@ -73,8 +83,7 @@ def run_template(
         "template": template,
         "variables": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "conversations": [
-            ([{key: value for key, value in message.items() if value is not None} for message in messages], opens)
-            for _, messages, opens in conversations
+            ([_as_templates_get(message) for message in messages], opens) for _, messages, opens in conversations
         ],
         "bytes": limits.template_bytes,
     }

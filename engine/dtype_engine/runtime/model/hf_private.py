@@ -1,4 +1,4 @@
-"""Uses private names of transformers, and one of diffusers. No other file does. Tested with transformers 5.18 to 5.23.
+"""Uses private names of transformers, and one of diffusers. No other file does. Tested with transformers 5.20 to 5.24.
 
 If a version lacks a name, the function that uses it falls back as its docstring states, and a test in
 `tests/engine/runtime/model/test_hf_private.py` fails with a message that states the missing name.

@@ -549,10 +549,12 @@ def test_every_tensor_of_a_written_file_is_aligned(make_llama: Any, tmp_path: Pa
 
 
 def test_memory_of_an_export_is_that_of_a_piece(tmp_path: Path) -> None:
-    """Anonymous memory while 128 MiB are cast and copied, in a process of its own, so that nothing else counts."""
+    """Anonymous memory while 128 MiB are cast and 64 copied, in a process of its own, so that nothing else counts: pieces, of which
+    the C library keeps what was freed, however large a tensor is. One tensor as a whole would be too much.
+    """
     done = preloaded.run(preloaded.module("tests.helpers.export_memory"), str(tmp_path))
     grown, scaled, tensor = map(int, done.stdout.split())
-    assert max(grown, scaled) < 2 * tensor  # pieces of some MiB for each of at most four threads; 128 MiB are cast
+    assert max(grown, scaled) < tensor
 
 
 @pytest.mark.parametrize("rules", [("*.mlp=bfloat16",), ("*=bfloat16", "*norm=float32", "lm_head=float16")])

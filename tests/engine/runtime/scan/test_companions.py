@@ -63,14 +63,16 @@ def plain_kl(module: nn.Module, batches: list[dict[str, Any]], cast: list[str]) 
 def test_layer_norms_of_exact_values_score_what_they_do_to_activations(exact: bool) -> None:
     module, batches = model_and_batches("vit")
     session = de.open(module, inputs=batches)
-    scores = session.scan(["bfloat16"], exact=exact).scores()
+    scores = session.scan(
+        ["bfloat16"], exact=exact, draws=64
+    ).scores()  # an estimate by the usual 24 may be off by half
     sums = aggregate_by_node(session.tree, scores, "bfloat16")
     norms = [name for name, child in module.named_modules() if isinstance(child, nn.LayerNorm)]
     pairs = {norm: [f"{norm}.weight", f"{norm}.bias"] for norm in norms}
     for norm, pair in pairs.items():
         # In plain torch the weight alone leaves float32 what it was. Only with the bias activations are in bfloat16.
         assert scores[pair[0], "bfloat16"] == 0.0 == plain_kl(module, batches, pair[:1])
-        assert sums[norm] == pytest.approx(plain_kl(module, batches, pair), rel=0.5)
+        assert sums[norm] == pytest.approx(plain_kl(module, batches, pair), rel=0.1)
     together = plain_kl(module, batches, [name for pair in pairs.values() for name in pair])
     assert session.predict(Recipe((Rule("type:LayerNorm", "bfloat16"),))).value == pytest.approx(together, rel=0.5)
 
