@@ -195,6 +195,12 @@ def _from_pretrained_lines(contents: Contents) -> list[str]:
             f"{config_dtype}, the dtype named in `config.json`, which holds every stored value exactly. The values are the same, "
             f"but the memory is that of {config_dtype}, and the model no longer computes in the dtypes of the table."
         )
+    if contents.cache_scheme is not None:
+        lines.append(
+            "`config.json` gives the KV caches a format, and the file holds their scales. Inference runtimes round keys and values "
+            "so, and so does `from_pretrained` if compressed-tensors finds the caches of the installed transformers. If not, it "
+            "reports the scales as unexpected, and caches are not rounded."
+        )
     if not lines:
         but = ", but for what follows" if contents.otherwise else ""
         lines.append(f"Plain `from_pretrained` of transformers gives the same: all weights are in {config_dtype}{but}.")
