@@ -550,13 +550,20 @@ async def test_keys_of_the_tree_do_not_wait_for_the_panes() -> None:
         assert engine(app).commands == ["start"]
 
 
-async def test_leaving_between_the_imports_and_the_panes_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("told", [True, False], ids=["told to", "closed"])
+async def test_leaving_between_the_imports_and_the_panes_is_no_error(
+    told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Textual closes the screen without a word to the app."""
     app = make_app()
     sleep = asyncio.sleep
 
     async def leaving(seconds: float) -> None:
         if seconds == PAUSE_S and not app.main._has_panes:
-            app.exit()
+            if told:
+                app.exit()
+            else:
+                await app.main.remove_children()
         else:
             await sleep(seconds)
 
