@@ -579,7 +579,7 @@ async def test_a_key_before_the_engine_starts_closes_the_offer_of_the_tour(monke
     app = make_app(offers_tour=True)
     async with app.run_test(size=(120, 36)) as pilot:
         app.post_message(Key("escape", "\x1b"))
-        await until(pilot, lambda: len(engine(app).commands) > 0, 5)
+        await until(pilot, lambda: len(engine(app).commands) > 0)
         assert "tour" not in screen(app)
         assert engine(app).commands == ["start"]
 
