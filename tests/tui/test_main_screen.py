@@ -550,13 +550,20 @@ async def test_keys_of_the_tree_do_not_wait_for_the_panes() -> None:
         assert engine(app).commands == ["start"]
 
 
-async def test_leaving_between_the_imports_and_the_panes_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("told", [True, False], ids=["told to", "closed"])
+async def test_leaving_between_the_imports_and_the_panes_is_no_error(
+    told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Textual closes the screen without a word to the app."""
     app = make_app()
     sleep = asyncio.sleep
 
     async def leaving(seconds: float) -> None:
         if seconds == PAUSE_S and not app.main._has_panes:
-            app.exit()
+            if told:
+                app.exit()
+            else:
+                await app.main.remove_children()
         else:
             await sleep(seconds)
 
@@ -572,7 +579,7 @@ async def test_a_key_before_the_engine_starts_closes_the_offer_of_the_tour(monke
     app = make_app(offers_tour=True)
     async with app.run_test(size=(120, 36)) as pilot:
         app.post_message(Key("escape", "\x1b"))
-        await until(pilot, lambda: len(engine(app).commands) > 0, 5)
+        await until(pilot, lambda: len(engine(app).commands) > 0)
         assert "tour" not in screen(app)
         assert engine(app).commands == ["start"]
 

@@ -69,7 +69,7 @@ async def test_from_the_first_look_to_a_recipe(tmp_path: Path, monkeypatch: pyte
         await came_to(app, pilot, 5)
         assert "Esc closes this window." in screen(app)
         await pilot.press("escape")
-        await until(pilot, lambda: "Esc closes" not in screen(app), 5)
+        await until(pilot, lambda: "Esc closes" not in screen(app))
         await pilot.press("H")
         await pilot.pause()
         assert "Esc closes this window." not in screen(app), "the step goes through it"
@@ -94,7 +94,7 @@ async def test_from_the_first_look_to_a_recipe(tmp_path: Path, monkeypatch: pyte
         assert "Esc closes this window." in screen(app)
         await pilot.press("escape", "e", "down", "enter")
         assert isinstance(engine(app).saves[-1], RecipeRequest)
-        await until(pilot, lambda: "That is all." in screen(app), 5)
+        await until(pilot, lambda: "That is all." in screen(app))
         assert len(STEPS) == 8
         await pilot.press("ctrl+t")
         await pilot.pause()
@@ -111,7 +111,7 @@ async def test_a_step_waits_for_its_key_and_other_keys_work() -> None:
         assert len(app.screen.query(TourPanel)) == 1, "over a window, too"
         assert "Esc closes this window." in screen(app)
         await pilot.press("escape")
-        await until(pilot, lambda: "Esc closes" not in screen(app), 5)
+        await until(pilot, lambda: "Esc closes" not in screen(app))
         await pilot.press("l", "2")
         await measured(app, pilot)
         await came_to(app, pilot, 2)
@@ -192,7 +192,7 @@ async def test_the_panel_covers_neither_the_cursor_nor_the_keys_and_cuts_nothing
             assert tree.region.height >= 6
             assert not panel.region.overlaps(tree.region)
             assert "? help" in screen(app)
-            await until(pilot, lambda: 0 < tree.cursor - tree.scroll_offset.y + 1 < tree.region.height, 5)
+            await until(pilot, lambda: 0 < tree.cursor - tree.scroll_offset.y + 1 < tree.region.height)
 
 
 def test_every_step_names_keys_that_there_are() -> None:
@@ -207,7 +207,7 @@ async def test_the_first_start_offers_it(is_demo: bool, said: str) -> None:
     app = make_app(is_demo=is_demo, offers_tour=True)
     async with running(app, SMALL) as pilot:
         await ready(app, pilot)
-        await until(pilot, lambda: said in " ".join(screen(app).split()), 5)
+        await until(pilot, lambda: said in " ".join(screen(app).split()))
         await pilot.press("j", "2")
         assert rules(app) == ["model=bfloat16"]
         asked = engine(app).commands[:]

@@ -113,7 +113,7 @@ async def test_a_scan_over_workers_is_stopped_or_killed_goes_on_and_is_that_of_o
     async with opened(again) as pilot:
         slow(net, 5)
         await pilot.press("s")
-        await until(pilot, lambda: again.controller.experiment.scan.finished, 20)
+        await until(pilot, lambda: again.controller.experiment.scan.finished)
         assert again.controller.experiment.scan.report == scan.report
         slow(net, 0)
 

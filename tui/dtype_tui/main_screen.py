@@ -156,7 +156,7 @@ class MainScreen(Screen[None]):
             self.depth = DepthPane(self.experiment, "depth")
             self.trade_off = TradeOffPane(self.experiment, "trade-off")
             await asyncio.sleep(PAUSE_S)
-            if self.app.return_code is not None:
+            if self.app.return_code is not None or not self.tree_view.is_attached:
                 return  # the app is ending, and nothing can be mounted any more
             self._has_panes = True
             rest = [
