@@ -63,7 +63,7 @@ def scan_options(function: Function) -> Function:
             "dtype_names",
             metavar="DTYPE,...",
             help="The dtypes in which each weight is scored, separated by commas. Dtypes for KV caches begin with kv:, as in "
-            "kv:fp8@head.  [default: those of --formats: bf16,fp16,fp8,int8 unless it is a runtime]",
+            "kv:fp8@head.  [default: bf16,fp16,fp8,int8, or the dtypes of the runtime in --formats]",
         ),
         click.option(
             "--formats",

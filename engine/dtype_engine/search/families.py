@@ -27,6 +27,17 @@ _MOST_EXPERTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
+class Export:
+    """What is known of the export of a model before its formats are chosen."""
+
+    tree: Tree
+    wide: str
+    """The widest dtype that `config.json` of the export can name."""
+    has_experts: bool
+    """Whether the model packs experts that the files store one by one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """The formats that a program can load side by side in one export."""
 
@@ -35,9 +46,9 @@ class Family:
     """The dtypes that are scanned for it if the user names none."""
     only_these: bool
     """Whether the program loads no other dtypes than `dtypes`, apart from the stored ones."""
-    refusal: Callable[[Tree, str, str, str], str | None] = lambda tree, name, dtype, wide: None
-    """Called with the tree, a weight's name, a format with scales, and the widest dtype that `config.json` of the export can name.
-    Returns why the program can't load this weight in this format, or None if it can.
+    refusal: Callable[[Export, str, str], str | None] = lambda export, name, dtype: None
+    """Called with the export, a weight's name and a format with scales. Returns why the program can't load this weight in this
+    format, or None if it can.
     """
     fuses: bool = False
     """Whether the program fuses sibling layers, such as q, k and v, into one, so that they must have one format."""
@@ -45,25 +56,21 @@ class Family:
     """Whether the program packs all experts, and then reads some formats only if all experts of the model have the same one."""
 
 
-def _by_transformers(tree: Tree, name: str, dtype: str, wide: str) -> str | None:
-    if (reason := no_layout(tree, name, dtype, experts=True)) is not None:
+def _by_transformers(export: Export, name: str, dtype: str) -> str | None:
+    if (reason := no_layout(export.tree, name, dtype, experts=True)) is not None:
         return reason
-    expert = packed_experts(tree, name)
-    return why_not_loaded(dtype, expert, not expert and _has_experts(tree), wide)
+    expert = packed_experts(export.tree, name)
+    return why_not_loaded(dtype, expert, export.has_experts and not expert, export.wide)
 
 
-def _has_experts(tree: Tree) -> bool:
-    return any(len(tensor.shape) == 3 and packed_experts(tree, name) for name, tensor in tree.tensors.items())
-
-
-def _by_runtime(tree: Tree, name: str, dtype: str, wide: str) -> str | None:
-    if stays_wide(tree, name):
+def _by_runtime(export: Export, name: str, dtype: str) -> str | None:
+    if stays_wide(export.tree, name):
         return "runtimes keep norms, biases and routers in 16 bits"
-    if (reason := no_layout(tree, name, dtype)) is not None:
+    if (reason := no_layout(export.tree, name, dtype)) is not None:
         return reason
-    return (
-        None if whole_when_fused(tree, name, dtype) else "a block would span two of the weights that the runtime fuses"
-    )
+    if not whole_when_fused(export.tree, name, dtype):
+        return "a block would span two of the weights that the runtime fuses"
+    return None
 
 
 _SCANNED = ("bfloat16", "float16", "float8_e4m3fn", "int8")
@@ -101,7 +108,9 @@ class Loadable:
         self.tree = tree
         self.family = FAMILIES[family]
         self.scanned = [dtype for dtype in scanned if not dtype.startswith(SCANNED)]
-        self.wide = dtypes.widest({*self.scanned, *(tensor.dtype for tensor in tree.tensors.values())})
+        self._experts = tuple(name for name in tree.tensors if packed_experts(tree, name))
+        wide = dtypes.widest({*self.scanned, *(tensor.dtype for tensor in tree.tensors.values())})
+        self._export = Export(tree, wide, bool(self._experts))
 
     def refusal(self, name: str, dtype: str) -> str | None:
         """Return why the program does not load the weight `name` in `dtype`, such as "a tied weight is one tensor", or None if it
@@ -111,7 +120,7 @@ class Loadable:
             return None
         if self.family.only_these and dtype not in self.family.dtypes:
             return f"it is not among {', '.join(map(dtypes.short_name, self.family.dtypes))}"
-        return self.family.refusal(self.tree, name, dtype, self.wide) if dtype in dtypes.STORAGE_DTYPES else None
+        return self.family.refusal(self._export, name, dtype) if dtype in dtypes.STORAGE_DTYPES else None
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -125,18 +134,19 @@ class Loadable:
         """The names of weights that all need one format, wherever they are."""
         if not self.family.packs_experts or not any(map(needs_one_format, self.scanned)):
             return ()
-        return tuple(name for name in self.tree.tensors if packed_experts(self.tree, name))
+        return self._experts
 
     def require(self, dtype: str, names: Collection[str], asked: str) -> None:
         """Raise UserError if the program loads none of the weights `names` in `dtype`. asked: what the user asked for, such as
         `*.mlp=int8`, for the message.
         """
-        reasons = {self.refusal(name, dtype): name for name in reversed(tuple(names))}
-        if names and None not in reasons:
-            reason, name = next(reversed(reasons.items()))
-            raise UserError(
-                f"{asked}: {self.family.name} loads no such weight, first {name}: {reason}; {hint('own-formats')}"
-            )
+        if not names or any(self.refusal(name, dtype) is None for name in names):
+            return
+        first = next(iter(names))
+        raise UserError(
+            f"{asked}: {self.family.name} loads no such weight, first {printable(first)}: {self.refusal(first, dtype)}; "
+            f"{hint('own-formats')}"
+        )
 
 
 def require_loadable(tree: Tree, family: str, scanned: Collection[str]) -> None:
