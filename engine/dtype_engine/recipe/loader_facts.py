@@ -1,6 +1,6 @@
 """Facts about transformers: which values its `from_pretrained` loads from an export for weights that are stored with scales.
 
-Each fact was tried with transformers 5.18 to 5.24 and compressed-tensors 0.20 (the fp8 layout of DeepSeek also with accelerate
+Each fact was tried with transformers 5.23 and 5.24 and compressed-tensors 0.20 (the fp8 layout of DeepSeek also with accelerate
 1.15), and the tests check each of them with the installed versions.
 """
 
