@@ -14,8 +14,8 @@ def round_trips() -> list[Row]:
     """What `weights` prints."""
     import torch
 
+    from dtype_engine.runtime.formats.dequantize import torch_dtype
     from dtype_engine.runtime.numerics.quantization_error import round_trip
-    from dtype_engine.runtime.numerics.quantize import torch_dtype
 
     rows = []
     tensor = torch.randn(200 * 2**20 // 4 // 4096, 4096).mul_(0.02)

@@ -19,7 +19,7 @@ from tests.helpers import fake_accelerator
 
 import dtype_engine as de
 from dtype_engine.runtime.device import pick_device
-from dtype_engine.runtime.model import encoded_loading
+from dtype_engine.runtime.model import module_sources
 
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "int8", "nvfp4", "int4@g32")
 
@@ -73,7 +73,7 @@ def shown(folder: Path, device: str) -> dict[str, Any]:
 
 def over_memory(folder: Path) -> list[Any]:
     """Figures of a model on the accelerator with all of its memory, and with a quarter of what the weights take."""
-    encoded_loading.SMALLEST = 1
+    module_sources.SMALLEST = 1
     found = []
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     for limits in ({}, {fake_accelerator.NAME: stored // 4}):

@@ -12,7 +12,7 @@ from tests.helpers import fake_accelerator, preloaded
 import dtype_engine as de
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.runtime.measure.listener import MeasurementListener
-from dtype_engine.runtime.model import encoded_loading
+from dtype_engine.runtime.model import module_sources
 
 from . import outside
 from .commands import ALL_BF16, Job, Refused, Way, answer, check_drift, near, refusal
@@ -40,7 +40,7 @@ def _size(made: Made) -> int:
 def drift_over_memory(job: Job) -> str:
     """All weights are read from the files, which are larger than the memory, and the figures are those of plain torch."""
     limit = ("--max-memory", f"cpu={job.made.stored_bytes() // 2}", "--over-memory")
-    with patch.object(encoded_loading, "SMALLEST", 1):  # otherwise the weights of these models stay in memory
+    with patch.object(module_sources, "SMALLEST", 1):  # otherwise the weights of these models stay in memory
         found = answer("drift", *job.run, *_CAST, *limit)
     _check(job.made, found)
     assert found["memory"]["read_bytes"] > 0

@@ -3,7 +3,6 @@
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.file_identity import FileIdentity, Watch, refuse_changed, unchanged
 from dtype_engine.checkpoint.folder import needs_torch, open_checkpoint, peek_first_shard
-from dtype_engine.checkpoint.prequantized import QuantizedWeight
 from dtype_engine.checkpoint.safetensors_header import ByteRange, CheckpointTensor
 from dtype_engine.checkpoint.weight_files import PICKLES, read_json, resolve_inside
 
@@ -13,7 +12,6 @@ __all__ = [
     "Checkpoint",
     "CheckpointTensor",
     "FileIdentity",
-    "QuantizedWeight",
     "Watch",
     "needs_torch",
     "open_checkpoint",

@@ -8,15 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
 from dtype_engine.checkpoint.file_identity import FileIdentity
 from dtype_engine.checkpoint.kv_cache import kv_cache
 from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.parameter_counts import parameters_meant
-from dtype_engine.checkpoint.prequantized import QuantizedWeight, read_quantized
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.own import read as read_own
 from dtype_engine.checkpoint.weight_sets import WeightSet, is_diffusers, several_sets
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.gc_pause import gc_paused
@@ -112,29 +110,25 @@ class Checkpoint:
         )
 
     @cached_property
-    def quantized(self) -> dict[str, QuantizedWeight]:
-        """The weights that this program's export stored with scales, under the names that the model gives them.
-
-        Raises UserError if a file's metadata does not match its tensors.
-        """
-        own = read_quantized(self.path, self.tensors, self.metadata)
-        return own | {alias: own[first] for alias, first in self.aliases.items() if first in own}
-
-    @cached_property
     def encoded(self) -> dict[str, EncodedWeight]:
-        """The weights that other programs quantized and that this program can decode. The keys are the names that the weights have
+        """The weights that the files store as codes and that this program can decode. The keys are the names that the weights have
         in the unquantized checkpoint, such as `model.layers.0.mlp.down_proj.weight`. Empty for pickles.
 
-        Raises UserError if a tensor that describes a weight can't be read.
+        Raises UserError if a tensor that describes a weight can't be read, or if the metadata of an export does not match its
+        tensors.
         """
         if self.form == "gguf":
             return self._of_gguf[0]
-        if self.form != "safetensors" or all(tensor.dtype in _NOT_CODES for tensor in self.foreign.values()):
-            return {}
-        from dtype_engine.checkpoint.schemes.readers import read_encoded  # most checkpoints are shown without it
+        found = dict(self._own)
+        if self.form == "safetensors" and any(tensor.dtype not in _NOT_CODES for tensor in self.foreign.values()):
+            from dtype_engine.checkpoint.schemes.readers import read_encoded  # most checkpoints are shown without it
 
-        found = read_encoded(self.foreign, self.config, self.metadata)
+            found |= read_encoded(self.foreign, self.config, self.metadata)
         return found | {alias: found[first] for alias, first in self.aliases.items() if first in found}
+
+    @cached_property
+    def _own(self) -> dict[str, EncodedWeight]:
+        return read_own(self.path, self.tensors, self.metadata)
 
     @property
     def renamed(self) -> Mapping[str, str]:
@@ -165,28 +159,23 @@ class Checkpoint:
         """The tensors, keyed by the names that the model gives them. A tied weight appears under each of its names. A weight that
         is stored as codes appears as one tensor with the weight's shape. Its scales and its other tensors do not appear.
         """
-        own = {tensor.data.name: name for name, tensor in self.quantized.items() if name not in self.aliases}
-        besides = self._own_tensor_names - own.keys() | self.owners.keys() | self.in_config
+        besides = self.owners.keys() | self.in_config
         of_codes: dict[str, list[CheckpointTensor]] = {}
         for tensor, weight in self._headers_of_encoded().values():
             of_codes.setdefault(weight.parts[CODES].name, []).append(tensor)
         found, renamed = {}, self.renamed
         for name, tensor in self.tensors.items():
             if name not in besides:
-                found[own.get(name) or renamed.get(name, name)] = tensor
+                found[renamed.get(name, name)] = tensor
             for header in of_codes.get(name, ()):
                 found[header.name] = header
-        for name in own.values():
-            if found[name].shape != self.quantized[name].shape:  # its codes are packed
-                found[name] = msgspec.structs.replace(found[name], shape=self.quantized[name].shape)
         return found | {alias: found[first] for alias, first in self.aliases.items()}
 
     def dtype(self, name: str) -> str:
         """Return the dtype in which the checkpoint stores a weight. name: a key in `weights`. If the weight has a single scale for
         all its values, the returned dtype ends in `@tensor`.
         """
-        weight = self.quantized.get(name)
-        return weight.dtype if weight is not None else self.weights[name].dtype
+        return self.weights[name].dtype
 
     @cached_property
     def owners(self) -> dict[str, str]:
@@ -200,7 +189,7 @@ class Checkpoint:
         return found
 
     def _headers_of_encoded(self) -> dict[str, tuple[CheckpointTensor, EncodedWeight]]:
-        """A mapping from the name of each weight that another program quantized to a pair. The first item is a header that
+        """A mapping from the name of each weight in `encoded` to a pair. The first item is a header that
         describes the weight as one tensor in its format, the second is the weight itself. If several weights share a tensor, only
         the first weight counts its bytes.
         """
@@ -231,7 +220,7 @@ class Checkpoint:
         """Return the module tree, built from the tensor names. Module classes are unknown, and ties are known only from
         `aliases`.
         """
-        unread, quantized = self.unread, self.quantized
+        unread, own = self.unread, {name for name, weight in self.encoded.items() if weight.own}
         parts = quantized_parts(unread, self.config)
         further: dict[str, tuple[str, ...]] = {}
         for alias, first in self.aliases.items():
@@ -242,12 +231,14 @@ class Checkpoint:
                 TensorInfo(
                     name,
                     tensor.shape,
-                    quantized[name].dtype if name in quantized else tensor.dtype,
+                    tensor.dtype,
                     _kind(name),
                     further.get(name, ()),
-                    packed_bytes=tensor.nbytes if tensor.packed or tensor.refusal is not None else None,
+                    packed_bytes=tensor.nbytes
+                    if (tensor.packed or tensor.refusal is not None) and name not in own
+                    else None,
                     uncastable_reason=tensor.refusal or parts.get(name),
-                    quantized=name in quantized,
+                    own_codes=name in own,
                     logical_numel=meant.get(name),
                 )
                 for name, tensor in self.weights.items()
@@ -271,7 +262,7 @@ class Checkpoint:
 
     @property
     def _own_tensor_names(self) -> set[str]:
-        return {part.name for weight in self.quantized.values() for part in weight.tensors}
+        return {part.name for weight in self._own.values() for part in weight.tensors}
 
     @property
     def why_another_model(self) -> str:

@@ -16,11 +16,11 @@ from typing import Any
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.file_identity import FileIdentity, refuse_changed
 from dtype_engine.checkpoint.file_kind import kind_of
-from dtype_engine.checkpoint.prequantized import SCALED_KEY
 from dtype_engine.checkpoint.safetensors_header import (
     CheckpointTensor,
     read_header,
 )
+from dtype_engine.checkpoint.schemes.own import SCALED_KEY
 from dtype_engine.checkpoint.weight_files import (
     INDEX,
     PIPELINE_INDEX,

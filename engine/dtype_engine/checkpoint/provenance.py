@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dtype_engine.checkpoint.prequantized import SCALED_KEY
+from dtype_engine.checkpoint.schemes.own import SCALED_KEY
 from dtype_engine.checkpoint.weight_files import read_beside
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.plain_yaml import load_yaml

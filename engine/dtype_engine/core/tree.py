@@ -51,7 +51,7 @@ class TensorInfo:
     """Why no rule can cast the tensor, for example because it is part of a quantized weight. None if it can be cast, or if its
     dtype alone prevents that.
     """
-    quantized: bool = False
+    own_codes: bool = False
     """Whether the tensor holds codes, for example in float8 or int8, and the files also hold their scales, as in this program's own
     exports.
     """
@@ -80,7 +80,7 @@ class TensorInfo:
         numel = math.prod(self.shape)
         known = dtypes.BY_NAME.get(self.dtype)
         nbytes = self.packed_bytes if self.packed_bytes is not None else numel * known.bits // 8 if known else 0
-        if self.quantized:
+        if self.own_codes:
             nbytes = dtypes.nbytes_in(self.shape, self.dtype)
         object.__setattr__(self, "numel", numel)
         object.__setattr__(self, "nbytes", nbytes)

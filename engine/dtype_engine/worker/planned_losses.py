@@ -62,14 +62,16 @@ class PlannedLosses:
             return
         from dtype_engine.runtime.measure.loss_remedy import untried_remedy
         from dtype_engine.runtime.measure.stored_losses import losses_in_files
-        from dtype_engine.runtime.model.mmap_reader import read_tensor
         from dtype_engine.runtime.numerics.overflow_underflow import count_losses
+        from dtype_engine.runtime.weights.checkpoint_weights import source_of
 
         def count(name: str, dtype: str) -> ValueLoss | None:
             key = name, dtype
             names = checkpoint.names_of(tree.tensors[name]) if name in tree.tensors else (name,)
             if key not in self.counted and len(names) == 1:
-                self.counted[key] = count_losses(name, read_tensor(checkpoint, names[0]), dtype, cancelled=cancelled)
+                self.counted[key] = count_losses(
+                    name, source_of(checkpoint, names[0]).read(), dtype, cancelled=cancelled
+                )
             return self.counted.get(key)
 
         def progress(done: int, total: int) -> None:

@@ -22,7 +22,7 @@ from dtype_engine.checkpoint.weight_sets import OF_TRANSFORMERS, weight_sets
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 from dtype_engine.core.errors import UserError
-from dtype_engine.runtime.model.mmap_reader import read_tensor
+from dtype_engine.runtime.weights.checkpoint_weights import source_of
 
 NORM = "model.norm.weight"
 Tensors = dict[str, torch.Tensor]
@@ -72,7 +72,7 @@ def several(make_llama: Callable[..., Path]) -> Callable[..., Path]:
 
 
 def value_read(folder: Path) -> float:
-    return float(read_tensor(open_checkpoint(folder), NORM)[0])
+    return float(source_of(open_checkpoint(folder), NORM).read()[0])
 
 
 def value_loaded(folder: Path) -> float:
@@ -239,7 +239,7 @@ def test_diffusers_itself_loads_the_set_that_is_read(tmp_path: Path) -> None:
         if left_out:
             (tmp_path / left_out).unlink()
         loaded = diffusers.AutoencoderKL.from_pretrained(tmp_path).get_parameter(name)
-        assert torch.equal(read_tensor(open_checkpoint(tmp_path), name), loaded)
+        assert torch.equal(source_of(open_checkpoint(tmp_path), name).read(), loaded)
 
 
 def test_the_first_tree_of_a_large_checkpoint_is_that_of_a_shard_of_the_index(

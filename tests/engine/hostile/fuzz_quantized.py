@@ -210,7 +210,7 @@ def run_case(content: bytes, folder: Path, seed: int) -> int:
     from dtype_engine.cli import cli
     from dtype_engine.cli.program import run
     from dtype_engine.core.errors import UserError
-    from dtype_engine.runtime.model.mmap_reader import read_encoded
+    from dtype_engine.runtime.weights.coded import CodedSource
 
     place = folder / "quantized"
     shutil.rmtree(place, ignore_errors=True)
@@ -231,7 +231,7 @@ def run_case(content: bytes, folder: Path, seed: int) -> int:
     with contextlib.suppress(UserError):
         for weight in open_checkpoint(path).encoded.values():
             with contextlib.suppress(UserError):
-                values = read_encoded(weight)
+                values = CodedSource(weight).read()
                 assert tuple(values.shape) == weight.shape, (
                     f"{weight.name} is {weight.shape}, and its values {list(values.shape)}"
                 )

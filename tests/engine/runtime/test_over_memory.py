@@ -24,8 +24,8 @@ from dtype_engine.runtime.formats import row_blocks
 from dtype_engine.runtime.measure import drift
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.model.load import blocks
-from dtype_engine.runtime.model.stored_values import StackedValues
 from dtype_engine.runtime.scan import local_errors, scan
+from dtype_engine.runtime.weights.stacked import StackedSource
 
 LENGTHS = (5, 16, 3, 9)
 MORE = (*LENGTHS, 12, 8, 4, 6)
@@ -114,7 +114,7 @@ def test_experts_are_cast_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     inside, over = (opened(tmp_path / "moe", limit, (2,)) for limit in (None, 1 << 22))
     inside.model.module.set_experts_implementation("eager")  # type: ignore[operator]
     # All experts of a layer may take more memory than the machine has.
-    monkeypatch.setattr(StackedValues, "read", lambda *_: pytest.fail("all experts of a layer were read at once"))
+    monkeypatch.setattr(StackedSource, "read", lambda *_: pytest.fail("all experts of a layer were read at once"))
     for dtype in ("float16", "int8", "int8@tensor", "float8_e4m3fn", "nvfp4", "mxfp4", "int4@g128", "fp8@128x128"):
         rules = (f"*.experts={dtype}",)
         assert measured(over, rules) == measured(inside, rules), dtype

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.checkpoint import Checkpoint
-from dtype_engine.runtime.model.mmap_reader import read_encoded
+from dtype_engine.runtime.weights.coded import CodedSource
 
 Array = np.ndarray[Any, Any]
 
@@ -61,9 +61,9 @@ class Case:
         for name, right in self.right.items():
             weight = found[name]
             assert (weight.format, weight.shape) == (form, right.shape)
-            np.testing.assert_array_equal(read_encoded(weight).numpy(), right)
+            np.testing.assert_array_equal(CodedSource(weight).read().numpy(), right)
             for first, last in ((0, 1), (3, 21), (len(right) - 2, len(right))):
-                np.testing.assert_array_equal(read_encoded(weight, first, last).numpy(), right[first:last])
+                np.testing.assert_array_equal(CodedSource(weight).rows(first, last).numpy(), right[first:last])
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

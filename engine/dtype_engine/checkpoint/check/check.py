@@ -33,7 +33,7 @@ from dtype_engine.checkpoint.packed_weights import (
     quantized_parts,
 )
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes import CODES
+from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
 from dtype_engine.checkpoint.weight_files import read_index, read_json
 from dtype_engine.checkpoint.weight_sets import is_second_set
 from dtype_engine.core import dtypes
@@ -253,7 +253,7 @@ def _bad_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: P
         for suffix in _SCALE_PARTS:
             if weight.part(suffix) in tensors:
                 wanted[weight.part(suffix)] = False, False, padded
-    for own in checkpoint.quantized.values():
+    for own in _own(checkpoint).values():
         for suffix, part in own.parts.items():
             if suffix in ("_scale", "_scale_inv", "_global_scale"):
                 wanted[part.name] = part.dtype == "uint8", False, True
@@ -268,6 +268,11 @@ def _bad_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: P
         if text := replace(counted, zero=zero, negative=negative).text(prod(tensors[name].shape)):
             findings.append(Finding("scale-values", name, text, tensors[name].file.name))
     return read, findings
+
+
+def _own(checkpoint: Checkpoint) -> dict[str, EncodedWeight]:
+    """Return the weights that an export of this program stored with scales, by name."""
+    return {name: weight for name, weight in checkpoint.encoded.items() if weight.own}
 
 
 def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
@@ -290,8 +295,9 @@ def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broke
         )
         by_name[name] = weight
         formats[name] = f"{tensors[weight.codes].dtype} with {tensors[weight.scale].dtype} scales"
-    formats |= {name: weight.dtype for name, weight in checkpoint.quantized.items()}
-    quantised = by_name.keys() | checkpoint.quantized.keys()
+    own = _own(checkpoint)
+    formats |= {name: weight.format for name, weight in own.items()}
+    quantised = by_name.keys() | own.keys()
     for group in fused_groups(formats):
         if not broken.isdisjoint(name.removesuffix(".weight") for name in group):
             continue
@@ -395,7 +401,7 @@ def _source_findings(
     weights: the weights of the checkpoint that other programs quantized. parts: the names of the tensors (codes, scales, ...) that
     store these weights.
     """
-    of_weights = {weight.name for weight in weights} | checkpoint.quantized.keys()
+    of_weights = {weight.name for weight in weights} | _own(checkpoint).keys()
     source = {weight.name for weight in packed_weights(against.foreign)}
     theirs = names_of_parts(packed_weights(against.foreign), against.foreign)
     source |= {name for name in against.weights if name not in theirs}

@@ -1,4 +1,4 @@
-"""Describes a weight that another program quantized: its name, shape, format, and the tensors that hold it in the files."""
+"""Describes a weight that is stored as codes: its name, shape, format, and the tensors that hold it in the files."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from dtype_engine.core.regular_files import reading
 
 CODES = "codes"
 """The key in `EncodedWeight.parts` of the tensor that has a code for each value. Every encoded weight has such a tensor."""
+OWN = "own"
+"""The scheme of the weights that an export of this program stores with scales."""
 MOST_EXPERTS = 4096
 """The maximum number of experts in a tensor that is split into a weight for each expert."""
 _LARGEST_PART = 1 << 20
 
 
 class EncodedWeight(msgspec.Struct, frozen=True, gc=False):
-    """A weight that another program stored as codes, with the scales and other tensors that turn codes into values."""
+    """A weight that the files store as codes, with the scales and other tensors that turn codes into values."""
 
     name: str
     """The name of the weight in the unquantized checkpoint, such as `model.layers.0.mlp.down_proj.weight`."""
     shape: tuple[int, ...]
     """The shape of the weight in the unquantized checkpoint: [out, in], or [experts, out, in] for stacked experts."""
     scheme: str
-    """The name of the scheme in which the other program stored the weight, such as "gptq". It selects the decoder in
-    `runtime/formats/schemes`.
-    """
+    """The name of the scheme in which the weight is stored, such as "gptq". It selects the decoder in `runtime/formats/schemes`."""
     format: str
-    """The name of the weight's format, such as `gptq:int4@g128` or `fp8:e4m3@128x128`. It consists of the method, the type of a
-    code, and the size of a block.
+    """The name of the weight's format, such as `gptq:int4@g128` or `fp8:e4m3@128x128`: the method, the type of a code, and the size
+    of a block. In the scheme `OWN`, it is a format of `core.dtypes`, such as `int8` or `nvfp4`.
     """
     parts: Mapping[str, CheckpointTensor]
     """The tensors in the files that store the weight, keyed by their role in the scheme, such as "codes", "scale" or
@@ -44,6 +44,11 @@ class EncodedWeight(msgspec.Struct, frozen=True, gc=False):
     """What the decoder needs besides the tensors, such as {"bits": 4, "group": 128}. The keys depend on the scheme."""
     beside: tuple[CheckpointTensor, ...] = ()
     """Tensors that belong to the weight but do not change its values, such as the scale of the layer's inputs."""
+
+    @property
+    def own(self) -> bool:
+        """Whether an export of this program stored the weight, in a format of `core.dtypes`."""
+        return self.scheme == OWN
 
     @property
     def tensors(self) -> tuple[CheckpointTensor, ...]:

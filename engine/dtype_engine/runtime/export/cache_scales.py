@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from dtype_engine.runtime.export.contents import Contents, ExportTensor
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.name_mapping import map_names
 from dtype_engine.runtime.numerics.quantize import amax_to_scale
+from dtype_engine.runtime.weights.plain import PlainSource
 
 _FP8 = dtypes.BY_NAME["float8_e4m3fn"]
 _STRATEGIES = {"float8_e4m3fn@tensor": "tensor", "fp8@head": "attn_head"}
@@ -65,8 +65,8 @@ def with_cache_scales(
             largest = amax[tensor.name] if by_head else amax[tensor.name].max()
             scale = amax_to_scale(largest.reshape(-1, 1, 1) if by_head else largest.reshape(1), _FP8.max).cpu()
             name = f"{file_name(tensor.module)}.{tensor.part}_scale"
-            of_file = partial(torch.clone, scale)
-            items[name] = ExportTensor(name, tuple(scale.shape), "float32", "float32", False, False, (), of_file)
+            source = PlainSource(scale.clone())
+            items[name] = ExportTensor(name, tuple(scale.shape), "float32", "float32", False, False, (), source)
     return dataclasses.replace(contents, items=tuple(items.values()), has_cache_formats=True, cache_scheme=scheme)
 
 

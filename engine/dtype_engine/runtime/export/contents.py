@@ -6,39 +6,34 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dtype_engine.checkpoint import ByteRange, CheckpointTensor, FileIdentity
-from dtype_engine.checkpoint.prequantized import codes_names, input_scale_name, parts_in
 from dtype_engine.checkpoint.schemes import EncodedWeight
+from dtype_engine.checkpoint.schemes.own import codes_names, input_scale_name, parts_in
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.export.layout import PLAIN, Layout
 from dtype_engine.runtime.formats.row_blocks import finite_amax
-
-Quantized = tuple[torch.Tensor, ...]
-"""The tensors with which a file stores a weight that has scales, in the order of the file: its codes, its scales and any further
-tensors of the format.
-"""
+from dtype_engine.runtime.weights.pieces import Pieces
+from dtype_engine.runtime.weights.source import WeightSource
 
 
 class SharedScale:
     """A single scale for several tensors, computed from the largest |value| of all of them.
 
-    names: the names of the tensors in the source. values: for each tensor, a function that returns its values. Only the first call
-    of `amax`, in any thread, calls these functions; later calls return the stored result.
+    names: the names of the tensors in the source. sources: where the values of each are read. Only the first call of `amax`, in any
+    thread, reads them; later calls return the stored result.
     """
 
-    def __init__(self, names: tuple[str, ...], values: Sequence[Callable[[], torch.Tensor]]) -> None:
+    def __init__(self, names: tuple[str, ...], sources: Sequence[WeightSource]) -> None:
         self.names = names
-        self._values = values
+        self._sources = sources
         self._lock = threading.Lock()
         self._amax: float | None = None
 
@@ -46,7 +41,7 @@ class SharedScale:
         """Return the largest finite |value| of all tensors that share the scale."""
         with self._lock:
             if self._amax is None:
-                self._amax = max(finite_amax(values()) for values in self._values)
+                self._amax = max(finite_amax(Pieces(source)) for source in self._sources)
             return self._amax
 
 
@@ -92,15 +87,9 @@ class ExportTensor:
     """The byte ranges of the weight's data and scales in the source's files, if these bytes can be copied unchanged; otherwise
     empty.
     """
-    values: Callable[[], torch.Tensor]
-    """A function that reads the weight's values from the source. The export then casts them to `dtype`."""
-    quantized: Callable[[], Quantized] | None = None
-    """A function that returns this weight's codes and scales, if they exist already and can be written unchanged. If None, the
-    export computes codes and scales from `values`.
-    """
-    byte_range: ByteRange | None = None
-    """Where a source file holds the weight's values, if it holds them unchanged and contiguously. They are then read without
-    memory-mapping the file. Otherwise None.
+    source: WeightSource
+    """The source of the weight's values, which the export casts to `dtype` unless it copies bytes. Values in files are read without
+    memory-mapping the files.
     """
     shared: SharedScale | None = None
     """The scale that this weight shares with others, because runtimes or transformers join them into one tensor. None if the weight

@@ -22,7 +22,7 @@ from dtype_engine.core.units import plural
 from dtype_engine.runtime.export.contents import ExportTensor
 from dtype_engine.runtime.export.experts import expert_layer
 from dtype_engine.runtime.export.layout import Layout
-from dtype_engine.runtime.model.encoded_loading import decoded_dtype
+from dtype_engine.runtime.model.module_sources import decoded_dtype
 
 _ENTRIES = ("quantization_config", "quantization", "compression_config")
 """The entries of config.json in which programs describe how they quantized the weights."""
@@ -42,7 +42,8 @@ def exported_config(checkpoint: Checkpoint, of_files: dict[str, str]) -> tuple[d
     of_files: the planned dtype of each weight, by its name in the files. For the weights that must be decoded, this function
     changes it to the dtype to which they are decoded.
     """
-    config, encoded = checkpoint.config, checkpoint.encoded
+    config = checkpoint.config
+    encoded = {name: weight for name, weight in checkpoint.encoded.items() if not weight.own}
     kept = [name for name, weight in encoded.items() if of_files[name] == weight.format]
     cast = [name for name in encoded if of_files[name] != encoded[name].format]
     scaled = any(dtype in dtypes.STORAGE_DTYPES and dtype != checkpoint.dtype(name) for name, dtype in of_files.items())

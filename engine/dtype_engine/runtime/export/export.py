@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dtype_engine.checkpoint import refuse_changed, unchanged
 from dtype_engine.checkpoint.export_folder import check_folder, is_one_file
-from dtype_engine.checkpoint.prequantized import SCALED_KEY, SHAPE_KEY
+from dtype_engine.checkpoint.schemes.own import SCALED_KEY, SHAPE_KEY
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError

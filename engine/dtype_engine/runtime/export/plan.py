@@ -5,10 +5,7 @@ plan again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from functools import partial
-
-import torch
+from collections.abc import Mapping
 
 from dtype_engine.checkpoint import Checkpoint, CheckpointTensor
 from dtype_engine.checkpoint.check.parts import unpaired_sentences
@@ -24,7 +21,7 @@ from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, make_plan, require_matches
 from dtype_engine.recipe.schemes import layout as named_layout
 from dtype_engine.results.coverage import Coverage
-from dtype_engine.runtime.export.contents import Contents, ExportTensor, Quantized
+from dtype_engine.runtime.export.contents import Contents, ExportTensor
 from dtype_engine.runtime.export.encoded import copies_of, decoded_notice, exported_config, layout_beside
 from dtype_engine.runtime.export.experts import experts_notices
 from dtype_engine.runtime.export.input_scales import activation_notices, with_quantised_inputs
@@ -40,10 +37,10 @@ from dtype_engine.runtime.export.notices import (
 from dtype_engine.runtime.export.refusals import refuse_scales, refuse_unstored, refuse_unwritable
 from dtype_engine.runtime.export.shared_scales import with_packed_scales, with_shared_scales
 from dtype_engine.runtime.model.describe import describe
-from dtype_engine.runtime.model.live import LiveModel, Weight
-from dtype_engine.runtime.model.mmap_reader import read_mapped, read_tensor
+from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.name_mapping import Placement, map_names, without_place
 from dtype_engine.runtime.model.stored_tree import same_values
+from dtype_engine.runtime.weights.checkpoint_weights import source_of
 
 _NONE: Mapping[str, float] = {}
 
@@ -101,11 +98,10 @@ def of_live(
         if info.persistent:
             tied |= dict.fromkeys(info.aliases, info.name)
             weight, dtype = model.weights[info.name], planned[info.name]
-            has_scales = dtype in dtypes.STORAGE_DTYPES and (dtype != info.dtype or info.quantized)
+            has_scales = dtype in dtypes.STORAGE_DTYPES and dtype != info.dtype
             items.append(
                 ExportTensor(
-                    info.name, info.shape, info.dtype, dtype, has_scales, False, (),
-                    partial(_live_values, weight, dtype), _live_quantized(weight, dtype) if has_scales else None,
+                    info.name, info.shape, info.dtype, dtype, has_scales, False, (), weight.stored,
                 )
             )  # fmt: skip
     items = with_shared_scales(items, {item.name: item.name for item in items})
@@ -167,7 +163,8 @@ def _placed_contents(
             if first != name and same_values(checkpoint, first, name):
                 tied[name] = first  # a tied weight is written once, even if its file holds it twice
                 continue
-        has_scales = name in checkpoint.quantized or (dtype in dtypes.STORAGE_DTYPES and dtype != stored)
+        own = name in checkpoint.encoded and checkpoint.encoded[name].own
+        has_scales = own or (dtype in dtypes.STORAGE_DTYPES and dtype != stored)
         shape = tensor.shape
         is_layer = info is not None and _is_layer(tree, info, name, shape, placement)
         items.append(_item(checkpoint, name, tensor, dtype, has_scales, is_layer and _expressible(shape, dtype)))
@@ -246,15 +243,12 @@ def _item(
     checkpoint: Checkpoint, name: str, tensor: CheckpointTensor, dtype: str, has_scales: bool, portable: bool
 ) -> ExportTensor:
     stored = checkpoint.dtype(name)
-    weight = checkpoint.quantized.get(name)
-    parts = (tensor,) if weight is None else tuple(weight.parts.values())
-    encoded = checkpoint.encoded.get(name)
-    copies = copies_of(checkpoint, encoded) if encoded is not None and dtype == stored else ()
-    ranges = [part.bytes for part in (parts if encoded is None else copies)]
+    coded = checkpoint.encoded.get(name)
+    of_others = coded if coded is not None and not coded.own else None
+    copies = copies_of(checkpoint, of_others) if of_others is not None and dtype == stored else ()
+    own_parts = (tensor,) if coded is None else tuple(coded.parts.values())
+    ranges = [part.bytes for part in (own_parts if of_others is None else copies)]
     source_bytes = tuple(each for each in ranges if each is not None) if dtype == stored and None not in ranges else ()
-    quantized = (lambda: tuple(map(read_mapped, parts))) if weight is not None and dtype == stored else None
-    values = partial(read_tensor, checkpoint, name)
-    byte_range = tensor.bytes if weight is None else None
     return ExportTensor(
         name,
         tensor.shape,
@@ -263,10 +257,8 @@ def _item(
         has_scales,
         has_scales and portable,
         source_bytes,
-        values,
-        quantized,
-        byte_range,
-        encoded=encoded,
+        source_of(checkpoint, name, "copied"),
+        encoded=of_others,
         copies=copies,
     )
 
@@ -306,19 +298,3 @@ def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:
                 raise UserError(f"two tensors of the export would both be named {printable(entry.name)}")
             seen.add(entry.name)
     return tuple(items)
-
-
-def _live_values(weight: Weight, dtype: str) -> torch.Tensor:
-    return weight.current()[0] if weight.dtype == dtype and dtype not in dtypes.BLOCK_FORMATS else weight.stored.read()
-
-
-def _live_quantized(weight: Weight, dtype: str) -> Callable[[], Quantized] | None:
-    """Return a function that returns the codes and scales of a live weight, so that the export need not compute them. This needs a
-    weight that is now cast to `dtype`, a format with scales but without blocks. Otherwise, return None.
-    """
-    if dtype in dtypes.BLOCK_FORMATS:
-        return None
-    if weight.dtype != dtype or weight.scale is None or weight.visited:
-        return None
-    data, scale = weight.tensor.data, weight.scale
-    return lambda: (data, scale)

@@ -30,7 +30,7 @@ def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) 
     for name, members in scale_groups({name: item.dtype for name, item in cast.items()}).items():
         among = [cast[member] for member in members]
         if members not in shared:
-            shared[members] = SharedScale(tuple(each.name for each in among), [each.values for each in among])
+            shared[members] = SharedScale(tuple(each.name for each in among), [each.source for each in among])
         of_item[cast[name].name] = shared[members]
     return [dataclasses.replace(item, shared=of_item[item.name]) if item.name in of_item else item for item in items]
 
@@ -67,7 +67,7 @@ def with_packed_scales(
                 f"{', '.join(dtypes.COMPUTE_DTYPES)}, or in a format with smaller blocks"
             )
         for among in sharing(rows, info.shape, item.dtype):
-            of_all = SharedScale(tuple(among), [parts[name].values for name in among])
+            of_all = SharedScale(tuple(among), [parts[name].source for name in among])
             shared |= dict.fromkeys(among, of_all)
     return [dataclasses.replace(item, shared=shared[item.name]) if item.name in shared else item for item in items]
 

@@ -27,13 +27,13 @@ from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.contents import ExportTensor, TensorEntry
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
 from dtype_engine.runtime.formats.code_packing import pack
+from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.formats.quantize_blocks import quantize_chunks, scale_tensors
 from dtype_engine.runtime.formats.row_blocks import single_intraop_thread
 from dtype_engine.runtime.formats.scales import Scales
-from dtype_engine.runtime.model.decoded_rows import DecodedValues
-from dtype_engine.runtime.model.pread_reader import FileValues
 from dtype_engine.runtime.numerics.overflow_underflow import LossCounter
-from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, torch_dtype
+from dtype_engine.runtime.numerics.quantize import quantize_in_blocks
+from dtype_engine.runtime.weights.pieces import Pieces
 
 OnBytes = Callable[[int, int], None]
 """A function that is called with the number of bytes written and the total."""
@@ -155,20 +155,12 @@ def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] |
     if item.source_bytes or item.copied:
         for source, at in zip(item.source_bytes, offsets, strict=True):
             _copy(source, out, at)
-    elif item.quantized is not None:
-        for tensor, entry, at in zip(item.quantized(), item.entries[: len(offsets)], offsets, strict=True):
-            _write_tensor(tensor, torch_dtype(entry.dtype), out, at)
-    elif item.encoded is not None:
-        _write_values(DecodedValues(item.encoded), item, offsets, out, lost)
-    elif item.byte_range is not None:
-        with FileValues(item.byte_range, torch_dtype(item.stored), item.shape) as in_file:
-            _write_values(in_file, item, offsets, out, lost)
     else:
-        _write_values(item.values(), item, offsets, out, lost)
+        _write_values(item.source.read() if item.source.plain else Pieces(item.source), item, offsets, out, lost)
 
 
 def _write_values(
-    values: torch.Tensor | FileValues | DecodedValues,
+    values: torch.Tensor | Pieces,
     item: ExportTensor,
     offsets: Sequence[int],
     out: _Target,
@@ -192,7 +184,7 @@ def _write_values(
 
 
 def _write_tensor(
-    values: torch.Tensor | FileValues | DecodedValues,
+    values: torch.Tensor | Pieces,
     dtype: torch.dtype,
     out: _Target,
     at: int,
@@ -227,7 +219,7 @@ def _write_bytes(tensor: torch.Tensor, out: _Target, at: int) -> None:
 
 
 def _write_codes(
-    tensor: torch.Tensor | FileValues | DecodedValues,
+    tensor: torch.Tensor | Pieces,
     item: ExportTensor,
     out: _Target,
     at: int,
@@ -252,7 +244,7 @@ def _shared_amax(item: ExportTensor) -> float | None:
 
 
 def _write_blocks(
-    tensor: torch.Tensor | FileValues | DecodedValues,
+    tensor: torch.Tensor | Pieces,
     item: ExportTensor,
     offsets: Sequence[int],
     out: _Target,

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import (
-    CODES,
-    SCALE,
-    SCALE_INV,
-    TENSOR_SCALE,
-    ZERO_POINT,
     matrices,
-    packed_width,
     scale_grid,
 )
 from dtype_engine.core.dtypes import DType
 from dtype_engine.runtime.formats import nvfp4
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk, chunks
-from dtype_engine.runtime.formats.code_packing import pack_words, unpack, unpack_words
+from dtype_engine.runtime.formats.code_packing import pack_words
 from dtype_engine.runtime.formats.row_blocks import Values, chunk_elements, finite_amax, parallel_map
 from dtype_engine.runtime.formats.scales import Scales
 
@@ -95,33 +89,6 @@ def rounded(tensor: torch.Tensor, element: DType, amax: float | None = None) -> 
 
     quantize_chunks(tensor, element, keep, amax)
     return values.view(tensor.shape)
-
-
-def from_file(parts: Mapping[str, torch.Tensor], shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert the tensors that a file stores for a weight to the weight's codes and scales, as `quantize_blocks` returns them.
-
-    parts: the stored tensors, keyed by the suffixes of their names, which `core.block_formats.parts` lists. shape, dtype: the
-    weight's shape and block format.
-    """
-    element = dtypes.BY_NAME[dtype]
-    blocks = element.blocks
-    assert blocks is not None
-    count, height, width = matrices(shape, blocks.columns)
-    packed = parts[CODES].reshape(count * height, packed_width(width, element.bits, blocks.packing))
-    codes = unpack(packed, width, element, blocks.packing)
-    stored = parts[SCALE_INV if SCALE_INV in parts else SCALE]
-    if stored.element_size() == 1 and not blocks.tensor_scale:
-        exponents = stored.view(torch.uint8).to(torch.int32)
-        scale = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
-    else:
-        scale = stored.to(torch.float32)
-    if blocks.tensor_scale:
-        scale = scale / parts[TENSOR_SCALE].to(torch.float32)
-    if blocks.zero_points:
-        packed = parts[ZERO_POINT].t().contiguous()
-        zero = unpack_words(packed, len(scale), element.bits).t()
-        codes = codes - zero.repeat_interleave(blocks.columns, dim=1)[:, :width]
-    return codes.reshape(tuple(shape)), scale
 
 
 def scale_tensors(

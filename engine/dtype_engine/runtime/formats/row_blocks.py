@@ -47,7 +47,7 @@ class Rows(Protocol):
 
 
 class Values(Protocol):
-    """The interface that torch tensors and `FileValues` (a tensor in a file) have in common."""
+    """The interface that torch tensors and `Pieces` (a weight that is read some rows at a time) have in common."""
 
     @property
     def shape(self) -> torch.Size: ...

@@ -6,8 +6,8 @@ import torch
 
 from dtype_engine.core.text import printable
 from dtype_engine.results.inputs import InputBatch, InputsSummary, InputTensor
+from dtype_engine.runtime.formats.dequantize import dtype_name
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
-from dtype_engine.runtime.numerics.quantize import dtype_name
 
 _SHOWN = 160
 

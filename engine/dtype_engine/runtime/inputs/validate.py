@@ -11,10 +11,10 @@ from torch import nn
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
+from dtype_engine.runtime.formats.dequantize import dtype_name
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
 from dtype_engine.runtime.inputs.preprocessing import learned_positions, text_config
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.numerics.quantize import dtype_name
 
 ID_ARGUMENTS = ("input_ids", "decoder_input_ids", "token_type_ids")
 _FLOAT_ARGUMENTS = ("pixel_values", "input_values", "input_features", "inputs_embeds")

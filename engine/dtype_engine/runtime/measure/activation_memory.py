@@ -30,11 +30,11 @@ from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.options import Options
 from dtype_engine.recipe.serving_memory import interpolated
 from dtype_engine.results.serving_memory import ActivationMemory
+from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.model.load import build_on_meta
 from dtype_engine.runtime.model.shapes import refuse_misshapen
 from dtype_engine.runtime.model.torch_private import SAFE_SOFTMAX, FakeTensorMode, TorchDispatchMode, storage_id
 from dtype_engine.runtime.modes.kv_cache import CACHE_FIELDS
-from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 _LOOPED = (64, 128, 256)
 """Context lengths in tokens. If a model loops over tokens, as Mamba does without its kernels, only these lengths are estimated by

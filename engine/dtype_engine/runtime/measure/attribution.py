@@ -209,7 +209,7 @@ class Attribution:
         return frozenset(
             key
             for key, weight in self.model.by_id.items()
-            if (weight.info.castable or weight.scale is not None)
+            if (weight.info.castable or weight.has_scales)
             and (
                 not equals_reference(weight, weight.dtype)
                 or (rounds and (form := weight.input_format) is not None and quantizes_activations(form.dtype))

@@ -28,13 +28,13 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import ModuleDrift, OutputDrift, drifts_less
+from dtype_engine.runtime.formats.dequantize import dtype_name
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.nonfinite_scopes import Magnitudes, Scope, scopes
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.modes.op_tables import METADATA, Arguments, tensors_in
 from dtype_engine.runtime.modes.weight_mode import WeightMode
-from dtype_engine.runtime.numerics.quantize import dtype_name
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.runner import ForwardRunner

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.numerics.overflow_underflow import Counted, count_losses
+from dtype_engine.runtime.weights.checkpoint_weights import source_of
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint import Checkpoint
@@ -47,7 +47,7 @@ def losses_in_files(
             if cancelled():
                 raise Cancelled
             on_progress(done, len(changed))
-            counted[key] = count_losses(shown, read_tensor(checkpoint, name), dtype, cancelled=cancelled)
+            counted[key] = count_losses(shown, source_of(checkpoint, name).read(), dtype, cancelled=cancelled)
         loss = counted[key]
         if loss is not None:
             losses.append(loss)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from dtype_engine.core.regular_files import reading
 from dtype_engine.results.weights import DifferentShape, WeightDifference
 from dtype_engine.runtime.formats.row_blocks import parallel_map
 from dtype_engine.runtime.model.pairing import Pair, Pairing, pair_weights
-from dtype_engine.runtime.model.row_reader import RowReader
 from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, element_sums
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
+from dtype_engine.runtime.weights.checkpoint_weights import source_of
+from dtype_engine.runtime.weights.pieces import Rows, as_matrix
 
 _VALUES_AT_ONCE = 1 << 20
 """How many values of a weight, approximately, each thread holds in memory at once."""
@@ -36,12 +37,20 @@ rounded.
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    reader: RowReader
+    """Some consecutive rows of a weight, which is read as a matrix."""
+
+    matrix: Rows
+    unit: int
+    """How many rows can only be read together."""
     first: int
     count: int
 
+    @property
+    def columns(self) -> int:
+        return self.matrix.shape[1]
+
     def read(self, first: int, last: int) -> torch.Tensor:
-        return self.reader.read(self.first + first, self.first + last)
+        return self.matrix[self.first + first : self.first + last]
 
 
 class TwoCheckpoints:
@@ -81,20 +90,25 @@ class TwoCheckpoints:
         shapes = self.reference.weights[pair.reference].shape, self.candidate.weights[pair.candidate].shape
         if shapes[0] == shapes[1] and self._same_bytes(pair):
             return self._report(pair, shapes[0], ElementSums())
-        readers = RowReader(self.reference, pair.reference), RowReader(self.candidate, pair.candidate)
-        whole = [_Rows(reader, 0, reader.rows) for reader in readers]
+        sources = (
+            source_of(self.reference, pair.reference, "copied"),
+            source_of(self.candidate, pair.candidate, "copied"),
+        )
+        whole = [_Rows(matrix, unit, 0, matrix.shape[0]) for matrix, unit in map(as_matrix, sources)]
+        counts = [each.count for each in whole]
         for index, part in enumerate((pair.reference_part, pair.candidate_part)):
             if part is not None:
                 rows = whole[1 - index].count
-                matrix = readers[index].rows // readers[index].shape[0] if len(readers[index].shape) > 2 else 0
+                shape = sources[index].shape
+                matrix = counts[index] // shape[0] if len(shape) > 2 else 0
                 start = (part[0] or 0) * matrix + part[1] * rows
-                whole[index] = _Rows(readers[index], start, rows)
-                shapes = (readers[1 - index].shape,) * 2
-                if start + rows > readers[index].rows:
-                    return DifferentShape(pair.candidate, *(each.shape for each in readers))
-        if shapes[0] != shapes[1] or readers[0].columns != readers[1].columns:
-            return DifferentShape(pair.candidate, *(each.shape for each in readers))
+                whole[index] = replace(whole[index], first=start, count=rows)
+                shapes = (sources[1 - index].shape,) * 2
+                if start + rows > counts[index]:
+                    return DifferentShape(pair.candidate, *(each.shape for each in sources))
         left, right = whole
+        if shapes[0] != shapes[1] or left.columns != right.columns:
+            return DifferentShape(pair.candidate, *(each.shape for each in sources))
         sums, order = _sums(left, right), ""
         if len(shapes[0]) > 1 and _sqnr(sums) < _UNLIKE_DB:
             sums, order = self._in_another_order(left, right, sums)
@@ -145,12 +159,9 @@ def _stored(checkpoint: Checkpoint, name: str) -> tuple[object, list[ByteRange]]
     """Return how a checkpoint stores a weight (for example its format and shape), and the byte ranges of its tensors in the files.
     Weights that are stored alike with equal bytes have equal values. Returns None if a tensor's bytes are not contiguous in a file.
     """
-    own, encoded = checkpoint.quantized.get(name), checkpoint.encoded.get(name)
-    if own is not None:
-        form: object = own.dtype, own.shape
-        tensors = own.tensors
-    elif encoded is not None:
-        form = encoded.format, encoded.shape, sorted(encoded.parts), dict(encoded.settings)
+    encoded = checkpoint.encoded.get(name)
+    if encoded is not None:
+        form: object = encoded.format, encoded.shape, sorted(encoded.parts), dict(encoded.settings)
         tensors = tuple(encoded.parts[role] for role in sorted(encoded.parts))
     else:
         form, tensors = "values", (checkpoint.weights[name],)
@@ -194,8 +205,8 @@ def _sums(left: _Rows, right: _Rows, heads: int | None = None) -> ElementSums:
     of `left`. In llama.cpp's order, row i of the first half of each head is followed by row i of the second half.
     (`LlamaModel.permute` of convert_hf_to_gguf.py.)
     """
-    unit = max(left.reader.unit, right.reader.unit, left.count // heads if heads else 1)
-    step = max(1, _VALUES_AT_ONCE // max(1, left.reader.columns) // unit) * unit
+    unit = max(left.unit, right.unit, left.count // heads if heads else 1)
+    step = max(1, _VALUES_AT_ONCE // max(1, left.columns) // unit) * unit
     pieces = [(first, min(first + step, left.count)) for first in range(0, left.count, step)]
     found = [ElementSums()] * len(pieces)
 
@@ -208,10 +219,7 @@ def _sums(left: _Rows, right: _Rows, heads: int | None = None) -> ElementSums:
                 values = values.view(-1, size // 2, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
             found[number] = element_sums(_numbers(left.read(first, last)), _numbers(values))
 
-    if left.reader.uses_threads or right.reader.uses_threads:
-        work(range(len(pieces)))
-    else:
-        parallel_map(work, len(pieces))
+    parallel_map(work, len(pieces))
     total = ElementSums()
     for sums in found:
         total.add(sums)
@@ -235,8 +243,8 @@ def _hashes(rows: _Rows) -> torch.Tensor:
     """Return a hash of the float32 values of each row: int64 [rows]. Rows with equal values have equal hashes, and 0.0 and -0.0
     count as equal. The hash multiplies the bits of each value by a random odd number, and adds up the products modulo 2^64.
     """
-    factors = torch.randint(-(1 << 62), 1 << 62, (rows.reader.columns,), generator=torch.Generator().manual_seed(7))
-    step = max(1, _VALUES_AT_ONCE // max(1, rows.reader.columns))
+    factors = torch.randint(-(1 << 62), 1 << 62, (rows.columns,), generator=torch.Generator().manual_seed(7))
+    step = max(1, _VALUES_AT_ONCE // max(1, rows.columns))
     found = []
     for first in range(0, rows.count, step):
         values = _numbers(rows.read(first, min(first + step, rows.count))).to(torch.float32) + 0.0

@@ -18,11 +18,11 @@ from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.weights import SkippedTensor, WeightError, WeightStats
 from dtype_engine.runtime.device import has_float64
 from dtype_engine.runtime.model.live import LiveModel, Weight
-from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.modes.candidate import candidate_value
 from dtype_engine.runtime.numerics.compare.element_sums import element_sums
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
 from dtype_engine.runtime.numerics.quantization_error import exponents, round_trip
+from dtype_engine.runtime.weights.checkpoint_weights import source_of
 
 
 def round_trips(
@@ -49,7 +49,7 @@ def round_trips(
     for done, (tensor, name, dtype) in enumerate(changed):
         on_progress(done, len(changed))
         watch.look()
-        error = round_trip(tensor.name, read_tensor(checkpoint, name), dtype)
+        error = round_trip(tensor.name, source_of(checkpoint, name).read(), dtype)
         yield dataclasses.replace(error, stored=checkpoint.dtype(name))
     refuse_changed(checkpoint.identities)
 
@@ -87,7 +87,7 @@ def inspect_weight(
     if name not in checkpoint.weights:
         raise UserError(f"{printable(name)} is not in the checkpoint's files: the model created it during loading")
     refuse_changed(checkpoint.identities)
-    return _reading(name, read_tensor(checkpoint, name), checkpoint.dtype(name), targets, cancelled)
+    return _reading(name, source_of(checkpoint, name).read(), checkpoint.dtype(name), targets, cancelled)
 
 
 def inspect_live_weight(

@@ -136,18 +136,6 @@ def converted_names(
         return {}
 
 
-def loading_names(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return the names that transformers gives to tensors of the files in its messages, for example about unused tensors. names:
-    their names in the files.
-
-    If the transformers functions for renaming are missing, the names are returned unchanged.
-    """
-    try:
-        return {new for new, _ in _renamed(module, names, module.state_dict())[0].values()}
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return set(names)
-
-
 def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
     """Return those names in `names` whose tensors transformers transposes on loading. names: names of tensors in the files.
 

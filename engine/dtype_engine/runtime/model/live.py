@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -30,26 +30,21 @@ from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss, total
 from dtype_engine.runtime.device import cache_budget, enough_memory, has_float64
+from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.formats.row_blocks import finite_amax, stopping
 from dtype_engine.runtime.model.device_map import Places, distribute
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.side_settings import SideSettings
 from dtype_engine.runtime.model.stored_tree import unused, with_files
-from dtype_engine.runtime.model.stored_values import (
-    PlainValues,
-    QuantizedValues,
-    StoredValues,
-    VisitedValues,
-    placeholder,
-)
 from dtype_engine.runtime.model.torch_private import is_compiled, slots_of
-from dtype_engine.runtime.model.visits import BLOCKS, BlockVisits
 from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.overflow_underflow import all_losses, count_losses
-from dtype_engine.runtime.numerics.quantize import cast_or_quantize, torch_dtype
-
-T = TypeVar("T")
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize
+from dtype_engine.runtime.weights.budget import BLOCKS, BlockVisits
+from dtype_engine.runtime.weights.plain import PlainSource
+from dtype_engine.runtime.weights.source import WeightSource, placeholder
+from dtype_engine.runtime.weights.visited import VisitedSource
 
 
 @dataclass(slots=True)
@@ -59,19 +54,21 @@ class Weight:
     info: TensorInfo
     tensor: torch.Tensor
     """The tensor object in the module. It has placeholder data if the property `visited` is True."""
-    stored: StoredValues
+    stored: WeightSource
     """The stored values, from which every cast starts. They are never written to."""
     dtype: str
     """The name of the current dtype, such as "bfloat16" or "nvfp4"."""
     scale: torch.Tensor | None = None
-    """The scales of the current codes, or None for a dtype without scales. A placeholder if the property `visited` is True."""
+    """The scales of the codes that the module holds, or None if it holds none. A placeholder if the property `visited` is True."""
+    decoded: bool = False
+    """Whether each operation has to read or decode the values, because the module holds a placeholder and the weight is not cast."""
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
     """Caches, for each dtype to which the stored data was cast, how many values became infinite or zero, or saturated. The value is
     None if the cast only rounds.
     """
     stashed: torch.Tensor | None = None
     """The cast data, while a reference run has the original data in the module. It is put back afterwards. Otherwise None."""
-    other_reference: StoredValues | None = None
+    other_reference: WeightSource | None = None
     """The weight's values in the reference model, if the reference is another checkpoint. Otherwise None."""
     as_stored: bool = False
     """Whether the reference run computes with this weight in its stored dtype, as plain torch does, instead of in float32."""
@@ -85,7 +82,7 @@ class Weight:
     _amax: float | None = None
 
     @property
-    def reference(self) -> StoredValues:
+    def reference(self) -> WeightSource:
         """The values that the reference model has: `other_reference` if it is not None, otherwise `stored`."""
         return self.stored if self.other_reference is None else self.other_reference
 
@@ -102,27 +99,25 @@ class Weight:
         return self.cast or self.other_reference is not None
 
     @property
-    def decoded(self) -> bool:
-        """True if each operation has to decode the values, because the weight is in a stored format that the module can't hold, and
-        is not cast.
-        """
-        return self.scale is None and not self.cast and self.stored.decoded
+    def has_scales(self) -> bool:
+        """True if the current dtype is a format of this program with scales, such as float8, whether by a cast or as stored."""
+        return self.scale is not None or (self.decoded and self.stored.own)
 
     @property
     def visited(self) -> bool:
         """True if the values are read from the file, and cast, each time that a forward pass reaches the weight, because the model
         is larger than memory.
         """
-        return isinstance(self.stored, VisitedValues)
+        return isinstance(self.stored, VisitedSource)
 
     def current(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the weight's current data, stored or cast, and its scales. The scales are None for a dtype without scales."""
-        if not isinstance(self.stored, VisitedValues):
+        """Return the data and the scales of a weight that is cast, or that the module holds as stored. The scales are None for a
+        dtype without scales.
+        """
+        if not isinstance(self.stored, VisitedSource):
             return self.tensor.data, self.scale
-        if not self.cast:
-            return self.stored.coded(self.tensor.device)
         key = id(self), self.dtype, self.tensor.device
-        return self.stored.visits.once(key, self._cast_values, self.stored.values)
+        return self.stored.visits.once(key, self._cast_values, self.stored.inner)
 
     def _cast_values(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         amax = max((weight.amax for weight in self._sharing), default=None)
@@ -136,7 +131,7 @@ class Weight:
         """Return whether a cast to `dtype` can be made for one index of the weight's first dimension alone, such as for one expert,
         because the model is larger than memory and no block of the format has values of two indexes.
         """
-        if not isinstance(self.stored, VisitedValues) or not self.stored.has_parts:
+        if not isinstance(self.stored, VisitedSource) or not self.stored.has_parts:
             return False
         blocks = dtypes.BY_NAME[dtype].blocks
         return blocks is None or blocks.rows == 1 or self.stored.shape[-1] >= blocks.columns
@@ -145,9 +140,9 @@ class Weight:
         """Return the current data and scales at one index of the first dimension, as `current` returns those of the whole weight:
         [1, ...]. The weight is cast, and `in_parts` is True for its dtype.
         """
-        assert isinstance(self.stored, VisitedValues)
+        assert isinstance(self.stored, VisitedSource)
         key = id(self), self.dtype, self.tensor.device, index
-        return self.stored.visits.once(key, lambda: self._cast_part(index, self.dtype), self.stored.values)
+        return self.stored.visits.once(key, lambda: self._cast_part(index, self.dtype), self.stored.inner)
 
     def _cast_part(self, index: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         stored = self._part(index)
@@ -184,7 +179,7 @@ class Weight:
     def amax(self) -> float:
         """The largest finite |value| of the stored data. It is computed once."""
         if self._amax is None:
-            if isinstance(self.stored, VisitedValues) and self.stored.has_parts:
+            if isinstance(self.stored, VisitedSource) and self.stored.has_parts:
                 self._amax = max(finite_amax(self._part(index)) for index in range(self.stored.shape[0]))
             else:
                 self._amax = finite_amax(self.stored.read())
@@ -214,13 +209,12 @@ class Weight:
             self.tensor.data = placeholder(self.stored.shape, held, self.tensor.device)
             self.scale = None if dtype in dtypes.COMPUTE_DTYPES else torch.ones(1)
         elif dtype == self.info.dtype:
-            self.tensor.data = self.stored.held(self.tensor.device)
-            self.scale = self.stored.scale
+            self.tensor.data, self.scale = self.stored.held(self.tensor.device), None
         else:
             amax = max((weight.amax for weight in sharing), default=None)
             data, scale = cast_or_quantize(self.stored.read(self.tensor.device), dtype, amax)
             self.tensor.data, self.scale = data, scale
-        self.dtype = dtype
+        self.dtype, self.decoded = dtype, dtype == self.info.dtype and not self.stored.plain
 
     def count_loss(self, dtype: str, cancelled: IsCancelled, cast: bool = False) -> ValueLoss | None:
         """Return how many values become infinite or zero, or saturate, if the stored data is cast to `dtype`. Returns None if the
@@ -255,16 +249,12 @@ class Weight:
         return held.nbytes + (self.scale.nbytes if self.scale is not None else 0)
 
 
-def _by_canonical_name(infos: Iterable[TensorInfo], by_any_name: Mapping[str, T]) -> dict[str, T]:
-    return {info.name: by_any_name[name] for info in infos for name in info.names if name in by_any_name}
-
-
 def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight]:
     """Return the weights that would share one scale with the weight `name` if all of them were in `dtype`, including this weight
     itself. The list is empty if there are no others. weights: all weights of the model, keyed by name.
     """
     group = [weights[member] for member in whole_scale_group(name, dtype, weights)]
-    castable = [weight for weight in group if not weight.info.quantized]
+    castable = [weight for weight in group if not weight.info.own_codes]
     return castable if len(castable) > 1 else []
 
 
@@ -357,8 +347,7 @@ class LiveModel:
         module: nn.Module,
         title: str,
         device: torch.device,
-        quantized: Mapping[str, tuple[str, torch.Tensor]] | None = None,
-        encoded: Mapping[str, StoredValues] | None = None,
+        sources: Mapping[str, WeightSource] | None = None,
         placements: Mapping[str, Placement] | None = None,
         places: Places | None = None,
         **rest: Any,
@@ -366,8 +355,8 @@ class LiveModel:
         """Prepare a module for casting: set it to evaluation mode without gradients, move it to `device`, and keep its tensors as
         the stored ones.
 
-        title: the name of the model. quantized: the dtype and scales of each weight that is stored with scales, keyed by any of the
-        weight's names. encoded: the values of each weight for which the module has a placeholder, also keyed by any of its names.
+        title: the name of the model. sources: the source of each weight for which the module has a placeholder, keyed by any of the
+        weight's names.
         placements: maps the name of each tensor of the checkpoint to where it is loaded in the module. places: maps the
         names of modules to their devices; None if all modules are on `device`. rest: values for other fields of `LiveModel`. Raises
         UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the device.
@@ -391,27 +380,25 @@ class LiveModel:
             wide = next((name for name, tensor in module.state_dict().items() if tensor.dtype == torch.float64), None)
             if wide is not None:
                 raise UserError(f"{title}: {wide} is in float64, which {device} does not have; use --device cpu")
-        encoded = encoded or {}
+        sources = sources or {}
         originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
         if device.type != "cpu" or places is not None:
-            for tensor in map(module.state_dict(keep_vars=True).__getitem__, encoded):
+            for tensor in map(module.state_dict(keep_vars=True).__getitem__, sources):
                 tensor.data = tensor.new_empty(0)  # moving a placeholder would take memory for the whole weight
             with enough_memory("the model", device):
                 move = partial(module.to, device) if places is None else partial(distribute, module, places, device)
                 _move(module, move, originals)
-        for name, tensor in module.state_dict(keep_vars=True).items() if encoded else ():
-            if name in encoded:
-                tensor.data = encoded[name].held(tensor.device)
+        for name, tensor in module.state_dict(keep_vars=True).items() if sources else ():
+            if name in sources:
+                tensor.data = sources[name].held(tensor.device)
         infos, tensors = collect_tensors(module)
-        quantized = _by_canonical_name(infos, quantized or {})
-        encoded = _by_canonical_name(infos, encoded)
+        sources = {info.name: sources[name] for info in infos for name in info.names if name in sources}
         for number, info in enumerate(infos):
-            if info.name in quantized:
-                infos[number] = dataclasses.replace(info, dtype=quantized[info.name][0], quantized=True)
-            elif info.name in encoded and (values := encoded[info.name]).format:
-                own = values.scale is not None
-                nbytes = None if own else values.nbytes
-                infos[number] = dataclasses.replace(info, dtype=values.format, packed_bytes=nbytes, quantized=own)
+            if info.name in sources and (source := sources[info.name]).format:
+                nbytes = None if source.own else source.nbytes
+                infos[number] = dataclasses.replace(
+                    info, dtype=source.format, packed_bytes=nbytes, own_codes=source.own
+                )
         unused_infos = list[TensorInfo]()
         checkpoint = rest.get("checkpoint")
         if checkpoint is not None:
@@ -423,11 +410,8 @@ class LiveModel:
         for info in infos:
             tensor = tensors[info.name]
             original = originals.get(id(tensor), tensor.data)
-            stored = encoded.get(info.name) or PlainValues(original)
-            if info.name in quantized:
-                dtype, scale = quantized[info.name]
-                stored = QuantizedValues(original, scale.to(tensor.device), dtype)
-            weights[info.name] = Weight(info, tensor, stored, info.dtype, stored.scale)
+            source = sources.get(info.name) or PlainSource(original)
+            weights[info.name] = Weight(info, tensor, source, info.dtype, decoded=not source.plain)
         tree = tree_of(module, [*infos, *unused_infos])
         if checkpoint is not None:  # the module's own configuration may lack what quantized checkpoints declare
             tree.kv_cache = msgspec.structs.replace(tree.kv_cache, declared=declared_formats(checkpoint.config))
@@ -466,7 +450,7 @@ class LiveModel:
         if caches is not None:
             self.cache_formats = dict(caches)
         shared = scale_groups(
-            {name: planned[name] for name, weight in self.weights.items() if not weight.info.quantized}
+            {name: planned[name] for name, weight in self.weights.items() if not weight.info.own_codes}
         )
         pending = [
             weight

@@ -1,8 +1,8 @@
 """Loads a model from a source and makes it ready to run, with transformers' loading code if there is a `config.json`.
 
-`from_pretrained` memory-maps the weights of Hugging Face folders. It changes some stored dtypes: it converts a checkpoint of
-several dtypes to one, and the modules in `_keep_in_fp32_modules` to float32. In these cases the stored tensors are restored
-afterwards, so that every weight has the dtype of its file.
+Every tensor comes from its source (`runtime/weights/`), usually memory-mapped from its file; `from_pretrained` gets them as a state
+dict. It changes some stored dtypes: it converts a checkpoint of several dtypes to one, and the modules in `_keep_in_fp32_modules`
+to float32. In these cases the stored tensors are restored afterwards, so that every weight has the dtype of its file.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from torch import nn
 
 from dtype_engine.checkpoint import ByteRange, Checkpoint, open_checkpoint
 from dtype_engine.checkpoint.completeness import what_is_missing
-from dtype_engine.checkpoint.kv_settings import declared_formats, is_cache_scale
+from dtype_engine.checkpoint.kv_settings import is_cache_scale
 from dtype_engine.checkpoint.memory_fit import usable_memory, why_no_pass
 from dtype_engine.checkpoint.pickle_zip import is_compressed
 from dtype_engine.checkpoint.pickles import load_pickle
-from dtype_engine.checkpoint.prequantized import OWN_SUFFIX
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.checkpoint.weight_sets import is_diffusers
 from dtype_engine.core import dtypes
@@ -38,9 +37,9 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.device import pick_device
+from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
 from dtype_engine.runtime.model.architecture import architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.constructed_buffers import construct_buffers
-from dtype_engine.runtime.model.copies_ahead import copies_ahead
 from dtype_engine.runtime.model.device_limits import limit_of, require_fit
 from dtype_engine.runtime.model.device_map import places_of
 from dtype_engine.runtime.model.diffusers_models import (
@@ -50,21 +49,22 @@ from dtype_engine.runtime.model.diffusers_models import (
     with_placeholders,
 )
 from dtype_engine.runtime.model.diffusers_pipeline import conversions, make_pipeline
-from dtype_engine.runtime.model.encoded_loading import encoded_values, inputs_notice, state_to_load
-from dtype_engine.runtime.model.hf_private import loading_names, with_dtypes
+from dtype_engine.runtime.model.hf_private import with_dtypes
 from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.mmap_reader import read_quantized, read_stored
+from dtype_engine.runtime.model.module_sources import inputs_notice, sources_of_module, state_to_load
 from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement, map_names, restorable, stored_dtypes, without_place
-from dtype_engine.runtime.model.packed_parts import pack
 from dtype_engine.runtime.model.python_source import load_python
 from dtype_engine.runtime.model.quantized_loading import refuse_unread
 from dtype_engine.runtime.model.shapes import refuse_misshapen
 from dtype_engine.runtime.model.silence_libraries import no_stderr, quiet, silence_transformers
-from dtype_engine.runtime.model.stored_values import EncodedValues, StoredValues, VisitedValues
-from dtype_engine.runtime.model.visits import BLOCKS, BlockVisits, blocks_of
-from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name, torch_dtype
+from dtype_engine.runtime.weights.budget import BLOCKS, BlockVisits, blocks_of
+from dtype_engine.runtime.weights.checkpoint_weights import read_stored
+from dtype_engine.runtime.weights.coded import CodedSource
+from dtype_engine.runtime.weights.copies_ahead import copies_ahead
+from dtype_engine.runtime.weights.source import CPU, WeightSource
+from dtype_engine.runtime.weights.visited import VisitedSource
 
 OnStep = Callable[[str], None]
 
@@ -143,8 +143,7 @@ def _from_checkpoint(
         loaded.module,
         source.title,
         device,
-        quantized=loaded.quantized,
-        encoded=loaded.encoded,
+        sources=loaded.sources,
         files=checkpoint.files,
         folder=folder,
         notices=loaded.notices,
@@ -158,7 +157,7 @@ def _from_checkpoint(
     )
     if visits is not None:
         visits.use_blocks(blocks(live, visits.most))
-        stacks = (weight for weight in live.weights.values() if isinstance(weight.stored, VisitedValues))
+        stacks = (weight for weight in live.weights.values() if isinstance(weight.stored, VisitedSource))
         large = any(len(weight.info.shape) > 2 and 4 * weight.info.numel > visits.most for weight in stacks)
         choose: Any = getattr(live.module, "set_experts_implementation", None)
         if large and choose is not None:
@@ -182,10 +181,8 @@ class Loaded:
     """A module loaded from a checkpoint, with every weight in its stored dtype."""
 
     module: nn.Module
-    quantized: dict[str, tuple[str, torch.Tensor]]
-    """The dtype and scales of each weight that is stored with scales, keyed by the weight's name in the module."""
-    encoded: Mapping[str, StoredValues] = field(default_factory=dict)
-    """The values of each weight that another program quantized, keyed by the weight's name in the module."""
+    sources: Mapping[str, WeightSource] = field(default_factory=dict)
+    """The source of each weight for which the module has a placeholder, keyed by the weight's name in the module."""
     notices: tuple[str, ...] = ()
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Maps the name of each tensor of the files to where it is loaded in the module."""
@@ -200,7 +197,8 @@ def load_module(
     on_step: OnStep = lambda step: None,
     visits: BlockVisits | None = None,
 ) -> Loaded:
-    """Load the module of a checkpoint with `from_pretrained`, on the CPU, with every tensor in the dtype of its file.
+    """Load the module of a checkpoint on the CPU, with every tensor in the dtype of its file. transformers places the tensors, but
+    does not read them.
 
     title: the model's name, for errors. on_step: called with a description of each step. visits: for a model that is larger than
     memory, the cache of the weights that a forward pass is using. Raises NoForward if the architecture is unknown or transformers
@@ -255,50 +253,38 @@ def load_module(
             raise NoForward(
                 f"{title}: no forward pass: the tensor {printable(strange[0])} has no place in {type(made).__name__}"
             )
-        encoded = encoded_values(title, checkpoint, made, places, visits)
-        by_state = bool(encoded) or checkpoint.form == "gguf"
-        model_class = type(made) if by_state else chosen.model_class
+        sources = sources_of_module(title, checkpoint, made, places, visits)
+        model_class = type(made)
         on_step(f"loading {model_class.__name__}")
-        more: dict[str, Any] = {"config": chosen.config}
-        if checkpoint.quantized or by_state or declared_formats(checkpoint.config):
-            # This program dequantizes weights with scales itself, and rounds KV caches only by rules, so transformers must not use
-            # another package for it.
-            more["config"] = without_quantization(chosen.config)
-        if checkpoint.quantized:
-            more["key_mapping"] = {rf"^(.+){OWN_SUFFIX}$": r"\1"}
-        if by_state:
-            more["state_dict"] = state_to_load(checkpoint, places, encoded, over_memory=visits is not None)
+        # This program decodes weights itself, and rounds KV caches only by rules, so transformers must not use another package for
+        # it.
+        config = without_quantization(chosen.config)
+        state = state_to_load(checkpoint, places, sources, over_memory=visits is not None)
         placements: dict[str, Placement] = {}
         with failures_as(NoForward, f"{title}: transformers can't load {model_class.__name__}", reason), no_stderr():
-            module, loading_info = as_stored(model_class, checkpoint, placements, encoded).from_pretrained(
-                None if by_state else folder,
+            module, loading_info = as_stored(model_class, checkpoint, placements, sources).from_pretrained(
+                None,
+                config=config,
+                state_dict=state,
                 dtype=torch_dtype(loading_dtype(checkpoint)),
                 output_loading_info=True,
-                local_files_only=True,
-                use_safetensors=checkpoint.form == "safetensors",
-                variant=checkpoint.read_by.variant if checkpoint.read_by is not None else None,
-                trust_remote_code=options.trust_remote_code,
-                **more,
             )
-            if by_state:  # transformers reads other files of a folder only if it also reads its weights
-                module.config.name_or_path = str(folder)
-                if module.can_generate() and (folder / "generation_config.json").is_file():
-                    module.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-        if isinstance(model_class, type) and type(module).__mro__[1:2] == (model_class,):
+            module.config.name_or_path = str(folder)
+            if module.can_generate() and (folder / "generation_config.json").is_file():
+                module.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        if type(module).__mro__[1:2] == (model_class,):
             module.__class__ = model_class
         of_buffers = construct_buffers(module, torch_dtype(loading_dtype(checkpoint)))
     module.requires_grad_(False)
     placements = placements or map_names(module, checkpoint.weights)
     held = module.state_dict(keep_vars=True)
-    for name, values in encoded.items():
-        held[name].data = values.held(torch.device("cpu"))
-    others = {name: place for name, place in restorable(checkpoint, placements).items() if place.name not in encoded}
+    for name, source in sources.items():
+        held[name].data = source.held(CPU)
+    others = {name: place for name, place in restorable(checkpoint, placements).items() if place.name not in sources}
     _restore_stored(module, checkpoint, others)
-    own = {name: place for name, place in placements.items() if place.name not in encoded}
-    quantized, packed = _restore_quantized(module, checkpoint, own)
     notices = [*checkpoint.notices, *chosen.notices, *of_buffers, *inputs_notice(checkpoint)]
     persistent = sum(info.persistent for info in collect_tensors(module)[0])
-    coverage = Coverage(persistent, tuple(sorted(set(loading_info.get("missing_keys") or ()) - packed)))
+    coverage = Coverage(persistent, tuple(sorted(loading_info.get("missing_keys") or ())))
     if coverage.missing:
         first = printable(coverage.missing[0])
         if not options.random_weights:
@@ -310,14 +296,12 @@ def load_module(
         notices.append(
             f"{plural(len(coverage.missing), 'weight')} not in the checkpoint, made at random, first {first}"
         )
-    parts = {part.name for weight in checkpoint.quantized.values() for part in weight.tensors}
-    parts |= loading_names(module, parts)
     unexpected = {name for name in loading_info.get("unexpected_keys") or () if not is_cache_scale(name)}
-    if unused := sorted(unexpected - parts):
+    if unused := sorted(unexpected):
         notices.append(
             f"{plural(len(unused), 'tensor')} of the checkpoint not used by {type(module).__name__}, first {unused[0]}"
         )
-    return Loaded(module, quantized, encoded, tuple(notices), placements, coverage)
+    return Loaded(module, sources, tuple(notices), placements, coverage)
 
 
 def _load_diffusers(checkpoint: Checkpoint, title: str) -> Loaded:
@@ -350,8 +334,7 @@ def _load_pipeline(checkpoint: Checkpoint, title: str, options: Options, on_step
     missing = [f"{name}.{each}" for name, part in parts.items() for each in (part.coverage or Coverage(0)).missing]
     return Loaded(
         module,
-        {f"{name}.{weight}": held for name, part in parts.items() for weight, held in part.quantized.items()},
-        {f"{name}.{weight}": held for name, part in parts.items() for weight, held in part.encoded.items()},
+        {f"{name}.{weight}": source for name, part in parts.items() for weight, source in part.sources.items()},
         (*checkpoint.notices, *notices, *conversions(module)),
         {
             f"{name}.{stored}": dataclasses.replace(placement, name=f"{name}.{placement.name}")
@@ -379,10 +362,8 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
     module = loaded.module
     state = dict(collect_tensors(module)[1])
     compute = torch_dtype(loading_dtype(checkpoint))
-    for name, (dtype, scale) in loaded.quantized.items():
-        state[name].data = dequantize(state[name].data, scale, compute, dtypes.BY_NAME[dtype].blocks)
-    for name, values in loaded.encoded.items():
-        state[name].data = values.read().to(state[name].dtype)
+    for name, source in loaded.sources.items():
+        state[name].data = source.read().to(compute if source.own else state[name].dtype)
     trim_heap()
     for parameter in module.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
@@ -392,8 +373,8 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
 def load_into(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement] = MappingProxyType({})
 ) -> Loaded:
-    """Fill a given module with the tensors of a checkpoint, memory-mapped from the files and in their stored dtypes. The result
-    holds the module and, for each weight that is stored with scales, its dtype and scales.
+    """Fill a given module with the tensors of a checkpoint, memory-mapped from the files and in their stored dtypes. A weight that
+    is stored as codes gets a placeholder, and its source is in the result.
 
     placements: maps names of tensors of the files to where they are loaded in the module. A tensor without an entry is loaded into
     the tensor of the same name. Raises UserError unless the checkpoint and the module have tensors of the same names and shapes.
@@ -401,7 +382,7 @@ def load_into(
     module.requires_grad_(False)
     infos, tensors = collect_tensors(module)
     by_any_name = {name: info for info in infos for name in info.names if info.persistent}
-    quantized, encoded = {}, {}
+    sources = {}
     filled = set()
     for name, stored in checkpoint.weights.items():
         info = by_any_name.get(placements[name].name if name in placements else name)
@@ -410,16 +391,13 @@ def load_into(
             raise UserError(f"{checkpoint.path}: tensor {printable(name)} {problem}")
         filled.add(info.name)
         if name in checkpoint.encoded:
-            values = encoded[info.name] = EncodedValues(checkpoint.encoded[name], tensors[info.name].dtype)
-            tensors[info.name].data = values.held(torch.device("cpu"))
-        elif (weight := checkpoint.quantized.get(name)) is None:
-            tensors[info.name].data = read_stored(checkpoint, stored)
+            source = sources[info.name] = CodedSource(checkpoint.encoded[name], tensors[info.name].dtype)
+            tensors[info.name].data = source.held(CPU)
         else:
-            tensors[info.name].data, scale = read_quantized(weight)
-            quantized[info.name] = (weight.dtype, scale)
+            tensors[info.name].data = read_stored(checkpoint, stored)
     if missing := [info.name for info in infos if info.persistent and info.name not in filled]:
         raise UserError(f"{checkpoint.path} lacks {len(missing)} tensors of this model, first {missing[0]}")
-    return Loaded(module, quantized, encoded)
+    return Loaded(module, sources)
 
 
 def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]]:
@@ -447,64 +425,22 @@ def loading_dtype(checkpoint: Checkpoint) -> str:
 
 
 def as_stored(
-    model_class: Any, checkpoint: Checkpoint, placements: dict[str, Placement], encoded: Mapping[str, StoredValues]
+    model_class: Any, checkpoint: Checkpoint, placements: dict[str, Placement], sources: Mapping[str, WeightSource]
 ) -> Any:
     """Return a subclass of `model_class` that loads every tensor in its stored dtype, if the installed transformers supports this.
     If it does not, return `model_class` itself, which loads all tensors in one dtype.
 
-    placements: an empty dictionary, which loading fills with the place of each tensor of the files in the module. encoded: the
-    values of the weights for which the module gets placeholders, keyed by their names in the module.
+    placements: an empty dictionary, which loading fills with the place of each tensor of the files in the module. sources: the
+    sources of the weights for which the module gets placeholders, keyed by their names in the module.
     """
 
     def stored(module: nn.Module) -> dict[str, torch.dtype]:
         placements.update(map_names(module, checkpoint.weights))
         wanted = stored_dtypes(checkpoint, restorable(checkpoint, placements))
-        # Packed codes are not the weight's values. transformers finds no such weight and initialises it as a missing one.
-        found = {name: torch_dtype(dtype) for name, dtype in wanted.items() if not _is_packed(dtype)}
-        return found | {name: values.holds for name, values in encoded.items()}
+        found = {name: torch_dtype(dtype) for name, dtype in wanted.items() if dtype in dtypes.COMPUTE_DTYPES}
+        return found | {name: source.holds for name, source in sources.items()}
 
     return with_dtypes(model_class, stored)
-
-
-def _is_packed(dtype: str) -> bool:
-    row = dtypes.BY_NAME.get(dtype)
-    return row is not None and row.blocks is not None and row.blocks.packing != "none"
-
-
-def _restore_quantized(
-    module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]
-) -> tuple[dict[str, tuple[str, torch.Tensor]], set[str]]:
-    """Load the weights that this program stored with scales and that transformers can't load: those with several codes in a byte
-    or word, and those that the module joins with others into one tensor, such as all experts of a layer. Their codes become the
-    data of the module's tensors.
-
-    placements: maps the name of each tensor of the files to where it is loaded in the module. Returns two results: the dtype and
-    scales of each weight that is stored with scales, keyed by the weight's name in the module; and the names of the weights that
-    this function has loaded.
-    """
-    state = module.state_dict(keep_vars=True)
-    quantized: dict[str, tuple[str, torch.Tensor]] = {}
-    packed: set[str] = set()
-    parts: dict[str, dict[str, Placement]] = {}
-    for name, weight in checkpoint.quantized.items():
-        if name not in placements:
-            continue
-        live = placements[name].name
-        if placements[name].part:
-            parts.setdefault(live, {})[name] = placements[name]
-            continue
-        codes, scale = read_quantized(weight)
-        quantized[live] = (weight.dtype, scale)
-        if _is_packed(weight.dtype):
-            held = state[live]
-            held.data = codes
-            packed |= {other for other, tensor in state.items() if tensor is held}
-    for live, places in parts.items():
-        among = {name: checkpoint.quantized[name] for name in places}
-        dtype, state[live].data, scale = pack(live, among, places, tuple(state[live].shape))
-        quantized[live] = dtype, scale
-        packed.add(live)
-    return quantized, packed
 
 
 def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
@@ -517,7 +453,7 @@ def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mappi
     wanted = stored_dtypes(checkpoint, placements)
     for name, placement in placements.items():
         tensor, dtype = tensors.get(placement.name), wanted[placement.name]
-        if tensor is None or _is_packed(dtype) or dtype_name(tensor.dtype) == dtypes.BY_NAME[dtype].torch_name:
+        if tensor is None or dtype_name(tensor.dtype) == dtypes.BY_NAME[dtype].torch_name:
             continue
         stored = checkpoint.weights[name]
         if not placement.part and stored.shape == tuple(tensor.shape):

@@ -14,9 +14,9 @@ from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core import dtypes
+from dtype_engine.runtime.formats.dequantize import dtype_name as name_of
+from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.model.hf_private import converted_names
-from dtype_engine.runtime.numerics.quantize import dtype_name as name_of
-from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +67,17 @@ def without_place(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -
 
 def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
     """Return the entries of `placements` for the tensors that must be in the module exactly as the files store them. These are the
-    tensors in a compute dtype such as bfloat16, and the weights that this program exported as codes and scales. All others, such as
-    integers and weights that other programs quantized, stay as transformers loads them.
+    tensors in a compute dtype such as bfloat16. All others, such as integers, stay as transformers loads them.
     """
     return {
-        name: placement
-        for name, placement in placements.items()
-        if name in checkpoint.quantized or checkpoint.dtype(name) in dtypes.COMPUTE_DTYPES
+        name: placement for name, placement in placements.items() if checkpoint.dtype(name) in dtypes.COMPUTE_DTYPES
     }
 
 
 def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, str]:
     """Return the stored dtype of each tensor of the module that the checkpoint has, keyed by its name in the module. For a tensor
-    that is packed from several tensors of the files, it is the widest of their dtypes or, if another program quantized any of them,
-    the format of the first quantized one.
+    that is packed from several tensors of the files, it is the widest of their dtypes or, if any of them is stored as codes,
+    the format of the first such one.
 
     placements: maps the name of each tensor of the files to where it is loaded in the module.
     """

@@ -1,5 +1,5 @@
-"""Packs several stored tensors with scales, such as those of a layer's experts, into one weight of the module, as transformers does
-on loading. The stored tensors are called the parts of the weight.
+"""Tells how loading packs several stored tensors, such as those of a layer's experts, into one weight of the module. The stored
+tensors are called the parts of the weight.
 
 One scale of the packed weight may cover a block, a row, a matrix (an expert) or the whole weight. If it covers values of one part
 only, the file stores the same scale for this part. If it covers several parts, the file must store equal scales for them.
@@ -7,17 +7,11 @@ only, the file stores the same scale for this part. If it covers several parts, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import torch
-
-from dtype_engine.checkpoint import QuantizedWeight
 from dtype_engine.core import dtypes
-from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
-from dtype_engine.runtime.model.mmap_reader import read_quantized
 from dtype_engine.runtime.model.name_mapping import Placement
-from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 Shape = tuple[int, ...]
 Rows = list[list[str]]
@@ -86,51 +80,3 @@ def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
     if row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale):
         return [[name for names in rows for name in names]]
     return rows if dtypes.has_channel_scales(packed, dtype) and len(packed) > 2 else []
-
-
-def pack(
-    title: str, parts: Mapping[str, QuantizedWeight], placements: Mapping[str, Placement], packed: Shape
-) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """Pack several stored tensors, each with scales of its own, into one weight. Returns its dtype, codes and float32 scales.
-
-    title: the name of the weight. parts: the stored tensors, keyed by name. placements: where loading places each of them. packed:
-    the shape of the weight. Raises NoForward if the codes and scales of the stored tensors do not fit into one weight.
-    """
-    shapes = {name: part.shape for name, part in parts.items()}
-    (dtype, *others) = dict.fromkeys(part.dtype for part in parts.values())
-    why = f"its parts are in {' and '.join((dtype, *others))}" if others else None
-    rows = in_rows(placements, shapes, packed)
-    why = why or other_scales(rows, shapes, packed, dtype)
-    if why is not None or rows is None:
-        raise NoForward(f"{title}: no forward pass: {why}")
-    codes = torch.empty(packed, dtype=torch_dtype(dtype))
-    matrices = codes.view(len(rows), -1, packed[-1])
-    scales: list[torch.Tensor] = []
-    for matrix, names in zip(matrices, rows, strict=True):
-        at = 0
-        for name in names:
-            data, scale = read_quantized(parts[name])
-            matrix[at : at + len(data)].view(torch.uint8).copy_(data.view(torch.uint8))
-            at += len(data)
-            scales.append(scale)
-    return dtype, codes, _scale(title, scales, rows, packed, dtype)
-
-
-def _scale(title: str, scales: Sequence[torch.Tensor], rows: Rows, packed: Shape, dtype: str) -> torch.Tensor:
-    """Return the scales of a packed weight. scales: the scales of its stored tensors, in the order of `rows`. rows: the names of
-    these tensors. title: the name of the weight. packed: its shape. Raises NoForward if tensors with different scales would need a
-    common one.
-    """
-    if dtypes.BY_NAME[dtype].blocks is not None:
-        return torch.cat(list(scales))
-    names = [name for each in rows for name in each]
-    own = dict(zip(names, scales, strict=True))
-    shared = sharing(rows, packed, dtype)
-    if not shared:
-        return torch.cat(list(scales))
-    found = [torch.cat([own[name] for name in among]) for among in shared]
-    if any(bool((each != each[0]).any()) for each in found):
-        raise NoForward(
-            f"{title}: no forward pass: its parts have several scales where it has one in {dtype} when it is packed"
-        )
-    return torch.stack([each[0] for each in found])

@@ -26,10 +26,10 @@ from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.model.device_limits import require_fit
 from dtype_engine.runtime.model.device_map import places_of
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.silence_libraries import quiet
 from dtype_engine.runtime.model.torch_private import tensor_slots
+from dtype_engine.runtime.weights.checkpoint_weights import source_of
 
 OnStep = Callable[[str], None]
 
@@ -44,7 +44,7 @@ def _load_weights(
     read. Raises UserError if the checkpoint does not fit.
     """
     checkpoint = open_checkpoint(file, trust)
-    values = {name: read_tensor(checkpoint, name) for name in checkpoint.weights}
+    values = {name: source_of(checkpoint, name).read() for name in checkpoint.weights}
     own = set(module.state_dict())
     ties = [info.names for info in collect_tensors(module)[0] if info.aliases]
     if not own & set(values) and all(name.startswith("module.") for name in values):

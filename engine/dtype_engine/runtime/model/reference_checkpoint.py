@@ -22,7 +22,7 @@ from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.load import OnStep, blocks, load
 from dtype_engine.runtime.model.module_tree import tree_of
 from dtype_engine.runtime.model.side_settings import side_settings
-from dtype_engine.runtime.model.stored_values import VisitedValues
+from dtype_engine.runtime.weights.visited import VisitedSource
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -75,7 +75,7 @@ def use_reference(live: LiveModel, source: Source, options: Options, on_step: On
     live.visits = visits = live.visits or other.visits
     if visits is not None:
         for weight in live.weights.values():
-            if isinstance(weight.other_reference, VisitedValues):
+            if isinstance(weight.other_reference, VisitedSource):
                 weight.other_reference.visits = visits
         # A pass reads the files of only one of the two checkpoints. Which one is known when a weight is used, so the blocks have no
         # ranges in advance.

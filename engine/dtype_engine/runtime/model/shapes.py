@@ -65,7 +65,7 @@ def refuse_misshapen(
 
 def _has_shape(checkpoint: Checkpoint, name: str) -> bool:
     """Return whether the shape of a tensor of the files is that of the weight, and not of codes that this program can't read."""
-    if name in checkpoint.encoded or name in checkpoint.quantized:
+    if name in checkpoint.encoded:
         return True
     return checkpoint.dtype(name) in dtypes.COMPUTE_DTYPES and not checkpoint.weights[name].packed
 

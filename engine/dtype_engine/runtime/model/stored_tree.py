@@ -17,9 +17,9 @@ from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core import dtypes
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.coverage import Misshapen
-from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement, stored_dtypes
+from dtype_engine.runtime.weights.checkpoint_weights import source_of
 
 NOT_USED = "not used by"
 """The first words of `TensorInfo.uncastable_reason` for a tensor of the files that the module does not use."""
@@ -95,11 +95,12 @@ def with_files(
             else info.shape,  # the shape of a packed tensor is that of its words
             dtype=dtype,
             uncastable_reason=uncastable_reason,
-            quantized=info.quantized or any(name in checkpoint.quantized for name in sources[held]),
+            own_codes=info.own_codes
+            or any(checkpoint.encoded[name].own for name in sources[held] if name in checkpoint.encoded),
             logical_numel=files[0].logical_numel if len(files) == 1 else info.logical_numel,
             stored_as=() if set(sources[held]) <= set(info.names) else tuple(sources[held]),
         )
-        if files and not changed.quantized and (size := sum(header.nbytes for header in files)) != changed.nbytes:
+        if files and not changed.own_codes and (size := sum(header.nbytes for header in files)) != changed.nbytes:
             if (
                 dtype not in dtypes.COMPUTE_DTYPES and not is_encoded
             ):  # packed codes that can't be decoded here can't be cast either
@@ -157,7 +158,7 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
     first, second = checkpoint.weights[one], checkpoint.weights[other]
     if (checkpoint.dtype(one), first.shape) != (checkpoint.dtype(other), second.shape) or first.packed:
         return False
-    left, right = (read_tensor(checkpoint, name).contiguous().reshape(-1) for name in (one, other))
+    left, right = (source_of(checkpoint, name).read().contiguous().reshape(-1) for name in (one, other))
     return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 

@@ -8,12 +8,11 @@ import torch
 from torch.nn import functional
 
 from dtype_engine.core import dtypes
+from dtype_engine.runtime.formats.dequantize import dequantize, dequantized_rows
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.model.stored_values import dequantized_rows
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.activations import InputFormat
-from dtype_engine.runtime.numerics.quantize import dequantize
 
 
 class CandidateMode(WeightMode):
@@ -49,7 +48,7 @@ class CandidateMode(WeightMode):
         return candidate_part(weight, index, self.compute)
 
     def is_quantized(self, weight: Weight) -> bool:
-        return weight.scale is not None
+        return weight.has_scales
 
     def input_format(self, weight: Weight) -> InputFormat | None:
         return weight.input_format
@@ -59,16 +58,15 @@ def candidate_dtype(weight: Weight, compute: torch.dtype) -> torch.dtype:
     """Return the dtype that the model's code sees if it reads the `dtype` of a weight in a candidate run. compute: the dtype that
     it sees for a weight in a format with scales.
     """
-    return compute if weight.scale is not None else weight.tensor.dtype
+    return compute if weight.has_scales else weight.tensor.dtype
 
 
 def candidate_value(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of a weight as it is currently cast. dtype: the dtype of the values if the weight is in a format with
     scales, such as float8. Any other weight keeps its own dtype.
     """
-    held = weight.tensor
     if weight.decoded:
-        return weight.stored.read(held.device).to(held.dtype)
+        return weight.stored.read(weight.tensor.device).to(candidate_dtype(weight, dtype))
     data, scale = weight.current()
     return data if scale is None else dequantize(data, scale, dtype, dtypes.BY_NAME[weight.dtype].blocks)
 
@@ -77,12 +75,12 @@ def candidate_part(weight: Weight, index: int, dtype: torch.dtype) -> torch.Tens
     """Return the values of a weight as it is currently cast at one index of its first dimension, such as those of one expert.
     Returns None if they can't be made without the others. dtype: as for `candidate_value`.
     """
-    if weight.cast and weight.in_parts(weight.dtype) and 0 <= index < weight.stored.shape[0]:
+    if weight.cast and not weight.decoded and weight.in_parts(weight.dtype) and 0 <= index < weight.stored.shape[0]:
         data, scale = weight.current_part(index)
         values = data if scale is None else dequantize(data, scale, dtype, dtypes.BY_NAME[weight.dtype].blocks)
         return values[0]
-    part = weight.stored.part(index, weight.tensor.device) if weight.scale is None else None
-    return None if part is None else part.to(weight.tensor.dtype)
+    part = weight.stored.part(index, weight.tensor.device) if weight.decoded else None
+    return None if part is None else part.to(candidate_dtype(weight, dtype))
 
 
 def candidate_rows(weight: Weight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -90,6 +88,6 @@ def candidate_rows(weight: Weight, ids: torch.Tensor, dtype: torch.dtype) -> tor
     dtype: the dtype of the result if the table is in a format with scales. Any other table keeps its own dtype.
     """
     if weight.decoded:
-        return weight.stored.rows(ids).to(weight.tensor.dtype)
+        return weight.stored.gather(ids).to(candidate_dtype(weight, dtype))
     data, scale = weight.current()
     return functional.embedding(ids, data) if scale is None else dequantized_rows(data, scale, weight.dtype, ids, dtype)

@@ -15,7 +15,7 @@ import torch
 
 from dtype_engine.core.errors import KernelError
 from dtype_engine.runtime.device import has_float64
-from dtype_engine.runtime.numerics.quantize import dtype_name
+from dtype_engine.runtime.formats.dequantize import dtype_name
 
 Arguments = tuple[Any, ...]
 

@@ -77,7 +77,7 @@ class PartialCastMode(WeightMode):
         return candidate_part(weight, index, self.compute)
 
     def is_quantized(self, weight: Weight) -> bool:
-        return weight.scale is not None if self.inside(self.module) else is_coded(weight)
+        return weight.has_scales if self.inside(self.module) else is_coded(weight)
 
     def input_format(self, weight: Weight) -> InputFormat | None:
         return weight.input_format if self.inside(self.module) else super().input_format(weight)

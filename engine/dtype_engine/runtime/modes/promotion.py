@@ -17,6 +17,7 @@ import torch
 
 from dtype_engine.core.errors import KernelError
 from dtype_engine.runtime.device import random_states, set_random_states
+from dtype_engine.runtime.formats.dequantize import dtype_name
 from dtype_engine.runtime.model.torch_private import is_wrapped
 from dtype_engine.runtime.modes.op_tables import (
     Arguments,
@@ -27,7 +28,6 @@ from dtype_engine.runtime.modes.op_tables import (
     replace_tensors,
     tensors_in,
 )
-from dtype_engine.runtime.numerics.quantize import dtype_name
 
 _KEEP_DTYPES = frozenset({"to", "type", "type_as", "view_as", "expand_as", "reshape_as", "resize_as_", "result_type"})
 """Operations without promotion: they use their second tensor only for its dtype or shape, or they return a dtype."""

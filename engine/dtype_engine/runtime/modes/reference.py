@@ -12,10 +12,10 @@ import torch
 
 from dtype_engine.core.options import STORED
 from dtype_engine.core.text import printable
+from dtype_engine.runtime.formats.dequantize import dtype_name
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
-from dtype_engine.runtime.numerics.quantize import dtype_name
 from dtype_engine.search.sensitivity import is_lossless
 
 _MOST_NAMED = 3
@@ -75,9 +75,9 @@ class ReferenceMode(WeightMode):
 
 def is_coded(weight: Weight) -> bool:
     """Return whether a reference run uses this weight as codes. This is so if drift is measured from the model as stored, and the
-    module holds the weight as codes with scales. Each operation then decodes the codes to the dtype of its activation.
+    files store the weight as codes in a format of this program. Each operation then decodes it to the dtype of its activation.
     """
-    return weight.as_stored and weight.reference.scale is not None
+    return weight.as_stored and weight.reference.own
 
 
 def holds_reference(weight: Weight) -> bool:
@@ -130,7 +130,7 @@ def reference_rows(
     rows. of_codes: the dtype of the result if the reference run uses the table as codes (`is_coded`).
     """
     dtype = of_codes if is_coded(weight) else reference_dtype(weight)
-    return weight.reference.rows(ids.to(device)).to(dtype)
+    return weight.reference.gather(ids.to(device)).to(dtype)
 
 
 def equals_reference(weight: Weight, dtype: str) -> bool:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from dtype_engine.core.errors import NoForward
+from dtype_engine.runtime.formats.dequantize import dtype_name
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.model.torch_private import WeakIdKeyDictionary, WithoutModes, base_of, is_wrapped, unwrapped
 from dtype_engine.runtime.modes.activations import ActivationRounding, Rounds
@@ -38,7 +39,6 @@ from dtype_engine.runtime.modes.op_tables import (
 )
 from dtype_engine.runtime.modes.promotion import ImplicitCast, call_mixed, cast_of
 from dtype_engine.runtime.numerics.activations import InputFormat
-from dtype_engine.runtime.numerics.quantize import dtype_name
 
 _FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 

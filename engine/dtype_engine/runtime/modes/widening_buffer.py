@@ -58,6 +58,6 @@ class WidenedWeights:
         return (
             not values.format
             and values.dtype != self._dtype_of(weight)
-            and (values.decoded or (values.tensors[0].device.type == "cpu" and values.tensors[0].is_contiguous()))
+            and (not values.plain or (values.tensors[0].device.type == "cpu" and values.tensors[0].is_contiguous()))
             and self._nbytes(weight) >= _WORTH_SHARING
         )

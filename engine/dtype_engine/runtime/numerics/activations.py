@@ -21,9 +21,10 @@ import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.device import divide
+from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.formats.nvfp4 import LARGEST
 from dtype_engine.runtime.formats.quantize_blocks import rounded
-from dtype_engine.runtime.numerics.quantize import torch_dtype, values_in
+from dtype_engine.runtime.numerics.quantize import values_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,11 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
+from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.formats.quantize_blocks import quantize_chunks
 from dtype_engine.runtime.formats.row_blocks import Rows, Values, as_rows, parallel_map, row_slices
 from dtype_engine.runtime.formats.scales import FLOAT32_MAX
-from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, saturates_beyond, torch_dtype
+from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, saturates_beyond
 
 _BIT_COUNTS = np.array([byte.bit_count() for byte in range(256)], dtype=np.uint8)
 """The number of one bits in each possible byte, indexed by the byte. numpy before version 2 has no function for this."""

@@ -20,6 +20,7 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.results.weights import ExponentHistogram, WeightError
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
+from dtype_engine.runtime.formats.dequantize import Workspace, dequantize_block
 from dtype_engine.runtime.formats.quantize_blocks import quantize_chunks
 from dtype_engine.runtime.formats.row_blocks import (
     as_rows,
@@ -31,13 +32,7 @@ from dtype_engine.runtime.formats.row_blocks import (
 )
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
 from dtype_engine.runtime.numerics.overflow_underflow import count_zeroed_nan, count_zeros, magnitude_bits
-from dtype_engine.runtime.numerics.quantize import (
-    Workspace,
-    amax_to_scale,
-    dequantize_block,
-    quantize_block,
-    saturates_beyond,
-)
+from dtype_engine.runtime.numerics.quantize import amax_to_scale, quantize_block, saturates_beyond
 
 
 def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancelled = never) -> WeightError:

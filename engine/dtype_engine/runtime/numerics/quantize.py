@@ -1,4 +1,4 @@
-"""Quantizes a tensor to a format with scales, such as float8 or int8, and dequantizes it.
+"""Quantizes a tensor to a format with scales, such as float8 or int8.
 
 A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` is stored as codes q = round(w / s), of w's shape, and float32 scales s =
 amax(|w|) / (the dtype's largest value). A tensor of two or more dimensions has one scale for each output channel (dimension 0). A
@@ -7,28 +7,24 @@ normal value, since subnormal scales lose bits and even smaller scales are zero.
 largest code is finite in float32. The dequantized values are q · s, computed in float32 and rounded once to the target dtype.
 `core.dtypes.nbytes_in` returns the number of bytes of codes and scales.
 
-`runtime/formats/` quantizes to block formats. This file dequantizes them like all other formats.
+`runtime/formats/` quantizes to block formats, and dequantizes all formats (`dequantize.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.block_formats import Blocks, matrices
 from dtype_engine.runtime.device import divide
 from dtype_engine.runtime.formats import mx
-from dtype_engine.runtime.formats.blocks import chunks, spread
+from dtype_engine.runtime.formats.dequantize import Workspace, dequantize, torch_dtype
 from dtype_engine.runtime.formats.quantize_blocks import quantize_blocks
 from dtype_engine.runtime.formats.row_blocks import (
     Values,
     as_rows,
-    chunk_elements,
     finite_amax,
     parallel_map,
     row_amax,
@@ -37,20 +33,6 @@ from dtype_engine.runtime.formats.row_blocks import (
 from dtype_engine.runtime.formats.scales import FLOAT32_MAX, largest_scale
 
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of the values in a dtype of `core.dtypes`, or of the codes in a format with scales. name: for example
-    "nvfp4".
-    """
-    dtype = getattr(torch, dtypes.BY_NAME[name].torch_name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a torch dtype, such as `float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def cast_or_quantize(
@@ -147,27 +129,6 @@ def saturates_beyond(dtype: str) -> float:
     )
 
 
-@dataclass(slots=True)
-class Workspace:
-    """Buffers in which a large tensor is cast some rows at a time. Without them, every temporary tensor would be in new memory, and
-    touching new memory for the first time takes longer than the arithmetic.
-    """
-
-    cast: torch.Tensor
-    values: torch.Tensor
-    half: torch.Tensor
-
-    @classmethod
-    def like(cls, shape: torch.Size, dtype: str, wide: torch.dtype, device: torch.device | str = "cpu") -> Workspace:
-        """Return new buffers for at most `shape` values at a time, which are cast to `dtype` and back to `wide`."""
-        made = partial(torch.empty, shape, device=device)
-        return cls(made(dtype=torch_dtype(dtype)), made(dtype=wide), made(dtype=torch.int16))
-
-    def first(self, count: int) -> Workspace:
-        """Return a workspace that consists of the first `count` rows or elements of these buffers, as views."""
-        return Workspace(self.cast[:count], self.values[:count], self.half[:count])
-
-
 def quantize_block(
     values: torch.Tensor, scale: torch.Tensor, dtype: str, workspace: Workspace | None = None
 ) -> torch.Tensor:
@@ -183,68 +144,3 @@ def quantize_block(
         if not math.isfinite(float(scaled.sum())):
             scaled.nan_to_num_(0.0)
     return scaled.to(target) if workspace is None else workspace.cast.copy_(scaled)
-
-
-def dequantize_block(codes: torch.Tensor, scale: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
-    """Return codes multiplied by a scale, which is broadcast, as float32 values. workspace: buffers to use instead of new memory.
-
-    On the CPU, torch converts float8 one element at a time. Shifting the bits of float8 to float16 gives the same values ten times
-    as fast: e5m2 is the upper byte of float16, and the exponent bias of e4m3fn is smaller by 8.
-    """
-    bits = codes.contiguous().view(torch.int8) if codes.element_size() == 1 else codes
-    slow = codes.device.type != "cpu" or codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2)
-    e4m3 = codes.dtype == torch.float8_e4m3fn
-    # Shifting the bits of e4m3fn's NaN does not give a NaN of float16.
-    if slow or (e4m3 and bits.numel() and int((bits & 0x7F).max()) == 0x7F):
-        values = codes.to(torch.float32) if workspace is None else workspace.values.copy_(codes)
-        return values.mul_(scale)
-    half = bits.to(torch.int16) if workspace is None else workspace.half.copy_(bits)
-    half.bitwise_left_shift_(7 if e4m3 else 8)
-    if e4m3:
-        half.bitwise_and_(~0x4000)
-    floats = half.view(torch.float16)
-    values = floats.to(torch.float32) if workspace is None else workspace.values.copy_(floats)
-    # The factor 256 makes up for the exponent bias. A power of two rounds nothing, and amax / 448 leaves room for it.
-    return values.mul_(scale * 256.0 if e4m3 else scale)
-
-
-def dequantize(
-    codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, blocks: Blocks | None = None
-) -> torch.Tensor:
-    """Return the values of `codes` in `dtype` and in the shape of the codes, computed a few rows at a time to save memory.
-
-    scale: float32 [channels] or [1]. For a block format, [blocks down, blocks across]. blocks: the description of its blocks, or
-    None.
-    """
-    if blocks is not None:
-        return _dequantize_blocks(codes, scale, dtype, blocks)
-    per_channel = codes.ndim >= 2 and len(scale) == codes.shape[0]
-    rows = as_rows(codes) if per_channel else codes.reshape(-1, 1)
-    values = torch.empty(rows.shape, dtype=dtype, device=codes.device)
-    blocks_of_rows = row_slices(rows)
-
-    def work(indices: Iterable[int]) -> None:
-        buffers = Workspace.like(rows[blocks_of_rows[0]].shape, dtype_name(codes.dtype), torch.float32, codes.device)
-        for block in map(blocks_of_rows.__getitem__, indices):
-            workspace = buffers.first(len(rows[block]))
-            values[block] = dequantize_block(rows[block], (scale[block] if per_channel else scale)[:, None], workspace)
-
-    parallel_map(work, len(blocks_of_rows), codes.device)
-    return values.view(codes.shape)
-
-
-def _dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, blocks: Blocks) -> torch.Tensor:
-    count, height, width = matrices(codes.shape, blocks.columns)
-    rows = codes.reshape(count * height, width)
-    values = torch.empty(rows.shape, dtype=dtype, device=codes.device)
-    pieces = list(chunks(codes.shape, blocks, chunk_elements(codes.device))) if width else []
-    one = torch.ones(1, device=codes.device)
-
-    def work(indices: Iterable[int]) -> None:
-        for index in indices:
-            taken, scales = pieces[index]
-            units = dequantize_block(rows[taken], one)
-            values[taken] = units.mul_(spread(scale[scales], blocks, len(units), width))
-
-    parallel_map(work, len(pieces), codes.device)
-    return values.view(codes.shape)

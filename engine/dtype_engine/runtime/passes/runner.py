@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.kv_formats import KV_FORMATS
 from dtype_engine.core.options import STORED, RunSettings
 from dtype_engine.runtime.device import enough_memory, exact_float32, random_states, set_random_states, synchronize
+from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.activations import ActivationRounding
@@ -28,7 +28,6 @@ from dtype_engine.runtime.modes.partial import PartialCastMode
 from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
-from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.passes.call_interception import ModuleCalls
 from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver
 from dtype_engine.runtime.passes.kept_positions import AttendedPositions, KeptPositions
@@ -359,7 +358,7 @@ class ForwardRunner:
         first = next((weight for weight in self.model.weights.values() if weight.info.castable), None)
         if first is None:
             return torch.float32
-        return first.tensor.dtype if first.decoded or first.dtype in dtypes.COMPUTE_DTYPES else self._compute
+        return self._compute if first.has_scales else first.tensor.dtype
 
     def _stored_dtypes(self) -> set[str]:
         return {weight.info.dtype for weight in self.model.weights.values() if weight.info.castable}

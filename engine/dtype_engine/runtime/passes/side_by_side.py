@@ -18,8 +18,8 @@ import torch
 from dtype_engine.core.callbacks import Fixed
 from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import Cancelled
-from dtype_engine.runtime.model.visits import BlockVisits
 from dtype_engine.runtime.modes.weight_mode import WeightMode
+from dtype_engine.runtime.weights.budget import BlockVisits
 
 T = TypeVar("T")
 _ALWAYS = Fixed("always", True)

@@ -19,17 +19,19 @@ import torch
 from torch.nn import functional
 
 from dtype_engine.core import dtypes
+from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
 from dtype_engine.runtime.model.live import Weight, sharing
-from dtype_engine.runtime.model.stored_values import PlainValues, StoredValues
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.op_tables import is_in_place, replace_tensors, takes_rows, tensors_in
 from dtype_engine.runtime.modes.promotion import call_mixed
 from dtype_engine.runtime.modes.reference import reference_dtype
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.activations import InputFormat
-from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype, values_in
+from dtype_engine.runtime.numerics.quantize import values_in
 from dtype_engine.runtime.scan.companions import companions_of
 from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOrigin
+from dtype_engine.runtime.weights.plain import PlainSource
+from dtype_engine.runtime.weights.source import WeightSource
 
 # Products of two 16-bit numbers are exact in float32, and kernels sum them in float32 and round once at the end. On a CPU without
 # 16-bit instructions, a 16-bit kernel takes eight times as long as a float32 kernel with rounding before and after it.
@@ -68,7 +70,7 @@ class LocalErrors:
         self.rounding = ActivationRounding() if rounds else None
         self._cast: OrderedDict[tuple[str, str, int | None], torch.Tensor] = OrderedDict()
         self._held = 0
-        self._decoded: tuple[StoredValues, slice | None, torch.Tensor] | None = None
+        self._decoded: tuple[WeightSource, slice | None, torch.Tensor] | None = None
         """While an operation is rerun: the codes that were decoded last, of which rows, and their values. Casts to several dtypes
         follow one another.
         """
@@ -103,7 +105,7 @@ class LocalErrors:
         weight = self.weights[name]
         return self._read(weight.reference, rows, weight.tensor.device).to(reference_dtype(weight))
 
-    def _read(self, values: StoredValues, rows: slice | None, device: torch.device) -> torch.Tensor:
+    def _read(self, values: WeightSource, rows: slice | None, device: torch.device) -> torch.Tensor:
         """Return the values at some indexes of a weight's first dimension, on the device; None: at all indexes."""
         if self._decoded is not None and self._decoded[0] is values and self._decoded[1] == rows:
             return self._decoded[2]
@@ -112,7 +114,7 @@ class LocalErrors:
             read = values.read(device)
         else:
             part = values.part(rows.start, device) if rows.stop == rows.start + 1 else None
-            read = values.slice_of(rows, device) if part is None else part[None]
+            read = values.rows(rows.start, rows.stop, device) if part is None else part[None]
         if values.format:
             self._decoded = values, rows, read
         return read
@@ -122,7 +124,8 @@ class LocalErrors:
         `dtype` is the format in which another program quantized the weight, it is the dtype to which the weight is decoded.
         """
         stored = self.weights[name].stored
-        return dtype_name(stored.holds) if stored.decoded and dtype == self.weights[name].info.dtype else dtype
+        as_stored = dtype == self.weights[name].info.dtype
+        return dtype_name(stored.holds) if as_stored and not stored.plain and not stored.own else dtype
 
     def dtype_of(self, name: str, dtype: str) -> torch.dtype:
         """Return the torch dtype of what `cast` and `look_up` return."""
@@ -138,7 +141,7 @@ class LocalErrors:
         if not ids.numel() or (blocks is not None and blocks.rows > 1):
             return functional.embedding(ids, self.cast(name, dtype))
         weight = self.weights[name]
-        rows = weight.stored.rows(ids)
+        rows = weight.stored.gather(ids)
         values = values_in(
             rows.reshape(-1, rows.shape[-1]), dtype, reference_dtype(weight), self._amax(name, dtype, True)
         )
@@ -232,7 +235,7 @@ class _Rerun:
         made = self.new[key] = source.remake(value)
         same_memory = made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
         if source.itself or source.written or same_memory:
-            self.known[id(made)] = Weight(self.errors.weights[source.weight].info, made, PlainValues(made), dtype)
+            self.known[id(made)] = Weight(self.errors.weights[source.weight].info, made, PlainSource(made), dtype)
         return id(made)
 
     def outputs(self, dtype: str) -> list[torch.Tensor]:

@@ -28,10 +28,10 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.typed_data import as_plain, as_type
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.pread_reader import FileValues
-from dtype_engine.runtime.model.stored_values import VisitedValues
 from dtype_engine.runtime.scan.routing import Key, TopKSample
 from dtype_engine.runtime.scan.scores import SequenceScores
+from dtype_engine.runtime.weights.files import read_range
+from dtype_engine.runtime.weights.visited import VisitedSource
 
 _VERSION = 4
 _SAMPLED = 1024
@@ -60,9 +60,9 @@ class Fingerprint:
         for name, weight in model.weights.items():
             weights.update(f"{name} {weight.info.shape} {weight.info.dtype}\n".encode())
             for values in (weight.stored, weight.other_reference):
-                for stored in values.in_files if isinstance(values, VisitedValues) else ():
+                for stored in values.in_files if isinstance(values, VisitedSource) else ():
                     _digest(_first_bytes(stored), weights)  # every n-th value, as below, would read most of the file
-                for tensor in () if values is None or isinstance(values, VisitedValues) else values.tensors:
+                for tensor in () if values is None or isinstance(values, VisitedSource) else values.tensors:
                     flat = tensor.reshape(-1)
                     _digest(flat[:: max(1, flat.numel() // _SAMPLED)], weights)
         for batch in inputs.batches:
@@ -73,8 +73,8 @@ class Fingerprint:
 def _first_bytes(tensor: CheckpointTensor) -> torch.Tensor:
     if tensor.start is None:
         return torch.empty(0)
-    with FileValues(ByteRange(tensor.file, tensor.start, tensor.nbytes), torch.uint8, (tensor.nbytes,)) as values:
-        return values.elements(0, min(_SAMPLED, tensor.nbytes))
+    whole = ByteRange(tensor.file, tensor.start, tensor.nbytes)
+    return read_range(whole, torch.uint8, 0, min(_SAMPLED, tensor.nbytes))
 
 
 def _digest(value: Any, into: Any) -> None:

@@ -36,10 +36,10 @@ from dtype_engine.core.options import STORED, RunSettings
 from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.runtime.device import cache_budget
+from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import copied_bytes, equals_reference, reference_name
-from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner, keeping_cache
 from dtype_engine.runtime.scan import saved as scan_file

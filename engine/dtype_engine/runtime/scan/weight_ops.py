@@ -33,7 +33,6 @@ from dtype_engine.runtime.model.torch_private import (
     unwrapped,
     version_of,
 )
-from dtype_engine.runtime.model.visits import BlockVisits
 from dtype_engine.runtime.modes.op_tables import (
     TENSOR_PROPERTIES,
     Arguments,
@@ -46,6 +45,7 @@ from dtype_engine.runtime.modes.promotion import call_mixed
 from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.scan.kept_tensors import ActivationFile, KeptTensor, is_keepable, value_of
 from dtype_engine.runtime.scan.routing import TopKCall, record_topk
+from dtype_engine.runtime.weights.budget import BlockVisits
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
 _COPIES_VALUES = frozenset({"numpy", "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dtype_engine.checkpoint.prequantized import SCALED_KEY
+from dtype_engine.checkpoint.schemes.own import SCALED_KEY
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.text import printable
 

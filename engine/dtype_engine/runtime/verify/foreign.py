@@ -25,11 +25,11 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.results.export import CastReport, ComparedTensor, TensorDifference
 from dtype_engine.runtime.export.write import OnBytes
+from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
 from dtype_engine.runtime.model.describe import describe
 from dtype_engine.runtime.model.load import load
-from dtype_engine.runtime.model.mmap_reader import read_tensor
-from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
+from dtype_engine.runtime.weights.checkpoint_weights import source_of
 
 _AT_ONCE = 1 << 22
 """Number of elements that are compared at once. Their values take eight bytes each."""
@@ -67,11 +67,11 @@ def _of_checkpoint(checkpoint: Checkpoint, trust: bool) -> _Side:
     reasons = quantized_parts(checkpoint.unread, checkpoint.config)
     stored = {name: (checkpoint.dtype(name), tensor.shape) for name, tensor in weights.items()}
     of_part = {name: weight.name for weight in packed_weights(checkpoint.unread) for name in weight.names}
-    decoded = checkpoint.quantized.keys() | checkpoint.encoded.keys()
+    decoded = checkpoint.encoded.keys()
     in_files = {name: own for own, name in checkpoint.renamed.items()} | dict(checkpoint.aliases)
 
     def read(name: str) -> torch.Tensor:
-        return read_tensor(checkpoint, name) if name in decoded else values.read(in_files.get(name, name))
+        return source_of(checkpoint, name).read() if name in decoded else values.read(in_files.get(name, name))
 
     blocks = {name for name, tensor in weights.items() if tensor.packed}
     parts = {name: (of_part.get(name, name), why.removeprefix(_PART)) for name, why in reasons.items()}

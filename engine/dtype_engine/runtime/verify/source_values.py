@@ -21,7 +21,7 @@ from dtype_engine.checkpoint.schemes import EncodedWeight
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.system_memory import free_memory
 from dtype_engine.core.units import plural
-from dtype_engine.runtime.model.mmap_reader import read_encoded
+from dtype_engine.runtime.weights.coded import CodedSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def with_decoded(
     own = {name: stored for stored, name in renamed.items()}
 
     def read(name: str) -> torch.Tensor:
-        return read_encoded(decoded[name]) if name in decoded else values.read(own.get(name, name))
+        return CodedSource(decoded[name]).read() if name in decoded else values.read(own.get(name, name))
 
     caveat = (
         f"{plural(len(decoded), 'weight')} of another program were decoded by the same code here and for the export"

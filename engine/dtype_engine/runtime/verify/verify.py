@@ -13,7 +13,7 @@ import torch
 
 from dtype_engine.checkpoint import Checkpoint, open_checkpoint, refuse_changed
 from dtype_engine.checkpoint.kv_settings import is_cache_scale
-from dtype_engine.checkpoint.prequantized import SCALED_KEY
+from dtype_engine.checkpoint.schemes.own import SCALED_KEY
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
@@ -27,10 +27,10 @@ from dtype_engine.results.export import TensorDifference, VerifyReport
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, TensorEntry
 from dtype_engine.runtime.export.plan import of_checkpoint, of_live
 from dtype_engine.runtime.export.write import OnBytes
+from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
 from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.load import load, load_into, load_module
-from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
 from dtype_engine.runtime.session.opening import open_session
 from dtype_engine.runtime.session.session import Session
 from dtype_engine.runtime.verify.exported_values import ExportedValues, read_export
@@ -407,9 +407,7 @@ def drift_of_export(
         loaded = load_module(exported, exported.path.name, options)
     else:
         loaded = load_into(load(source, options).module, exported)
-    back = LiveModel.wrap(
-        loaded.module, exported.path.name, model.device, quantized=loaded.quantized, encoded=loaded.encoded
-    )
+    back = LiveModel.wrap(loaded.module, exported.path.name, model.device, sources=loaded.sources)
     if back.weights.keys() != model.weights.keys():
         raise UserError(
             f"{exported.path}: its model has other weights than {model.title}, so their drift can't be compared"

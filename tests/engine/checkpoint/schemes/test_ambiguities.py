@@ -18,7 +18,7 @@ from tests.helpers.quantized.quantizers import awq, bnb_4bit, gptq, mlx_affine, 
 
 from dtype_engine.checkpoint import Checkpoint, open_checkpoint
 from dtype_engine.checkpoint.check import check
-from dtype_engine.runtime.model.mmap_reader import read_encoded
+from dtype_engine.runtime.weights.coded import CodedSource
 
 
 def assert_unread(checkpoint: Checkpoint) -> None:
@@ -30,7 +30,7 @@ def assert_unread(checkpoint: Checkpoint) -> None:
 def values_of(case: Case, folder: Path) -> np.ndarray[Any, Any]:
     """The values of a case's only weight, as they are read."""
     (weight,) = open_checkpoint(case.save(folder)).encoded.values()
-    return read_encoded(weight).numpy()
+    return CodedSource(weight).read().numpy()
 
 
 def _other_group(case: Case, targets: list[str], **settings: Any) -> dict[str, Any]:
@@ -164,7 +164,9 @@ def test_blocks_of_a_vision_tower_that_stays_plain(tmp_path: Path) -> None:
     assert checkpoint.encoded.keys() == {f"{prefix}.weight"}
     reasons = {tensor.name: tensor.uncastable_reason for tensor in checkpoint.tree().tensors.values()}
     assert reasons == dict.fromkeys((*plain, f"{prefix}.weight"))
-    np.testing.assert_array_equal(read_encoded(checkpoint.encoded[f"{prefix}.weight"]).numpy(), case.right["x.weight"])
+    np.testing.assert_array_equal(
+        CodedSource(checkpoint.encoded[f"{prefix}.weight"]).read().numpy(), case.right["x.weight"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,15 @@ from dtype_engine.core.block_formats import CODES, SCALE, SCALE_INV, TENSOR_SCAL
 from dtype_engine.runtime.formats import row_blocks
 from dtype_engine.runtime.formats.code_packing import pack
 from dtype_engine.runtime.formats.quantize_blocks import quantize_chunks, scale_tensors
-from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.verify.independent_block_formats import quantize_blocks_independently
+from dtype_engine.runtime.weights.checkpoint_weights import source_of
 
 
 def _weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     gaussian = torch.randn(128, 256, generator=generator)
     checkpoint = open_checkpoint(DEMO)
-    matrices = [values for name in checkpoint.weights if (values := read_tensor(checkpoint, name)).ndim == 2]
+    matrices = [values for name in checkpoint.weights if (values := source_of(checkpoint, name).read()).ndim == 2]
     trained = torch.cat([values.float().flatten() for values in matrices])
     return {
         "gaussian": gaussian * 0.02,
@@ -268,8 +268,8 @@ def test_fp8_blocks_are_those_of_transformers(dtype: str, kind: str) -> None:
 
 
 def values_of(parts: dict[str, torch.Tensor], dtype: str, shape: torch.Size) -> torch.Tensor:
+    from dtype_engine.runtime.formats.dequantize import dequantize
     from dtype_engine.runtime.formats.quantize_blocks import from_file
-    from dtype_engine.runtime.numerics.quantize import dequantize
 
     codes, scale = from_file(parts, tuple(shape), dtype)
     return dequantize(codes, scale, torch.float32, dtypes.BY_NAME[dtype].blocks)

@@ -14,9 +14,10 @@ from tests.helpers.peak_memory import peak_anonymous
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import matrices
 from dtype_engine.runtime.formats import row_blocks
+from dtype_engine.runtime.formats.dequantize import dequantize
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantization_error import round_trip
-from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize, values_in
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize, values_in
 
 FORMATS = pytest.mark.parametrize("dtype", dtypes.BLOCK_FORMATS)
 SHAPES = [(6, 5), (4, 3, 2), (9,), (), (0, 3), (130, 200), (3, 130, 140)]

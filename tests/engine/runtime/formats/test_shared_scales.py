@@ -15,7 +15,7 @@ import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core import dtypes
-from dtype_engine.runtime.numerics.quantize import dequantize
+from dtype_engine.runtime.formats.dequantize import dequantize
 from dtype_engine.runtime.verify.verify import verify
 
 ATTENTION = "model.layers.0.self_attn"

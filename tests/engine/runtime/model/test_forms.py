@@ -22,7 +22,7 @@ from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.runtime.model.load import load
-from dtype_engine.runtime.model.mmap_reader import read_tensor
+from dtype_engine.runtime.weights.checkpoint_weights import source_of
 
 Make = Callable[..., Path]
 
@@ -34,7 +34,7 @@ def opened(path: Path, **how: Any) -> Checkpoint:
 
 
 def values(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    return {name: read_tensor(checkpoint, name) for name in checkpoint.weights}
+    return {name: source_of(checkpoint, name).read() for name in checkpoint.weights}
 
 
 def why_not_run(path: Path, **how: Any) -> str:
@@ -244,9 +244,9 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     }  # fmt: skip
     down = tree.tensors["blk.0.ffn_down.weight"]
     assert (down.shape, down.nbytes, down.castable) == ((4, 64), 4 * 2 * 34, True)
-    assert torch.equal(read_tensor(checkpoint, "blk.0.attn_norm.weight"), torch.from_numpy(plain))
+    assert torch.equal(source_of(checkpoint, "blk.0.attn_norm.weight").read(), torch.from_numpy(plain))
     values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
-    assert torch.equal(read_tensor(checkpoint, "blk.0.ffn_down.weight"), torch.from_numpy(values))
+    assert torch.equal(source_of(checkpoint, "blk.0.ffn_down.weight").read(), torch.from_numpy(values))
     assert "the architecture of this GGUF file is not known" in why_not_run(path)
 
 

@@ -13,12 +13,13 @@ from torch.nn import functional
 import dtype_engine as de
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import KernelError
-from dtype_engine.runtime.model import stored_values
+from dtype_engine.runtime.formats import dequantize as dequantizing
+from dtype_engine.runtime.formats.dequantize import dequantize
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes import promotion
 from dtype_engine.runtime.modes.candidate import CandidateMode
 from dtype_engine.runtime.modes.promotion import ImplicitCast
-from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize
 from dtype_engine.runtime.passes.outputs import main_output
 
 DEVICES = [
@@ -348,7 +349,7 @@ def test_of_a_storage_only_table_only_the_rows_that_are_taken_come_back(
         brought.append(len(data))
         return dequantize(data, *rest)
 
-    monkeypatch.setattr(stored_values, "dequantize", counted)
+    monkeypatch.setattr(dequantizing, "dequantize", counted)
     out, _ = under_the_mode(model, lambda m: m(taken), weight=dtype)
     assert torch.equal(out, wanted)
     assert out.shape == wanted.shape

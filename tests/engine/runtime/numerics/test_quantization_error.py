@@ -15,9 +15,10 @@ from tests.helpers.peak_memory import peak_anonymous
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.runtime.formats import row_blocks
+from dtype_engine.runtime.formats.dequantize import dequantize, torch_dtype
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantization_error import exponents, round_trip
-from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize, torch_dtype, values_in
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize, values_in
 
 NAMES = dtypes.COMPUTE_DTYPES + dtypes.WHOLE_SCALE_DTYPES
 DTYPES = pytest.mark.parametrize("dtype", NAMES)
@@ -138,7 +139,7 @@ def test_it_stops_when_told() -> None:
 def test_float8_codes_come_back_as_torch_says() -> None:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
-        from dtype_engine.runtime.numerics.quantize import dequantize_block
+        from dtype_engine.runtime.formats.dequantize import dequantize_block
 
         assert torch.equal(
             dequantize_block(codes, torch.ones(1)).nan_to_num(1e9), codes.to(torch.float32).nan_to_num(1e9)

@@ -10,7 +10,8 @@ import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.formats import row_blocks
-from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize, values_in
+from dtype_engine.runtime.formats.dequantize import dequantize
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize, values_in
 
 STORAGE = pytest.mark.parametrize("dtype", dtypes.PER_CHANNEL_SCALES)
 

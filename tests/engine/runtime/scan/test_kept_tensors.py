@@ -19,7 +19,7 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
-from dtype_engine.runtime.model import encoded_loading
+from dtype_engine.runtime.model import module_sources
 from dtype_engine.runtime.scan import kept_tensors, scan
 from dtype_engine.runtime.scan.kept_tensors import ActivationFile, KeptTensor
 from dtype_engine.runtime.scan.weight_ops import WeightOp
@@ -155,7 +155,7 @@ def test_a_full_disk_is_a_sentence_and_the_scan_can_go_on(
 def test_scores_do_not_depend_on_where_activations_are(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoded_loading, "SMALLEST", 1)  # otherwise these weights stay in memory
+    monkeypatch.setattr(module_sources, "SMALLEST", 1)  # otherwise these weights stay in memory
     monkeypatch.setattr(kept_tensors, "_SMALLEST", 1)
     module, inputs = architectures.make(name)
     module.bfloat16().save_pretrained(tmp_path)  # type: ignore[operator]
@@ -213,7 +213,7 @@ def test_an_accelerators_activations_wait_in_the_file(
 ) -> None:
     if DEVICE == "cpu":
         pytest.skip("DTYPE_TUI_TEST_DEVICE names no accelerator")
-    monkeypatch.setattr(encoded_loading, "SMALLEST", 1)
+    monkeypatch.setattr(module_sources, "SMALLEST", 1)
     folder, scores, written = make_llama(dtype="bfloat16", **SIZES), [], ActivationFile._append
     ids = [{"input_ids": torch.arange(3, 3 + length)[None]} for length in (16, 9)]
     sizes = list[int]()

@@ -1,4 +1,4 @@
-"""Decoders of weights that other programs quantized. They compute float32 values from the tensors that the files store, such as
+"""Decoders of weights that are stored as codes. They compute float32 values from the tensors that the files store, such as
 codes and scales. There is a file for each quantization scheme or family of schemes.
 
 The readers in `checkpoint/schemes` find out which tensors form a weight.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from dtype_engine.checkpoint.schemes import EncodedWeight
+from dtype_engine.checkpoint.schemes.encoded_weight import OWN
 from dtype_engine.runtime.formats.schemes import (
     awq,
     bitsandbytes,
@@ -19,6 +20,7 @@ from dtype_engine.runtime.formats.schemes import (
     gptq,
     hqq,
     mlx,
+    own,
     quanto,
     torchao,
 )
@@ -31,6 +33,7 @@ _DECODERS: dict[str, Decoder] = {
     **dict.fromkeys(
         ("fp8", "ct", "modelopt", "deepseek", "gpt-oss", "comfy", "quark", "torchao", "awq"), block_scaled.decode
     ),
+    OWN: own.decode,
     "gguf": gguf.decode,
     "gptq": gptq.decode,
     "awq gemv": awq.decode,
@@ -50,4 +53,4 @@ def decode(weight: EncodedWeight, parts: Parts, first: int = 0, last: int | None
 
     parts: the tensors that the files store for the weight, keyed by role, such as "codes" and "scale".
     """
-    return _DECODERS[weight.scheme](weight, parts, first, weight.shape[0] if last is None else last)
+    return _DECODERS[weight.scheme](weight, parts, first, (weight.shape or (1,))[0] if last is None else last)

@@ -11,7 +11,7 @@ from tests.helpers.quantized.block_scaled import CASES
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.runtime.formats.schemes.unpack import scale_values, write_plain
-from dtype_engine.runtime.model.mmap_reader import read_encoded
+from dtype_engine.runtime.weights.coded import CodedSource
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -22,10 +22,10 @@ def test_every_value_is_its_code_times_its_scales(case: str, tmp_path: Path) -> 
     for name, right in made.right.items():
         weight = checkpoint.encoded[name]
         assert weight.shape == right.shape
-        values, rows = read_encoded(weight).numpy(), len(right)
+        values, rows = CodedSource(weight).read().numpy(), len(right)
         np.testing.assert_array_equal(values, right)
         for first, last in ((0, 1), (1, rows), (rows // 2, rows // 2 + 1), (rows, rows)):
-            np.testing.assert_array_equal(read_encoded(weight, first, last).numpy(), values[first:last])
+            np.testing.assert_array_equal(CodedSource(weight).rows(first, last).numpy(), values[first:last])
     assert next(iter(checkpoint.encoded.values())).format == made.format
     parts = [tensor.name for weight in checkpoint.encoded.values() for tensor in weight.tensors]
     assert sorted(parts) == sorted(name for name in made.tensors)
@@ -37,7 +37,7 @@ def test_rows_that_span_several_pieces_are_equal(monkeypatch: pytest.MonkeyPatch
         (folder := tmp_path / case).mkdir()
         made = CASES[case]()
         weight = open_checkpoint(made.save(folder)).encoded["x.weight"]
-        np.testing.assert_array_equal(read_encoded(weight, 1).numpy(), made.right["x.weight"][1:])
+        np.testing.assert_array_equal(CodedSource(weight).rows(1, weight.shape[0]).numpy(), made.right["x.weight"][1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
@@ -66,7 +66,7 @@ def test_several_threads_in_inference_mode_whatever_dtype_torch_takes_by_default
     torch.set_num_threads(2)
     try:
         with torch.inference_mode():
-            values = read_encoded(weight)
+            values = CodedSource(weight).read()
     finally:
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)

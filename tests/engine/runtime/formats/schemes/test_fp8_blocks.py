@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tests.helpers.quantized.case import E4M3
 
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.runtime.model.mmap_reader import read_encoded
+from dtype_engine.runtime.weights.coded import CodedSource
 
 _BLOCK = (128, 128)
 
@@ -40,8 +40,8 @@ def test_each_value_is_its_code_times_the_scale_of_its_block(tmp_path: Path, row
     )
     assert weight.shape == (rows, columns)
     assert weight.format == "fp8:e4m3@128x128"
-    np.testing.assert_array_equal(read_encoded(weight).numpy(), right)
-    np.testing.assert_array_equal(read_encoded(weight, 3, 5).numpy(), right[3:5])
+    np.testing.assert_array_equal(CodedSource(weight).read().numpy(), right)
+    np.testing.assert_array_equal(CodedSource(weight).rows(3, 5).numpy(), right[3:5])
 
 
 def test_stacked_experts_whose_rows_are_no_multiple_of_a_block(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_stacked_experts_whose_rows_are_no_multiple_of_a_block(tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(config))
     weight = open_checkpoint(tmp_path).encoded[name]
     right = E4M3[codes] * scales.repeat(128, 1).repeat(128, 2)[:, :130, :140]
-    np.testing.assert_array_equal(read_encoded(weight).numpy(), right)
-    np.testing.assert_array_equal(read_encoded(weight, 1, 2).numpy(), right[1:2])
+    np.testing.assert_array_equal(CodedSource(weight).read().numpy(), right)
+    np.testing.assert_array_equal(CodedSource(weight).rows(1, 2).numpy(), right[1:2])
 
 
 def test_scales_that_do_not_cover_the_blocks_make_no_weight(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 import transformers
 
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.runtime.model.mmap_reader import read_encoded, read_mapped
+from dtype_engine.runtime.weights.coded import CodedSource
+from dtype_engine.runtime.weights.files import read_mapped
 
 _SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
@@ -101,7 +102,7 @@ def test_weights_equal_those_that_transformers_reads(tmp_path: Path, arch: str, 
     _write(path, arch, model, gguf.GGMLQuantizationType[kind])
     checkpoint = open_checkpoint(path)
     assert checkpoint.config is not None
-    ours = {name: read_encoded(weight) for name, weight in checkpoint.encoded.items()}
+    ours = {name: CodedSource(weight).read() for name, weight in checkpoint.encoded.items()}
     ours |= {name: read_mapped(checkpoint.tensors[own]) for own, name in checkpoint.renamed.items()}
     theirs = _read_by_transformers(path, model)
     for name, right in theirs.items():
@@ -134,7 +135,7 @@ def test_the_rows_of_one_piece_are_those_of_the_whole(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     _write(path, "llama", model, gguf.GGMLQuantizationType.Q8_0)
     weight = open_checkpoint(path).encoded["model.layers.1.self_attn.q_proj.weight"]
-    assert torch.equal(read_encoded(weight, 5, 23), read_encoded(weight)[5:23])
+    assert torch.equal(CodedSource(weight).rows(5, 23), CodedSource(weight).read()[5:23])
 
 
 def test_an_unknown_architecture_keeps_its_names(tmp_path: Path) -> None:
@@ -164,8 +165,8 @@ def test_a_vector_of_blocks_is_one_row(architecture: str, tmp_path: Path) -> Non
     (weight,) = open_checkpoint(tmp_path / "x.gguf").encoded.values()
     right = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)[0]
     assert weight.shape == (64,)
-    np.testing.assert_array_equal(read_encoded(weight).numpy(), right)
-    np.testing.assert_array_equal(read_encoded(weight, 3, 40).numpy(), right[3:40])
+    np.testing.assert_array_equal(CodedSource(weight).read().numpy(), right)
+    np.testing.assert_array_equal(CodedSource(weight).rows(3, 40).numpy(), right[3:40])
 
 
 @pytest.mark.parametrize("heads", [[2, 2], False, 3])

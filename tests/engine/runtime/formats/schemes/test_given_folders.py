@@ -20,7 +20,8 @@ import pytest
 import safetensors.numpy
 
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.runtime.model.mmap_reader import read_encoded, read_mapped
+from dtype_engine.runtime.weights.coded import CodedSource
+from dtype_engine.runtime.weights.files import read_mapped
 
 _GIVEN = Path(os.environ.get("DTYPE_TUI_QUANTISED") or "/nonexistent")
 _FOLDERS = sorted(path.parent.name for path in _GIVEN.glob("*/truth.json"))
@@ -77,7 +78,7 @@ def test_every_value_equals_the_truth(folder: str) -> None:
     model_type = (checkpoint.config or {}).get("model_type")
     encoded = checkpoint.encoded
     parts = {tensor.name for weight in encoded.values() for tensor in weight.tensors}
-    values = {_renamed(name, model_type): read_encoded(weight).numpy() for name, weight in encoded.items()}
+    values = {_renamed(name, model_type): CodedSource(weight).read().numpy() for name, weight in encoded.items()}
     for name, tensor in checkpoint.tensors.items():
         if name not in parts and tensor.dtype in ("float32", "bfloat16", "float16"):
             own = checkpoint.renamed.get(name, name)
@@ -94,7 +95,7 @@ def test_every_value_equals_the_truth(folder: str) -> None:
             faults.append(f"{name} (not quantized)")
     for name, weight in encoded.items():
         rows = weight.shape[0]
-        part = read_encoded(weight, rows // 3, rows - 1).numpy()
+        part = CodedSource(weight).rows(rows // 3, rows - 1).numpy()
         if not np.array_equal(part, values[_renamed(name, model_type)][rows // 3 : rows - 1]):
             faults.append(f"{name} (some of its rows)")
     assert truth

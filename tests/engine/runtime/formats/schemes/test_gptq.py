@@ -9,7 +9,7 @@ import torch
 from tests.helpers.quantized.quantizers import gptq
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.runtime.model.mmap_reader import read_encoded
+from dtype_engine.runtime.weights.coded import CodedSource
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -51,4 +51,4 @@ def test_a_group_that_does_not_exist_is_refused_by_name(tmp_path: Path, group: i
     made = gptq(order="regular")
     made.tensors["m.g_idx"][5] = torch.tensor(group)
     with pytest.raises(UserError, match=r"m\.g_idx names groups"):
-        read_encoded(made.open(tmp_path).encoded["m.weight"])
+        CodedSource(made.open(tmp_path).encoded["m.weight"]).read()

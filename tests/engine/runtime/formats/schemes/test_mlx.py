@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.helpers.quantized.quantizers import mlx_affine, mlx_experts, mlx_float
 
-from dtype_engine.runtime.model.mmap_reader import read_encoded
+from dtype_engine.runtime.weights.coded import CodedSource
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
@@ -47,4 +47,4 @@ def test_each_expert_of_a_stack_is_a_weight(tmp_path: Path, module: str, name: s
 def test_other_stacks_stay_whole(tmp_path: Path) -> None:
     made = mlx_affine(name="m.experts.up_proj", shape=(3, 24, 64))
     weight = made.open(tmp_path).encoded["m.experts.up_proj.weight"]
-    np.testing.assert_array_equal(read_encoded(weight, 1, 3).numpy(), made.right["m.experts.up_proj.weight"][1:])
+    np.testing.assert_array_equal(CodedSource(weight).rows(1, 3).numpy(), made.right["m.experts.up_proj.weight"][1:])

@@ -12,7 +12,7 @@ from tests.helpers.quantized.case import Case
 from tests.helpers.quantized.quantizers import awq, bnb_4bit, gptq, hqq, mlx_affine, quanto, torchao_swizzled
 
 from dtype_engine.runtime.formats.schemes import unpack
-from dtype_engine.runtime.model.mmap_reader import read_encoded
+from dtype_engine.runtime.weights.coded import CodedSource
 
 MADE: list[tuple[Callable[[], Case], str]] = [
     (lambda: gptq(3, order="shuffled"), "gptq:int3@g32"),
@@ -40,7 +40,7 @@ def test_several_threads_in_inference_mode(tmp_path: Path, monkeypatch: pytest.M
     torch.set_num_threads(2)
     try:
         with torch.inference_mode():
-            found = read_encoded(weight)
+            found = CodedSource(weight).read()
     finally:
         torch.set_num_threads(before)
     np.testing.assert_array_equal(found.numpy(), made.right["m.weight"])

@@ -17,7 +17,7 @@ from tests.helpers.measured_on import DEVICE
 
 import dtype_engine as de
 from dtype_engine.core.errors import UserError
-from dtype_engine.runtime.model.copies_ahead import CopiesAhead
+from dtype_engine.runtime.weights.copies_ahead import CopiesAhead
 
 pytestmark = pytest.mark.skipif(DEVICE != "fake", reason="DTYPE_TUI_TEST_DEVICE is not fake")
 SIZES = {

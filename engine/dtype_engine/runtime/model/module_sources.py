@@ -1,5 +1,5 @@
-"""Loads weights that other programs quantized. The module holds a placeholder for each such weight, and its values are decoded each
-time that they are used. In a model that is larger than memory, all large weights have placeholders and are read from the files.
+"""Makes the sources of the weights that a loaded module does not hold: those that the files store as codes and, in a model that is
+larger than memory, all large ones. The module holds a placeholder for each, and its values are read or decoded at each use.
 """
 
 from __future__ import annotations
@@ -15,21 +15,17 @@ from dtype_engine.checkpoint.schemes.input_activations import input_format
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
+from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.model.hf_private import turned_names
-from dtype_engine.runtime.model.mmap_reader import read_stored
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.packed_parts import in_rows
-from dtype_engine.runtime.model.stored_values import (
-    EncodedValues,
-    InFileValues,
-    PlainValues,
-    QuantizedInFile,
-    StackedValues,
-    StoredValues,
-    VisitedValues,
-)
-from dtype_engine.runtime.model.visits import SMALLEST, BlockVisits
-from dtype_engine.runtime.numerics.quantize import torch_dtype
+from dtype_engine.runtime.weights.budget import SMALLEST, BlockVisits
+from dtype_engine.runtime.weights.checkpoint_weights import read_stored
+from dtype_engine.runtime.weights.coded import CodedSource
+from dtype_engine.runtime.weights.plain import FileSource, PlainSource
+from dtype_engine.runtime.weights.source import CPU, WeightSource
+from dtype_engine.runtime.weights.stacked import StackedSource
+from dtype_engine.runtime.weights.visited import VisitedSource
 
 
 def decoded_dtype(checkpoint: Checkpoint) -> str:
@@ -45,15 +41,15 @@ def decoded_dtype(checkpoint: Checkpoint) -> str:
     return dtypes.widest(map(checkpoint.dtype, checkpoint.weights))
 
 
-def encoded_values(
+def sources_of_module(
     title: str,
     checkpoint: Checkpoint,
     module: nn.Module,
     placements: Mapping[str, Placement],
     visits: BlockVisits | None = None,
-) -> dict[str, StoredValues]:
-    """Return the values of the module's weights that other programs quantized, keyed by the weights' names in the module. This
-    includes a weight that loading packs from several tensors of the files, if another program quantized any of them.
+) -> dict[str, WeightSource]:
+    """Return the sources of the module's weights that the files store as codes, keyed by the weights' names in the module. This
+    includes a weight that loading packs from several tensors of the files, if any of them is stored as codes.
 
     title: the model's name, for errors. module: the model, which may be on the meta device. placements: maps the name of each
     tensor of the files to where it is loaded in the module. visits: for a model that is larger than memory, the cache of the
@@ -73,29 +69,26 @@ def encoded_values(
         if place.name in live:
             places.setdefault(place.name, {})[name] = place
     state, holds = module.state_dict(), torch_dtype(decoded_dtype(checkpoint))
-    found: dict[str, StoredValues] = {}
+    found: dict[str, WeightSource] = {}
     for name, parts in places.items():
         shape = tuple(state[name].shape)
         if any(part.part for part in parts.values()):
             rows = in_rows(parts, {part: checkpoint.weights[part].shape for part in parts}, shape)
             if rows is None:
                 raise NoForward(f"{title}: no forward pass: {name} is not its parts in the files, one below the other")
-            if any(part in checkpoint.quantized for part in parts):
-                continue  # their scales are packed, too, which needs all of them in memory
-            among = [_values(checkpoint, part, holds, False, visits) for names in rows for part in names]
-            encoded = any(part.format for part in among)
-            found[name] = StackedValues(among, shape, holds if encoded else among[0].dtype)
+            among = [_source(checkpoint, part, holds, False, visits) for names in rows for part in names]
+            coded = any(part.format for part in among)
+            found[name] = StackedSource(among, shape, holds if coded else among[0].dtype)
             continue
         stored = next(iter(parts))
-        coded = checkpoint.quantized.get(stored)
-        own = checkpoint.weights[stored].shape if coded is None else coded.shape
+        own = checkpoint.weights[stored].shape
         is_turned = stored in turned
         if shape != ((*own[:-2], *own[:-3:-1]) if is_turned else own):
             raise NoForward(
                 f"{title}: no forward pass: config.json makes {printable(stored)} {list(shape)}, and the files have {list(own)}"
             )
-        found[name] = _values(checkpoint, stored, holds, is_turned, visits)
-    return found if visits is None else {name: VisitedValues(values, visits) for name, values in found.items()}
+        found[name] = _source(checkpoint, stored, holds, is_turned, visits)
+    return found if visits is None else {name: VisitedSource(source, visits) for name, source in found.items()}
 
 
 def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -> bool:
@@ -103,31 +96,30 @@ def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -
     Other weights stay in memory. turned: the names of the weights that loading transposes; these stay in memory unless they are
     quantized.
     """
-    if name in checkpoint.encoded or name in checkpoint.quantized:
+    if name in checkpoint.encoded:
         return True
     stored = checkpoint.weights[name]
     plain = stored.dtype in dtypes.COMPUTE_DTYPES and stored.bytes is not None
     return plain and name not in turned and stored.nbytes >= SMALLEST
 
 
-def _values(
+def _source(
     checkpoint: Checkpoint, name: str, holds: torch.dtype, turned: bool, visits: BlockVisits | None
-) -> StoredValues:
+) -> WeightSource:
     if name in checkpoint.encoded:
         weight = checkpoint.encoded[name]
-        return EncodedValues(weight, holds, turned, input_format(weight, checkpoint.config))
-    if name in checkpoint.quantized:
-        return QuantizedInFile(checkpoint.quantized[name])
+        return CodedSource(weight, holds, turned, input_format(weight, checkpoint.config))
     if visits is not None:
-        return InFileValues(checkpoint.weights[name])
-    return PlainValues(read_stored(checkpoint, checkpoint.weights[name]))
+        return FileSource(checkpoint.weights[name], "mapped")
+    return PlainSource(read_stored(checkpoint, checkpoint.weights[name]))
 
 
 def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return notices for the user if config.json says that runtimes round the inputs of quantized layers, and otherwise an empty
     tuple. A notice says whether measurements can round these inputs, too. They do so only on request, and not for every format.
     """
-    if any(input_format(weight, checkpoint.config) for weight in checkpoint.encoded.values()):
+    others = [weight for weight in checkpoint.encoded.values() if not weight.own]
+    if any(input_format(weight, checkpoint.config) for weight in others):
         return (
             "this checkpoint declares that runtimes round the inputs of its quantized layers; --quantize-activations weights "
             "rounds them here, too",
@@ -138,26 +130,24 @@ def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
         isinstance(group, Mapping) and group.get("input_activations")
         for group in (groups.values() if isinstance(groups, Mapping) else ())
     )
-    if not checkpoint.encoded or not rounded:
+    if not others or not rounded:
         return ()
     return ("the inputs of quantized layers, which config.json declares as rounded, are not rounded here",)
 
 
 def state_to_load(
-    checkpoint: Checkpoint, placements: Mapping[str, Placement], values: Mapping[str, StoredValues], over_memory: bool
+    checkpoint: Checkpoint, placements: Mapping[str, Placement], sources: Mapping[str, WeightSource], over_memory: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors that transformers has to load, keyed by name: a placeholder for each weight in `values`, under its name in
-    the module, and all other tensors of the checkpoint, under their names in the files.
+    """Return the tensors that transformers has to load, keyed by name: a placeholder for each weight in `sources`, under its name
+    in the module, and all other tensors of the checkpoint, under their names in the files.
 
-    placements: maps the name of each tensor of the checkpoint to where it is loaded. values: the values of the weights that are
-    decoded on use, keyed by their names in the module. over_memory: whether the model is larger than memory. What the system reads
+    placements: maps the name of each tensor of the checkpoint to where it is loaded. sources: the sources of the weights that are
+    read on use, keyed by their names in the module. over_memory: whether the model is larger than memory. What the system reads
     around a small tensor would then leave the memory before it is used, and be read again.
     """
     others = {
         name: read_stored(checkpoint, tensor, alone=over_memory and tensor.nbytes < SMALLEST)
         for name, tensor in checkpoint.weights.items()
-        if name not in checkpoint.encoded
-        and name not in checkpoint.quantized
-        and (name not in placements or placements[name].name not in values)
+        if name not in checkpoint.encoded and (name not in placements or placements[name].name not in sources)
     }
-    return others | {name: each.held(torch.device("cpu")) for name, each in values.items()}
+    return others | {name: each.held(CPU) for name, each in sources.items()}

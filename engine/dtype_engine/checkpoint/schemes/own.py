@@ -1,20 +1,19 @@
 """Finds the weights that an export of this program stores with scales, and the tensors in the file that belong to each of them:
 codes, scales, ...
 
-The export writes each weight's name and dtype to the file's metadata, so that `runtime` can dequantize the weight. The module
-`packed_weights` handles weights that other programs quantized.
+The export writes each weight's name and dtype to the file's metadata, so that `runtime` can dequantize the weight.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.core import dtypes
-from dtype_engine.core.block_formats import CODES, INPUT_SCALE, SCALE, Part, parts
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, OWN, EncodedWeight
+from dtype_engine.core import block_formats, dtypes
+from dtype_engine.core.block_formats import INPUT_SCALE, SCALE, Part, parts
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
@@ -32,40 +31,12 @@ named `weight`, other loaders would silently read them as values.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """A weight that an exported checkpoint stores as codes with scales."""
-
-    dtype: str
-    """The weight's format: a name in `core.dtypes`, with `@tensor` at the end if one scale covers the whole tensor."""
-    shape: tuple[int, ...]
-    """The shape of the weight itself. Its codes have another shape if they are packed."""
-    parts: Mapping[str, CheckpointTensor]
-    """The tensors that store the weight in the file, in the order of `core.block_formats.parts`: codes, scales, and others such as
-    zero points. The keys are the suffixes of their names.
-    """
-    input_scale: CheckpointTensor | None = None
-    """The scale for the inputs of the weight's layer, which NVFP4 has, or None if the file has none."""
-
-    @property
-    def data(self) -> CheckpointTensor:
-        """The tensor that holds the codes of the weight."""
-        return self.parts[CODES]
-
-    @property
-    def tensors(self) -> tuple[CheckpointTensor, ...]:
-        """All tensors of the weight in the file."""
-        return (*self.parts.values(), *([] if self.input_scale is None else [self.input_scale]))
-
-
-def read_quantized(
-    path: Path, tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]
-) -> dict[str, QuantizedWeight]:
+def read(path: Path, tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, EncodedWeight]:
     """Return the weights that this program's export stored with scales, under the names that the model gives them.
 
     Raises UserError if the file's metadata does not match its tensors. tensors, metadata: those of the file's header.
     """
-    weights: dict[str, QuantizedWeight] = {}
+    weights: dict[str, EncodedWeight] = {}
     owners: dict[str, str] = {}
     for key, dtype in metadata.items():
         if not key.startswith(SCALED_KEY):
@@ -87,7 +58,7 @@ def read_quantized(
 
 def _read_weight(
     name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
-) -> QuantizedWeight | None:
+) -> EncodedWeight | None:
     """Return the weight `name`, or None if a tensor that its dtype requires is missing or has the wrong dtype or size. tensors: all
     tensors of the file, by name. packed_shape: the weight's shape as the file's metadata gives it. Packed codes need it, because
     they have another shape.
@@ -103,16 +74,16 @@ def _read_weight(
         shape = _read_shape(packed_shape)
         if math.prod(shape) > 8 * data.nbytes:  # before anything is worked out by it
             return None
-    found = {CODES: data}
+    found = {}
     for part in parts_in(shape, dtype):
-        tensor = data if part.suffix == CODES else tensors.get(name + part.suffix)
+        tensor = tensors.get(name + part.suffix) if part.suffix else data
         if tensor is None or tensor.dtype != part.dtype or tensor.nbytes != part.nbytes:
             return None
-        found[part.suffix] = tensor
+        found[part.suffix or CODES] = tensor
     of_inputs = tensors.get(input_scale_name(name)) if row.blocks is not None and row.blocks.tensor_scale else None
     if of_inputs is not None and (of_inputs.dtype, of_inputs.shape) != ("float32", (1,)):
         return None
-    return QuantizedWeight(dtype, shape, found, of_inputs)
+    return EncodedWeight(name, shape, OWN, dtype, found, beside=() if of_inputs is None else (of_inputs,))
 
 
 def _read_shape(text: str | None) -> tuple[int, ...]:
@@ -144,6 +115,6 @@ def parts_in(shape: tuple[int, ...], dtype: str) -> tuple[Part, ...]:
     count = dtypes.scale_count(shape, dtype)
     matrix = len(shape) == 2 and not row.per_tensor
     return (
-        Part(CODES, row.torch_name, shape, math.prod(shape) * row.bits // 8),
+        Part(block_formats.CODES, row.torch_name, shape, math.prod(shape) * row.bits // 8),
         Part(SCALE, "float32", (count, 1) if matrix else (count,), dtypes.SCALE_BYTES * count),
     )

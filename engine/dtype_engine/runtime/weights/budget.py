@@ -19,7 +19,7 @@ from dtype_engine.checkpoint import ByteRange, CheckpointTensor
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.runtime.formats.row_blocks import stopping
-from dtype_engine.runtime.model.copies_ahead import CopiesAhead
+from dtype_engine.runtime.weights.copies_ahead import CopiesAhead
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ _STEP = 1 << 17
 
 
 class _InFiles(Protocol):
-    """The interface of objects that read values from files, such as `StoredValues`."""
+    """The interface of objects that read values from files, such as `WeightSource`."""
 
     @property
     def in_files(self) -> tuple[CheckpointTensor, ...]:

@@ -1,0 +1,89 @@
+"""Reads a stored tensor from its file, in one of two ways.
+
+A memory mapping reads pages on first use, and none stays resident after the tensor is freed. But if another program truncates a
+mapped file, a signal (SIGBUS) ends this process. `read_range` maps nothing: it reads a piece and only raises an error.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from contextlib import suppress
+
+import msgspec
+import torch
+
+from dtype_engine.checkpoint import ByteRange, CheckpointTensor
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.regular_files import reading
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.formats.dequantize import torch_dtype
+
+
+def read_mapped(stored: CheckpointTensor, alone: bool = False) -> torch.Tensor:
+    """Memory-map a stored tensor, in its own dtype and shape. Its bytes must be contiguous in the file.
+
+    alone: whether to ask the system not to read what lies around the tensor in the file as well, which may be several MiB. The
+    mapping is private, so writes to the tensor do not change the file. Raises UserError if the file can't be read.
+    """
+    byte_range = stored.bytes
+    if byte_range is None:
+        raise UserError(
+            f"{printable(stored.name)} can't be mapped from {stored.file}: its bytes lie nowhere as torch has them"
+        )
+    dtype = torch_dtype(stored.dtype)
+    shape = torch_shape(stored)
+    if not byte_range.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    before = byte_range.start % mmap.ALLOCATIONGRANULARITY
+    try:
+        with open(byte_range.file, "rb") as file:
+            mapping = mmap.mmap(
+                file.fileno(), before + byte_range.nbytes, access=mmap.ACCESS_COPY, offset=byte_range.start - before
+            )
+    except (OSError, ValueError) as error:
+        raise UserError(f"can't read {byte_range.file}: {getattr(error, 'strerror', None) or error}") from None
+    if alone and hasattr(mmap, "MADV_RANDOM"):
+        with suppress(OSError):  # some file systems take no advice
+            mapping.madvise(mmap.MADV_RANDOM)
+    if before % dtype.itemsize:  # the tensor is not aligned in its file, and torch's kernels need aligned addresses
+        values = (
+            torch.frombuffer(mapping, dtype=torch.uint8, count=byte_range.nbytes, offset=before).clone().view(dtype)
+        )
+    else:
+        values = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=before)
+    return values.view(shape)
+
+
+def read_part(part: CheckpointTensor) -> torch.Tensor:
+    """Return one of the tensors that a file stores for a coded weight, such as its codes, mapped from the file. A tensor in GGUF
+    blocks, for which torch has no dtype, is returned as its bytes: uint8 [bytes].
+    """
+    if not part.packed:
+        return read_mapped(part)
+    return read_mapped(msgspec.structs.replace(part, dtype="uint8", shape=(part.nbytes,), packed=False))
+
+
+def torch_shape(stored: CheckpointTensor) -> tuple[int, ...]:
+    """Return the shape that torch gives a stored tensor. For `float4_e2m1fn_x2`, the last dimension is half as long as in the file,
+    because torch counts a byte with two values as one element.
+    """
+    if stored.dtype == "float4_e2m1fn_x2" and stored.shape:
+        return (*stored.shape[:-1], stored.shape[-1] // 2)
+    return stored.shape
+
+
+def read_range(byte_range: ByteRange, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
+    """Read `count` elements of a tensor whose bytes are `byte_range`, starting at the flat index `start`, without mapping the file:
+    [count]. Raises UserError if the file is too short or can't be read.
+    """
+    buffer = bytearray(count * dtype.itemsize)
+    view, at = memoryview(buffer), byte_range.start + start * dtype.itemsize
+    with reading(byte_range.file), open(byte_range.file, "rb", buffering=0) as file:
+        while view:
+            got = os.preadv(file.fileno(), [view], at)
+            if not got:
+                raise UserError(f"{byte_range.file} was cut short while it was read")
+            view, at = view[got:], at + got
+    return torch.frombuffer(buffer, dtype=dtype) if count else torch.empty(0, dtype=dtype)
