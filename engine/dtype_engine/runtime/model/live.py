@@ -61,7 +61,7 @@ class Weight:
     scale: torch.Tensor | None = None
     """The scales of the codes that the module holds, or None if it holds none. A placeholder if the property `visited` is True."""
     decoded: bool = False
-    """Whether each operation has to read or decode the values, because the module holds a placeholder and the weight is not cast."""
+    """Whether each operation has to read or decode the stored values, because the module holds a placeholder for them."""
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
     """Caches, for each dtype to which the stored data was cast, how many values became infinite or zero, or saturated. The value is
     None if the cast only rounds.
