@@ -20,7 +20,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.runtime.model import encoded_loading
-from dtype_engine.runtime.scan import kept_tensors, scan
+from dtype_engine.runtime.scan import kept_tensors, scan, sequence_groups, sequence_scans
 from dtype_engine.runtime.scan.kept_tensors import ActivationFile, KeptTensor
 from dtype_engine.runtime.scan.weight_ops import WeightOp
 
@@ -138,7 +138,7 @@ def test_a_full_disk_is_a_sentence_and_the_scan_can_go_on(
     folder = make_llama(dtype="bfloat16", **SIZES)
     expected = opened(folder, 1 << 21, (9, 5)).scan(["int8"], draws=1).scores()
     session = opened(folder, 1 << 21, (9, 5))
-    monkeypatch.setattr(scan, "cache_budget", lambda device: 1)
+    monkeypatch.setattr(sequence_groups, "cache_budget", lambda device: 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
@@ -176,8 +176,8 @@ def test_scores_do_not_depend_on_where_activations_are(
 
     expected = scores(0)
     assert not files
-    monkeypatch.setattr(scan, "cache_budget", lambda device: 1)
-    monkeypatch.setattr(scan, "_LEAST_WAITING", 10_000)
+    monkeypatch.setattr(sequence_groups, "cache_budget", lambda device: 1)
+    monkeypatch.setattr(sequence_scans, "_LEAST_WAITING", 10_000)
     for budget in (0, 1):  # with a small one, gradients of one draw are held at a time
         assert scores(budget) == expected
     assert all(files)
@@ -192,20 +192,20 @@ def test_a_file_is_used_if_less_is_read_with_it(
     session = opened(make_llama(dtype="bfloat16", **SIZES), 1 << 21, (length,) * 4)
     visits = session.model.visits
     assert visits is not None
-    made = scan.Scan(session.model, session.inputs, ("int8",), draws=1)
-    room = 1.9 * made._graph_bytes(0)
-    monkeypatch.setattr(scan, "cache_budget", lambda device: room)
-    assert made._next_group(made.pending()) == (([0, 1, 2, 3], True) if in_file else ([0], False))
-    monkeypatch.setattr(scan, "free_for_activations", lambda: 4 * made._graph_bytes(0))
-    assert made._next_group(made.pending()) == (([0, 1], True) if in_file else ([0], False))
-    monkeypatch.setattr(scan, "free_for_activations", lambda: 0)
-    assert made._next_group(made.pending()) == ([0], False)
+    groups = scan.Scan(session.model, session.inputs, ("int8",), draws=1)._scans.groups
+    room = 1.9 * groups.graph_bytes(0)
+    monkeypatch.setattr(sequence_groups, "cache_budget", lambda device: room)
+    assert groups.next([0, 1, 2, 3], 1) == (([0, 1, 2, 3], True) if in_file else ([0], False))
+    monkeypatch.setattr(sequence_groups, "free_for_activations", lambda: 4 * groups.graph_bytes(0))
+    assert groups.next([0, 1, 2, 3], 1) == (([0, 1], True) if in_file else ([0], False))
+    monkeypatch.setattr(sequence_groups, "free_for_activations", lambda: 0)
+    assert groups.next([0, 1, 2, 3], 1) == ([0], False)
     room /= 4
-    monkeypatch.setattr(scan, "free_for_activations", lambda: 2 * made._graph_bytes(0))
-    assert made._next_group(made.pending()) == ([0], True)  # it fits only there
-    made._behavior.stateful = True
-    monkeypatch.setattr(scan, "free_for_activations", lambda: 1 << 40)
-    assert made._next_group(made.pending()) == ([0], True)
+    monkeypatch.setattr(sequence_groups, "free_for_activations", lambda: 2 * groups.graph_bytes(0))
+    assert groups.next([0, 1, 2, 3], 1) == ([0], True)  # it fits only there
+    groups.behavior.stateful = True
+    monkeypatch.setattr(sequence_groups, "free_for_activations", lambda: 1 << 40)
+    assert groups.next([0, 1, 2, 3], 1) == ([0], True)
 
 
 def test_an_accelerators_activations_wait_in_the_file(
@@ -226,7 +226,7 @@ def test_an_accelerators_activations_wait_in_the_file(
     for in_file in (False, True):
         session = de.open(str(folder), options=de.Options(device=DEVICE, max_memory={DEVICE: 1 << 19}), inputs=ids)
         assert session.model.visits is not None
-        monkeypatch.setattr(scan, "cache_budget", lambda device, room=1 if in_file else 1 << 40: room)
+        monkeypatch.setattr(sequence_groups, "cache_budget", lambda device, room=1 if in_file else 1 << 40: room)
         scores.append(session.scan(["int8"], draws=2).scores())
         assert bool(sizes) == in_file
     assert scores[0] == scores[1]
