@@ -189,8 +189,8 @@ def test_what_does_not_fit_is_named_and_the_session_goes_on(wide: Path) -> None:
     session = de.open(str(wide), options=de.Options(sequence_length=64, sequences=1))
     before = session.drift().output
     session.use_inputs(session.options)  # which forgets what was kept
-    del session._meter
-    session._meter = None
+    del session._drift.meter
+    session._drift.meter = None
     with room_for(10 << 20), pytest.raises(NoForward, match=f"^lm_head: not enough memory on {DEVICE}"):
         session.drift()
     assert session.drift().output == before

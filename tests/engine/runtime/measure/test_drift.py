@@ -287,7 +287,7 @@ def test_the_reference_is_the_float_model_run_plainly(name: str) -> None:
     stored.to(torch.bfloat16)
     session = de.open(stored, inputs=inputs)
     session.drift()
-    record = session._meter._records[0]  # type: ignore[union-attr]
+    record = session._drift.meter._records[0]  # type: ignore[union-attr]
     expected = main_output(raw)[1]
     error = (record.output.double() - expected.double()).norm() / expected.double().norm()
     assert error < 1e-6
