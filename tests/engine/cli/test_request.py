@@ -11,7 +11,7 @@ import pytest
 
 from dtype_engine.checkpoint import safetensors_header
 from dtype_engine.cli import cli
-from dtype_engine.cli.options import ModelCommand
+from dtype_engine.cli.options import REFERENCE, ModelCommand
 from dtype_engine.cli.program import run
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
@@ -132,7 +132,7 @@ def test_headers_are_read_once_per_command(
 def test_the_candidate_of_a_comparison_is_the_model_that_is_opened() -> None:
     requests: list[RunRequest] = []
 
-    @click.command(cls=ModelCommand, compares=True)
+    @click.command(cls=ModelCommand, also=REFERENCE)
     def command(request: RunRequest) -> None:
         requests.append(request)
 
