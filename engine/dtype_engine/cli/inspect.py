@@ -19,9 +19,9 @@ from dtype_engine.cli.request import Planned, RunRequest
 from dtype_engine.cli.streams import answers
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
-from dtype_engine.core.layer_kinds import totals_by_kind
 from dtype_engine.core.system_memory import total_memory
 from dtype_engine.recipe import require_matches
+from dtype_engine.reports.layer_kinds import totals_by_kind
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.coverage import Coverage
 

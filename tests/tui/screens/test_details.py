@@ -9,8 +9,8 @@ from tests.helpers.scenes import Scene, measured_in_part, mixed
 from tests.helpers.screen_text import lines, screen
 from textual.containers import VerticalScroll
 
-from dtype_engine.core.layer_kinds import totals_by_kind
 from dtype_engine.core.units import human_bytes
+from dtype_engine.reports.layer_kinds import totals_by_kind
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dtype_engine.core.alike import AlikeModules
 from dtype_engine.core.text import Name
 from dtype_engine.core.tree import Module, TensorInfo, Tree
+from dtype_engine.reports.alike import AlikeModules
 
 
 def _written_out(module: Module, planned: dict[str, str]) -> Any:

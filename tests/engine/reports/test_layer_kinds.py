@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dtype_engine.core.layer_kinds import KINDS, kind_of_tensor, kinds_of_modules, totals_by_kind
 from dtype_engine.core.text import Name
 from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.reports.layer_kinds import KINDS, kind_of_tensor, kinds_of_modules, totals_by_kind
 
 NAMES = {
     "embeddings": [
