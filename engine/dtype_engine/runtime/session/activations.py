@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ModelOptions
 from dtype_engine.recipe import Plan, Recipe, Rule
 from dtype_engine.recipe.serving_memory import serving_dtype
 from dtype_engine.results.serving_memory import ActivationMemory
@@ -31,7 +31,7 @@ def measured_activations(model: LiveModel, casting: Casting, context: int, batch
 
 
 def estimated_activations(
-    model: LiveModel, plan: Plan, options: Options, contexts: Sequence[int], batch: int, cancelled: IsCancelled
+    model: LiveModel, plan: Plan, options: ModelOptions, contexts: Sequence[int], batch: int, cancelled: IsCancelled
 ) -> tuple[ActivationMemory, ...]:
     """Estimate passes over prompts of several lengths without running the model. Raises NoForward and Cancelled."""
     checkpoint = model.checkpoint

@@ -20,7 +20,7 @@ from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.results.export import CastReport, ComparedTensor, TensorDifference
@@ -87,7 +87,7 @@ def _of_values(values: SourceValues) -> _Side:
 def compare_foreign(
     path: Path,
     source: Source,
-    options: Options,
+    options: ModelOptions,
     on_bytes: OnBytes = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> CastReport:
