@@ -409,8 +409,8 @@ class Session:
 
     @reading_weights
     def export_contents(self, cancelled: IsCancelled = never) -> Contents:
-        """Return the tensors that `export` writes, before they are computed. The model runs if a format needs activation scales.
-        Raises what `export` raises.
+        """Return the plan of an export: name, dtype and size of every tensor that `export` will write. No value of them is
+        computed, but the model runs if a format needs activation scales. Raises what `export` raises.
 
         Example:
             >>> session.export_contents().nbytes == session.plan.planned_bytes
