@@ -25,7 +25,7 @@ from dtype_engine.runtime.measure import drift
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.model.load import blocks
 from dtype_engine.runtime.model.stored_values import StackedValues
-from dtype_engine.runtime.scan import local_errors, scan
+from dtype_engine.runtime.scan import local_errors, sequence_groups
 
 LENGTHS = (5, 16, 3, 9)
 MORE = (*LENGTHS, 12, 8, 4, 6)
@@ -237,7 +237,7 @@ def test_over_memory_scan_has_the_same_scores_and_resumes(
 def test_number_of_parallel_sequences_is_limited_by_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = opened(llama, None, MORE).scan(["int8"], draws=1).scores()
     over, after = opened(llama, 1 << 21, MORE), list[int]()
-    monkeypatch.setattr(scan, "cache_budget", lambda device: 2_000_000)
+    monkeypatch.setattr(sequence_groups, "cache_budget", lambda device: 2_000_000)
     found = over.scan(["int8"], draws=1, on_estimate=lambda report: after.append(report.sequences))
     assert found.scores() == expected
     # What a graph takes at least: each linear layer's input and output in float32.
@@ -259,7 +259,7 @@ def test_first_picture_decides_how_many_run_in_parallel(tmp_path: Path, monkeypa
     pictures = [{"pixel_values": torch.randn(1, 3, 64, 64)} for _ in range(6)]
     session, after = de.open(str(tmp_path), options=options, inputs=pictures), list[int]()
     assert session.model.visits is not None
-    monkeypatch.setattr(scan, "cache_budget", lambda device: 8_000_000)
+    monkeypatch.setattr(sequence_groups, "cache_budget", lambda device: 8_000_000)
     session.scan(["int8"], draws=1, on_estimate=lambda report: after.append(report.sequences))
     assert after == [1, 6]
 
