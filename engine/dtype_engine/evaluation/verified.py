@@ -75,8 +75,11 @@ def best(
     )
     session.apply(recipes[index])
     plan, front = make_plan(session.tree, recipes[index]), session.front(constraints)
+    lost, context = session.lost_values(plan=plan), constraints.context
+    assert session.scanned is not None
+    unit = session.scanned.unit
     return dataclasses.replace(
-        search_report(session, front, found[index], plan, reports[index], constraints.context),
+        search_report(session.model, unit, front, found[index], plan, reports[index], context, lost),
         candidates=tuple(
             Candidate(solution.bytes, solution.score, measured[at], reports[at].metrics)
             for at, solution in enumerate(found)

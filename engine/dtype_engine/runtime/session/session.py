@@ -793,7 +793,9 @@ class Session:
         if measure:
             self.apply(recipe, cancelled=cancelled)
         report = self.drift(cancelled=cancelled) if measure else None
-        return search_report(self, front, solution, plan, report, context, cancelled)
+        lost = self.lost_values(cancelled, plan)
+        assert self.scanned is not None
+        return search_report(self.model, self.scanned.unit, front, solution, plan, report, context, lost)
 
     @reading_weights
     def use_inputs(self, options: Options, cancelled: IsCancelled = never) -> None:
