@@ -29,7 +29,7 @@ def test_imports_are_absolute() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
-def test_the_readme_names_every_entry_of_its_package(package: Path) -> None:
+def test_readme_names_every_entry_of_its_package(package: Path) -> None:
     entries = {
         entry.name
         for entry in package.iterdir()
@@ -41,7 +41,7 @@ def test_the_readme_names_every_entry_of_its_package(package: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_is_there(page: Path) -> None:
+def test_files_and_tests_named_in_pages_exist(page: Path) -> None:
     """Its links to files, and the tests that it names as `FILE::TEST` (`::TEST` is one of the file before)."""
     text = page.read_text()
     for link in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):

@@ -63,12 +63,12 @@ def _name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", MANUAL, ids=_name)
-def test_a_page_is_short(page: Path) -> None:
+def test_manual_pages_are_short(page: Path) -> None:
     assert len(page.read_text().split()) <= MOST_WORDS.get(page.name, 1500)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_every_fence_names_a_language_that_is_run(page: Path) -> None:
+def test_code_blocks_use_known_languages(page: Path) -> None:
     assert {block.language for block in blocks_of(page)} <= {"console", "python", "text", "yaml"}
     assert [line for line in page.read_text().splitlines() if line.startswith("```")].count("```") == len(
         blocks_of(page)
@@ -76,7 +76,7 @@ def test_every_fence_names_a_language_that_is_run(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", MANUAL, ids=_name)
-def test_a_link_to_a_heading_finds_it(page: Path) -> None:
+def test_links_to_headings_exist(page: Path) -> None:
     for link, heading in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text()):
         linked = (page.parent / link) if link else page
         headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
@@ -90,7 +90,7 @@ def test_a_link_to_a_heading_finds_it(page: Path) -> None:
     _BY_PACKAGE,
     ids=[_name(page) + (f"-{package}" if package else "") for page, package in _BY_PACKAGE],
 )
-def test_what_a_page_shows_happens(
+def test_examples_in_pages_give_the_shown_output(
     page: Path, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if package and importlib.util.find_spec(package) is None:
@@ -201,7 +201,7 @@ class Reader:
 
 
 @pytest.mark.parametrize("page", MANUAL, ids=_name)
-def test_a_command_on_a_page_has_the_options_that_it_is_given(page: Path) -> None:
+def test_commands_in_pages_use_existing_options(page: Path) -> None:
     """Of the blocks that can't run here, and of commands in the text."""
     lines = [line for block in blocks_of(page) if block.language == "console" for line, _ in block.commands]
     lines += re.findall(r"`(dtype-(?:engine|tui) [^`]+)`", page.read_text())
@@ -230,7 +230,7 @@ def _options(words: list[str]) -> set[str]:
     return known
 
 
-def test_the_page_of_keys_names_every_key() -> None:
+def test_page_of_keys_names_every_key() -> None:
     text = (ROOT / "tui/docs/keys.md").read_text()
     bindings = [*KEYS, *ModuleTree.BINDINGS, *FRONT_KEYS]
     missing = [key for binding in bindings for key in _keys(binding) if f"`{key}`" not in text]
@@ -242,7 +242,7 @@ def _keys(binding: Any) -> Iterator[str]:
         yield on_keyboard(key)
 
 
-def test_a_figure_may_differ_by_a_tenth_and_a_size_may_not() -> None:
+def test_page_figures_may_differ_by_a_tenth_and_sizes_may_not() -> None:
     assert differs(["KL mean 1.00e-03 nats"], ["KL  mean 1.09e-03 nats"]) is None
     assert differs(["KL mean 1.00e-03 nats"], ["KL mean 1.20e-03 nats"]) is not None
     assert differs(["planned 1.86 MiB"], ["planned 1.87 MiB"]) is not None

@@ -40,5 +40,5 @@ def test_the_examples_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in de.__all__ if name[0].isupper()])
-def test_an_error_or_a_value_of_the_api_says_what_it_is(name: str) -> None:
+def test_api_objects_describe_themselves(name: str) -> None:
     assert len((getattr(de, name).__doc__ or "").split()) > 3

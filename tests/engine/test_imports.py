@@ -40,7 +40,7 @@ def test_only_runtime_imports_torch() -> None:
     assert loaded_after(f"import {', '.join(TORCH_FREE)}", "torch", "transformers", "numpy") == set()
 
 
-def test_the_first_paint_waits_for_no_library_that_only_later_work_needs() -> None:
+def test_first_paint_imports_no_library_of_later_work() -> None:
     statement = "import dtype_tui.app, dtype_tui.cli.command, dtype_engine.worker.worker"
     assert loaded_after(statement, "jinja2", "soxr") == set()
 
@@ -68,13 +68,13 @@ asyncio.run(paint())
 """The app past its first paint, with an engine that has told nothing yet."""
 
 
-def test_the_first_paint_waits_for_no_form_of_a_measurement() -> None:
+def test_first_paint_imports_no_measurement_records() -> None:
     """Dataclasses of many fields take milliseconds to make."""
     names = ("dtype_engine.results.drift", "dtype_engine.results.attribution", "dtype_engine.results.memory")
     assert loaded_after(f"import dtype_tui.cli.command\n{_PAINTED}", *names, "torch") == set()
 
 
-def test_a_command_line_without_workers_imports_nothing_of_them() -> None:
+def test_command_without_workers_imports_none_of_their_code() -> None:
     """From the start to what draws the screen: the engine is a thread here, which nothing has started yet."""
     statement = (
         "import sys, dtype_tui.app; from dtype_tui.cli.main import main\n"
@@ -122,7 +122,7 @@ def imported_by(file: Path, name: str, modules: dict[str, Path]) -> set[str]:
 
 
 @pytest.mark.parametrize("package", [dtype_engine, dtype_tui], ids=lambda package: package.__name__)
-def test_no_modules_import_each_other_in_a_circle(package: ModuleType) -> None:
+def test_modules_have_no_circular_imports(package: ModuleType) -> None:
     folder = Path(package.__path__[0])
     modules = {
         ".".join((package.__name__, *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): file

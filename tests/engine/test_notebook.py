@@ -51,7 +51,7 @@ def read(html: str) -> Balanced:
     return parser
 
 
-def test_a_session_and_its_results_are_a_few_lines_at_a_prompt(session: Session) -> None:
+def test_session_and_results_print_a_few_lines(session: Session) -> None:
     plan = session.cast("*.mlp", "bfloat16")
     drift, scan = session.drift(), session.scan(["bfloat16", "int8"], draws=1)
     found = session.search(budget="45%")
@@ -82,7 +82,7 @@ def test_a_notebook_shows_tables(session: Session) -> None:
     assert all("table" in each.tags for each in (of_drift, of_scan, of_session, of_tree))
 
 
-def test_names_from_files_are_text() -> None:
+def test_names_from_files_are_escaped_in_notebooks() -> None:
     tree = Tree([TensorInfo(f"{NASTY}.weight\x1b[2J", (2, 2), "float32")], {"": NASTY, NASTY: NASTY})
     parser = read(tree._repr_html_())  # type: ignore[attr-defined]
     assert NASTY in "".join(parser.texts)
@@ -97,18 +97,18 @@ def test_help_shows_no_addresses() -> None:
     assert " at 0x" not in shown
 
 
-def test_the_package_lists_what_is_public() -> None:
+def test_package_lists_its_public_names() -> None:
     assert dir(de) == sorted(de.__all__)
     assert not hasattr(de, "Sessions")
 
 
 @pytest.mark.parametrize("budget", ["1.3MiB", 1363148])
-def test_a_budget_may_be_a_size_in_words(session: Session, budget: int | str) -> None:
+def test_budget_may_be_a_size_in_words(session: Session, budget: int | str) -> None:
     session.scan(["bfloat16", "int8"], draws=1)
     assert session.search(budget=budget).planned_bytes <= 1363148
 
 
-def test_a_budget_that_is_no_size_is_refused(session: Session) -> None:
+def test_invalid_budget_is_refused(session: Session) -> None:
     session.scan(["bfloat16"], draws=1)
     with pytest.raises(de.UserError, match="12GiB"):
         session.search(budget="small")

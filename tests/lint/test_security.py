@@ -54,7 +54,7 @@ def test_each_promise_names_a_test() -> None:
         f"\n## {PROSE}\n\nNothing is written.\n",
     ],
 )
-def test_it_finds_a_promise_without_one(promise: str) -> None:
+def test_promise_without_a_test_is_found(promise: str) -> None:
     page = PAGE.read_text()
     assert len(without_test(page + promise)) == 1
     assert (

@@ -53,7 +53,7 @@ def test_every_form_has_a_row_and_every_row_a_form() -> None:
 
 
 @pytest.mark.parametrize("form", forms.names())
-def test_every_way_of(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_use_of_a_form_works_or_is_refused(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if form in forms.NEEDS:
         pytest.importorskip(forms.NEEDS[form])
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -65,7 +65,9 @@ def test_every_way_of(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("scheme", _SCHEMES)
-def test_every_way_of_the_scheme(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_use_of_a_scheme_works_or_is_refused(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     ways = OF_SCHEMES if scheme in _ALL_WAYS else [way for way in OF_SCHEMES if way not in _ALIKE]
     cells = run.fill_scheme(scheme, tmp_path, ways)

@@ -67,7 +67,7 @@ def never_go_back(shares: list[int]) -> bool:
     return shares == sorted(shares)
 
 
-def test_the_first_measurement(terminal: Terminal) -> None:
+def test_first_measurement_has_a_progress_bar(terminal: Terminal) -> None:
     seen = bars_until(terminal, _READY)
     assert len(seen["measuring"]) > 1
     assert never_go_back(seen["measuring"])
@@ -84,7 +84,7 @@ def test_the_first_measurement(terminal: Terminal) -> None:
         ("s\r", "scan"),
     ],
 )
-def test_each_job_has_one_that_fills(terminal: Terminal, keys: str, job: str) -> None:
+def test_each_job_has_a_progress_bar_that_fills(terminal: Terminal, keys: str, job: str) -> None:
     terminal.wait_for(_READY)
     terminal.press(keys[0])
     if keys.endswith("\r"):

@@ -42,7 +42,7 @@ def leave(terminal: Terminal) -> None:
 
 
 @pytest.mark.parametrize("clicks", [2, 5])
-def test_clicks_beside_the_palette_in_one_burst_close_it_once(opened: Opener, clicks: int) -> None:
+def test_repeated_clicks_beside_the_palette_close_it_once(opened: Opener, clicks: int) -> None:
     terminal = opened("demo")
     terminal.wait_for("embed_tokens")
     terminal.press("\x10")
@@ -57,7 +57,7 @@ def test_clicks_beside_the_palette_in_one_burst_close_it_once(opened: Opener, cl
     leave(terminal)
 
 
-def test_an_error_that_nobody_foresaw_is_one_sentence_and_a_file(opened: Opener, tmp_path: Path) -> None:
+def test_unexpected_error_is_one_sentence_and_a_log_file(opened: Opener, tmp_path: Path) -> None:
     """Python itself runs this module at its start: a key of the program gets a handler that fails."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
@@ -97,7 +97,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the signal is Linux's")
 @pytest.mark.parametrize("moment", ["ready", "measuring", "scanning", "exporting"])
-def test_a_file_cut_short_is_told_and_takes_nothing_with_it(
+def test_file_cut_short_is_reported_and_the_app_survives(
     opened: Opener, model: Path, tmp_path: Path, moment: str
 ) -> None:
     weights = model / "model.safetensors"

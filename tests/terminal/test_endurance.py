@@ -44,7 +44,7 @@ def leave(terminal: Terminal) -> None:
     assert terminal.is_restored()
 
 
-def test_keys_typed_before_the_first_paint_are_not_lost() -> None:
+def test_keys_before_the_first_paint_are_not_lost() -> None:
     terminal = Terminal("demo", *QUICK, forked=True)
     try:
         while b"\x1b[?25l" not in terminal.raw:  # from here on the terminal gives keys as they are pressed
@@ -55,7 +55,7 @@ def test_keys_typed_before_the_first_paint_are_not_lost() -> None:
         terminal.close()
 
 
-def test_a_storm_of_resizes_ends_in_the_right_picture(terminal: Terminal) -> None:
+def test_many_resizes_end_in_the_right_picture(terminal: Terminal) -> None:
     terminal.wait_for("ready")
     chance = random.Random(7)
     for _ in range(60):
@@ -69,7 +69,7 @@ def test_a_storm_of_resizes_ends_in_the_right_picture(terminal: Terminal) -> Non
     leave(terminal)
 
 
-def test_suspended_and_taken_up_again(terminal: Terminal) -> None:
+def test_suspended_app_resumes(terminal: Terminal) -> None:
     terminal.wait_for("ready")
     terminal.press("\x1a")
     until = time.monotonic() + 10
@@ -85,7 +85,7 @@ def test_suspended_and_taken_up_again(terminal: Terminal) -> None:
     leave(terminal)
 
 
-def test_a_megabyte_pasted_into_the_tree_does_nothing_and_into_a_prompt_is_one_text(terminal: Terminal) -> None:
+def test_huge_paste_is_ignored_by_the_tree_and_one_text_in_a_prompt(terminal: Terminal) -> None:
     terminal.wait_for("ready")
     blob = ("\x1b[200~" + "q2u:x " * ((1 << 20) // 6) + "\x1b[201~").encode()
 
@@ -117,7 +117,7 @@ def test_a_megabyte_pasted_into_the_tree_does_nothing_and_into_a_prompt_is_one_t
     leave(terminal)
 
 
-def test_five_thousand_keys_leave_the_memory_as_it_was(terminal: Terminal) -> None:
+def test_five_thousand_keys_do_not_grow_the_memory(terminal: Terminal) -> None:
     terminal.wait_for("ready")
 
     def keys(count: int) -> None:
@@ -140,7 +140,7 @@ def test_five_thousand_keys_leave_the_memory_as_it_was(terminal: Terminal) -> No
     leave(terminal)
 
 
-def test_quiet_when_nothing_happens_and_little_for_a_move_or_a_page(terminal: Terminal) -> None:
+def test_idle_app_writes_nothing_and_moves_write_little(terminal: Terminal) -> None:
     terminal.wait_for("ready")
     drain(terminal, 1.0)
     began = time.monotonic()
@@ -157,7 +157,7 @@ def test_quiet_when_nothing_happens_and_little_for_a_move_or_a_page(terminal: Te
     leave(terminal)
 
 
-def test_in_ascii_where_the_locale_has_no_unicode() -> None:
+def test_ascii_is_used_if_the_locale_has_no_unicode() -> None:
     terminal = Terminal("demo", *QUICK, environment={"LC_ALL": "C", "PYTHONUTF8": "1"}, forked=True)
     try:
         terminal.wait_for("embed_tokens")
@@ -169,7 +169,7 @@ def test_in_ascii_where_the_locale_has_no_unicode() -> None:
         terminal.close()
 
 
-def test_models_that_lie_here_are_offered_and_one_is_opened(tmp_path: Path) -> None:
+def test_models_in_this_folder_are_offered_and_one_opens(tmp_path: Path) -> None:
     from dtype_engine.checkpoint.source import DEMO
 
     for name in ("first", "second"):
@@ -190,7 +190,7 @@ def test_models_that_lie_here_are_offered_and_one_is_opened(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux here")
-def test_in_tmux() -> None:
+def test_app_runs_in_tmux() -> None:
     name = f"dtype-tui-{uuid.uuid4().hex[:8]}"
 
     def tmux(*words: str) -> str:
@@ -222,6 +222,6 @@ def test_in_tmux() -> None:
         tmux("kill-server")
 
 
-def test_keys_and_clicks_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_keys_and_clicks_cause_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     storm(4, 300)  # what it passes over of Textual's own faults, it says

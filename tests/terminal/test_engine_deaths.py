@@ -12,12 +12,12 @@ ESC = "\x1b"
 
 
 @pytest.mark.slow
-def test_the_screen_outlives_its_engine_in_every_state(tmp_path: Path) -> None:
+def test_screen_survives_its_engine_in_every_state(tmp_path: Path) -> None:
     walk(tmp_path, SIGNALS)
 
 
 @pytest.mark.slow
-def test_what_does_not_stop_is_ended_with_the_engine_by_a_second_esc(tmp_path: Path) -> None:
+def test_second_esc_ends_an_engine_that_does_not_stop(tmp_path: Path) -> None:
     """While it opens a model whose code takes a minute, and in a layer that does."""
     deaths = Deaths(tmp_path, (80, 24), 60)
     terminal = deaths.terminal

@@ -46,7 +46,7 @@ def assert_ends_on_a_signal(terminal: Terminal, engine: psutil.Process) -> None:
 
 
 @pytest.mark.parametrize("kind", FLOODS)
-def test_keys_and_signals_work_while_an_engine_floods_the_app(kind: str) -> None:
+def test_keys_and_signals_work_during_a_flood_of_events(kind: str) -> None:
     terminal = flooded(kind)
     try:
         app = psutil.Process(terminal.pid)
@@ -63,7 +63,7 @@ def test_keys_and_signals_work_while_an_engine_floods_the_app(kind: str) -> None
         terminal.close()
 
 
-def test_a_signal_ends_it_while_it_draws_windows_over_each_other() -> None:
+def test_signal_ends_the_app_while_it_draws_many_windows() -> None:
     """Drawing them keeps the event loop busy for longer than the limit, and so would unmounting them."""
     terminal = flooded("windows", size=(200, 50))
     try:
@@ -74,7 +74,7 @@ def test_a_signal_ends_it_while_it_draws_windows_over_each_other() -> None:
         terminal.close()
 
 
-def test_a_signal_ends_it_though_the_terminal_takes_no_more_output() -> None:
+def test_signal_ends_the_app_if_the_terminal_blocks() -> None:
     terminal = flooded("messages")
     try:
         for _ in range(100):  # redrawing fills what the terminal holds, since nothing is read

@@ -39,7 +39,7 @@ def line_to(folder: Path, *command: str) -> str:
     return shlex.join([sys.executable, slow_line.__file__, str(folder), "0.15", *command])
 
 
-def test_a_line_cut_while_measuring_is_told_and_the_reading_comes(opened: Opener, tmp_path: Path) -> None:
+def test_lost_connection_is_reported_and_the_result_arrives(opened: Opener, tmp_path: Path) -> None:
     engine = (
         *preloaded.command(preloaded.LINGERING),
         "stdio",
@@ -77,7 +77,7 @@ def test_a_line_cut_while_measuring_is_told_and_the_reading_comes(opened: Opener
     assert terminal.is_restored()
 
 
-def test_ssh_is_given_the_host_and_leads_to_the_engine(opened: Opener, tmp_path: Path) -> None:
+def test_ssh_gets_the_host_and_reaches_the_engine(opened: Opener, tmp_path: Path) -> None:
     """A program in place of ssh runs the command with a shell, as sshd does."""
     (tmp_path / "far").mkdir()
     engine = tmp_path / "far" / "dtype-engine"
@@ -139,7 +139,7 @@ sys.stdin.read()
     ],
     ids=["garbage", "4 GB", "a file unasked", "control characters"],
 )
-def test_the_app_survives_whatever_tells_it_things(
+def test_app_survives_a_hostile_engine(
     opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, words: str
 ) -> None:
     script = tmp_path / "hostile.py"
@@ -167,7 +167,7 @@ def test_the_app_survives_whatever_tells_it_things(
     ],
     ids=["another version", "endless line", "a login that says goodbye"],
 )
-def test_what_says_no_hello_is_one_line_before_there_is_a_screen(
+def test_engine_without_a_greeting_is_one_line_before_the_screen(
     opened: Opener, tmp_path: Path, program: str, words: str
 ) -> None:
     script = tmp_path / "hostile.py"
@@ -179,7 +179,7 @@ def test_what_says_no_hello_is_one_line_before_there_is_a_screen(
     assert b"\x1b[?1049h" not in terminal.raw
 
 
-def test_a_bomb_behind_a_compressed_line_takes_no_memory(opened: Opener, tmp_path: Path) -> None:
+def test_compression_bomb_takes_no_memory(opened: Opener, tmp_path: Path) -> None:
     """What comes over ssh is compressed: a kilobyte may stand for a megabyte, and the line goes on as long as it likes."""
     script = tmp_path / "hostile.py"
     script.write_text(f"""#!{sys.executable}

@@ -66,7 +66,7 @@ def lose(terminal: Terminal) -> None:
 
 
 @pytest.mark.parametrize("ending", ["SIGHUP", "SIGTERM", "SIGKILL", "the line goes dead"])
-def test_a_lost_connection_loses_nothing(opened: Opener, tmp_path: Path, ending: str) -> None:
+def test_lost_terminal_loses_nothing(opened: Opener, tmp_path: Path, ending: str) -> None:
     terminal = opened()
     cast_two(terminal)
     if ending == "SIGKILL":
@@ -85,7 +85,7 @@ def test_a_lost_connection_loses_nothing(opened: Opener, tmp_path: Path, ending:
 
 @pytest.mark.parametrize("arguments", [(), ("--engine-command",)], ids=["kept", "not kept"])
 @pytest.mark.parametrize("seen", [1, 2000, 30000], ids=["at the first byte", "at the first screen", "when it stands"])
-def test_a_line_that_goes_dead_early_ends_the_program(opened: Opener, seen: int, arguments: tuple[str, ...]) -> None:
+def test_connection_lost_early_ends_the_program(opened: Opener, seen: int, arguments: tuple[str, ...]) -> None:
     engine = shlex.join([*preloaded.command(preloaded.COMMAND), "stdio"])
     terminal = opened(*arguments, *[engine] * len(arguments))
     until = time.monotonic() + 60
@@ -94,7 +94,7 @@ def test_a_line_that_goes_dead_early_ends_the_program(opened: Opener, seen: int,
     lose(terminal)
 
 
-def test_a_session_is_taken_up_with_its_history_and_cursor(opened: Opener, tmp_path: Path) -> None:
+def test_session_resumes_with_history_and_cursor(opened: Opener, tmp_path: Path) -> None:
     rules = [Rule("model.embed_tokens", "bfloat16"), Rule("lm_head", "float16")]
     recipes = (Recipe(), Recipe((rules[0],)), Recipe(tuple(rules)))
     file = SessionFile()
@@ -122,7 +122,7 @@ def test_a_session_is_taken_up_with_its_history_and_cursor(opened: Opener, tmp_p
     assert saved(tmp_path)[-1].options.settings == RunSettings(autocast="bfloat16")
 
 
-def test_a_damaged_session_is_one_line_and_status_2(opened: Opener, tmp_path: Path) -> None:
+def test_damaged_session_is_one_line_and_status_2(opened: Opener, tmp_path: Path) -> None:
     folder = tmp_path / "dtype-tui" / "sessions"
     folder.mkdir(parents=True)
     (folder / "20300101-000000-00000000.json").write_text('{"version": 1')
@@ -134,7 +134,7 @@ def test_a_damaged_session_is_one_line_and_status_2(opened: Opener, tmp_path: Pa
     assert said.count("\n") == 1
 
 
-def test_nothing_to_take_up(opened: Opener) -> None:
+def test_resume_without_a_session_is_refused(opened: Opener) -> None:
     terminal = opened("--resume")
     assert terminal.exit_status() == 2
     assert "no session to resume" in terminal.raw.decode()

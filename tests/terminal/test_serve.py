@@ -100,7 +100,7 @@ async def what_a_browser_sees(address: str, words: str, keys: str) -> tuple[str,
             return page, drawn
 
 
-def test_a_browser_gets_the_app_and_its_keys_work() -> None:
+def test_browser_shows_the_app_and_sends_keys() -> None:
     with served("demo", *forked()) as (address, _):
         page, drawn = asyncio.run(what_a_browser_sees(address, r"matches.{0,60}18.{0,60}tensors", ":cast *.mlp bf16"))
     assert "<html" in page.lower()
@@ -146,7 +146,7 @@ async def statuses(address: str) -> dict[str, int]:
     return found
 
 
-def test_nobody_else_gets_the_app() -> None:
+def test_others_without_the_token_get_no_app() -> None:
     """Not another user of this machine, who has no token, nor a page on the internet, which has a browser in here."""
     with served("demo") as (address, _):
         found = asyncio.run(statuses(address))
@@ -159,7 +159,7 @@ def test_nobody_else_gets_the_app() -> None:
     assert others == dict.fromkeys(others, 403)
 
 
-def test_every_server_has_a_token_of_its_own() -> None:
+def test_every_server_has_its_own_token() -> None:
     from dtype_tui.cli.guarded_server import GuardedServer
 
     tokens = {GuardedServer("true", "127.0.0.1", 1, "").token for _ in range(100)}
@@ -192,7 +192,7 @@ async def among_strangers(count: int) -> tuple[list[int], list[bytes], str]:
     return statuses, received, server.token
 
 
-def test_connections_without_the_token_are_few_and_end(
+def test_connections_without_the_token_are_limited(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """So that nobody on the machine uses up the descriptors that the server needs for its user. And no line names the token."""
@@ -259,7 +259,7 @@ async def talk_to_an_echo() -> tuple[list[object], list[int]]:
     return echoed, statuses
 
 
-def test_a_page_sends_keys_and_sizes_within_limits_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_page_can_only_send_keys_and_sizes_within_limits(caplog: pytest.LogCaptureFixture) -> None:
     """A screen of a billion cells would take all memory, in an app that outlives its page."""
     echoed, statuses = asyncio.run(talk_to_an_echo())
     sizes = [json.loads(data) for data in echoed[:4]]  # type: ignore[arg-type]
@@ -270,7 +270,7 @@ def test_a_page_sends_keys_and_sizes_within_limits_and_nothing_else(caplog: pyte
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process has open is counted on Linux")
-def test_idle_connections_leave_the_user_a_server_with_few_descriptors() -> None:
+def test_idle_connections_do_not_block_the_user() -> None:
     """Three times as many as the server may have open, all at once and held open while the user comes."""
     with contextlib.ExitStack() as held, served("demo", *forked(), descriptors=64) as (address, server):
         port = int(re.findall(r":(\d+)/", address)[0])
@@ -288,7 +288,7 @@ def test_idle_connections_leave_the_user_a_server_with_few_descriptors() -> None
     assert token not in printed, "only the first line has the address"
 
 
-def test_a_viewer_of_a_read_only_app_saves_nothing(tmp_path: Path) -> None:
+def test_viewer_of_a_read_only_app_saves_nothing(tmp_path: Path) -> None:
     """Not even a session of theirs, a scan, or that somebody was here."""
     state = tmp_path / "state"
     with served("--read-only", "demo", cwd=tmp_path, XDG_STATE_HOME=str(state)) as (address, _):
@@ -303,13 +303,13 @@ def test_a_viewer_of_a_read_only_app_saves_nothing(tmp_path: Path) -> None:
      ("127.0.0.1", "[::1", False), ("0.0.0.0", "10.0.0.7:8000", True), ("0.0.0.0", "evil.example", False),
      ("box.example", "box.example:8000", True), ("box.example", "BOX.example", True)],
 )  # fmt: skip
-def test_names_that_could_be_of_somebody_else_are_not_answered(host: str, asked: str, meant: bool) -> None:
+def test_foreign_host_names_are_not_answered(host: str, asked: str, meant: bool) -> None:
     from dtype_tui.cli.guarded_server import GuardedServer
 
     assert GuardedServer("true", host, 8000, "")._is_meant(asked) is meant
 
 
-def test_python_of_the_folder_that_is_served_does_not_run(tmp_path: Path) -> None:
+def test_python_files_in_the_served_folder_do_not_run(tmp_path: Path) -> None:
     """A model that was downloaded may bring files of the names that Python looks for."""
 
     demo = DEMO
@@ -336,7 +336,7 @@ async def open_and_kill_the_server(address: str, server: subprocess.Popen[str]) 
         return started
 
 
-def test_the_app_does_not_outlive_its_server() -> None:
+def test_app_ends_with_its_server() -> None:
     with served("demo") as (address, server):
         started = asyncio.run(open_and_kill_the_server(address, server))
         assert started
@@ -352,14 +352,14 @@ def test_the_app_does_not_outlive_its_server() -> None:
         (["demo", "--bogus"], "No such option"),
     ],
 )
-def test_bad_input_is_one_line_before_anything_is_served(arguments: list[str], says: str) -> None:
+def test_invalid_arguments_are_one_line_before_serving(arguments: list[str], says: str) -> None:
     done = subprocess.run([PROGRAM, "serve", *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_a_port_that_is_taken_is_said() -> None:
+def test_occupied_port_is_reported() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -370,14 +370,14 @@ def test_a_port_that_is_taken_is_said() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_it_is_this_machine_only_unless_asked() -> None:
+def test_server_listens_on_this_machine_by_default() -> None:
     from dtype_tui.cli.serve import serve
 
     host = next(option for option in serve.params if option.name == "host")
     assert host.default == "127.0.0.1"
 
 
-def test_without_the_package_it_says_what_to_install() -> None:
+def test_missing_package_says_what_to_install() -> None:
     blocked = (
         "import sys; sys.modules['textual_serve'] = None; sys.argv = ['dtype-tui', 'serve', 'demo']; "
         "from dtype_tui.cli.main import main; main()"

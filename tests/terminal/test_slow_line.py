@@ -52,7 +52,7 @@ def test_keys_are_answered_while_the_engine_measures(terminal: ThrottledTerminal
     assert QUESTION not in terminal.raw
 
 
-def test_all_is_drawn_when_it_goes_on_after_a_pause() -> None:
+def test_screen_is_complete_after_a_pause_of_the_line() -> None:
     terminal = ThrottledTerminal("demo", forked=True)
     try:
         terminal.wait_for("measuring|ready", 120)

@@ -36,7 +36,7 @@ def opened() -> Iterator[Opener]:
         terminal.close()
 
 
-def test_from_start_to_a_cast_and_its_drift_to_a_clean_exit(opened: Opener) -> None:
+def test_start_cast_drift_and_clean_exit(opened: Opener) -> None:
     terminal = opened(forked=False)
     terminal.wait_for(r"(?m)^ ● .*import.* \d+ % [█▏▎▍▌▋▊▉]")
     terminal.wait_for("embed_tokens")
@@ -57,7 +57,7 @@ def test_from_start_to_a_cast_and_its_drift_to_a_clean_exit(opened: Opener) -> N
     assert terminal.is_restored()
 
 
-def test_a_panic_in_a_thread_of_the_app_writes_nothing_on_the_screen(opened: Opener, tmp_path: Path) -> None:
+def test_panic_in_a_thread_writes_nothing_on_the_screen(opened: Opener, tmp_path: Path) -> None:
     """The tokenizers library writes its panics to the descriptor of standard error, which the screen is drawn on as well."""
     folder = with_panicking_tokenizer("a bad prepend", tmp_path / "model")
     terminal = opened(str(folder), "--in-process")
@@ -71,7 +71,7 @@ def test_a_panic_in_a_thread_of_the_app_writes_nothing_on_the_screen(opened: Ope
     assert terminal.is_restored()
 
 
-def test_two_results_in_a_row_leave_no_job_on_the_status_line(opened: Opener) -> None:
+def test_two_results_in_a_row_clear_the_status_line(opened: Opener) -> None:
     """What changes on the main screen while a window over it is only just opening is painted all the same."""
     terminal = opened(f"{TINYNET}:TinyNet", size=(80, 24))
     terminal.wait_for(r"SQNR +exact")
@@ -90,7 +90,7 @@ def test_two_results_in_a_row_leave_no_job_on_the_status_line(opened: Opener) ->
     assert terminal.exit_status() == 0
 
 
-def test_rules_from_the_command_line_and_undo_of_them(opened: Opener) -> None:
+def test_command_line_rules_can_be_undone(opened: Opener) -> None:
     terminal = opened("--cast", "*.mlp=bf16", "--cast", "model.layers.0=f16", *QUICK, size=(80, 24))
     terminal.wait_for(r"▄ bf16")
     terminal.wait_for("ready")
@@ -100,13 +100,13 @@ def test_rules_from_the_command_line_and_undo_of_them(opened: Opener) -> None:
     assert terminal.exit_status() == 0
 
 
-def test_a_name_that_only_the_live_model_has_is_no_mistake(opened: Opener) -> None:
+def test_name_known_only_to_the_live_model_is_accepted(opened: Opener) -> None:
     terminal = opened("--cast", "lm_head=bf16", *QUICK)
     terminal.wait_for("ready")
     terminal.wait_for(r"1 lm_head +bf16 +1")
 
 
-def test_a_python_file(opened: Opener) -> None:
+def test_python_file_is_opened_and_measured(opened: Opener) -> None:
     session = de.open(f"{TINYNET}:TinyNet")
     session.cast("*", "float16")
     output = session.drift().output
@@ -122,7 +122,7 @@ def test_a_python_file(opened: Opener) -> None:
     [(signal.SIGTERM, "ready", True), (signal.SIGHUP, "embed_tokens", False), (signal.SIGQUIT, "embed_tokens", True)],
     ids=lambda each: getattr(each, "name", each),
 )
-def test_signals_end_it_cleanly(opened: Opener, number: signal.Signals, state: str, forked: bool) -> None:
+def test_signals_end_the_app_cleanly(opened: Opener, number: signal.Signals, state: str, forked: bool) -> None:
     """With a model there, and while it is being opened."""
     terminal = opened(*QUICK, forked=forked)
     terminal.wait_for(state)
@@ -131,7 +131,7 @@ def test_signals_end_it_cleanly(opened: Opener, number: signal.Signals, state: s
     assert terminal.is_restored()
 
 
-def test_leaving_while_the_model_is_being_opened(opened: Opener) -> None:
+def test_app_can_be_left_while_the_model_opens(opened: Opener) -> None:
     terminal = opened(forked=False)
     terminal.wait_for("embed_tokens")
     terminal.press("q")
@@ -139,7 +139,7 @@ def test_leaving_while_the_model_is_being_opened(opened: Opener) -> None:
     assert terminal.is_restored()
 
 
-def test_a_terminal_too_small_and_one_that_grows(opened: Opener) -> None:
+def test_terminal_too_small_asks_for_more_space(opened: Opener) -> None:
     terminal = opened(size=(40, 10))
     terminal.wait_for("needs 60 x 15")
     terminal.resize(80, 24)
@@ -163,7 +163,7 @@ def hues(raw: bytes) -> set[str]:
     return found
 
 
-def test_without_colour(opened: Opener) -> None:
+def test_no_color_setting_is_respected(opened: Opener) -> None:
     terminal = opened(*QUICK, environment={"NO_COLOR": "1"})
     terminal.wait_for("▌ ▾ demo")
     terminal.press("2")
@@ -182,7 +182,7 @@ def test_without_colour(opened: Opener) -> None:
         (["--bogus"], "No such option"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2_and_no_screen(opened: Opener, arguments: list[str], says: str) -> None:
+def test_invalid_arguments_are_one_line_without_a_screen(opened: Opener, arguments: list[str], says: str) -> None:
     terminal = opened(*arguments)
     assert terminal.exit_status() == 2
     said = terminal.raw.decode()
@@ -192,7 +192,7 @@ def test_bad_input_is_one_line_and_status_2_and_no_screen(opened: Opener, argume
     assert "\x1b" not in said
 
 
-def test_the_engine_tells_that_a_rule_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_reports_a_class_rule_without_matches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the architecture knows its classes, and it takes torch, which the app's process never imports."""
     program = tmp_path / "dtype-tui"
     program.write_text(f"""#!{sys.executable}
@@ -220,14 +220,14 @@ finally:
         opened.close()
 
 
-def test_where_there_is_no_terminal_the_other_program_is_named() -> None:
+def test_missing_terminal_points_to_the_other_program() -> None:
     done = subprocess.run([PROGRAM], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 2
     assert "dtype-engine" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_the_settings_of_a_recipe_file_hold_in_the_app_too(tmp_path: Path) -> None:
+def test_settings_of_a_recipe_file_apply_in_the_app(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("version: 1\nsettings: {autocast: bfloat16}\nrules:\n  - {pattern: '*.mlp', dtype: float16}\n")
     opened = Terminal("--recipe", str(recipe), *QUICK, forked=True)

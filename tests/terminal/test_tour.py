@@ -35,7 +35,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
         terminal.close()
 
 
-def test_from_the_first_look_to_a_recipe_file(opened: Opener, tmp_path: Path) -> None:
+def test_tour_leads_to_a_recipe_file(opened: Opener, tmp_path: Path) -> None:
     terminal = opened("tour", *QUICK)
     terminal.wait_for(r"Tour 1 of")
     terminal.wait_for("embed_tokens")
@@ -64,7 +64,7 @@ def test_from_the_first_look_to_a_recipe_file(opened: Opener, tmp_path: Path) ->
     assert terminal.is_restored()
 
 
-def test_the_first_start_offers_it_and_the_second_does_not(opened: Opener, tmp_path: Path) -> None:
+def test_tour_is_offered_at_the_first_start_only(opened: Opener, tmp_path: Path) -> None:
     state = {"XDG_STATE_HOME": str(tmp_path / "state")}
     terminal = opened("demo", *QUICK, environment=state, first=True)
     terminal.wait_for("New here")

@@ -89,7 +89,7 @@ def expected_of(path: Path) -> tuple[int, int]:
         ("resume", "process"),
     ],
 )
-async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
+async def test_python_model_has_its_sizes_in_tree_and_pane(
     kind: str, net: Path, monkeypatch: pytest.MonkeyPatch, way: Way
 ) -> None:
     monkeypatch.syspath_prepend(str(net.parent))
@@ -131,7 +131,7 @@ async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
 # -- a damaged part of a model's folder ------------------------------------------------------------------------------
 
 
-async def test_a_model_whose_tokenizer_panics_is_measured_on_token_ids(tmp_path: Path) -> None:
+async def test_model_whose_tokenizer_panics_is_measured_on_token_ids(tmp_path: Path) -> None:
     """One of those that `engine/hostile/test_preprocessing.py` has."""
     app = app_on("thread", str(with_panicking_tokenizer("a damaged precompiled normaliser", tmp_path / "model")))
     async with opened(app) as pilot:
@@ -141,7 +141,7 @@ async def test_a_model_whose_tokenizer_panics_is_measured_on_token_ids(tmp_path:
         await until(pilot, lambda: "has a tokenizer that is damaged" in " ".join(screen(app).split()))
 
 
-async def test_a_model_whose_processor_fails_opens_and_says_why_it_has_no_inputs(tmp_path: Path) -> None:
+async def test_model_whose_processor_fails_opens_without_inputs(tmp_path: Path) -> None:
     folder = checkpoint_folders.save("vit", tmp_path / "vit")
     path = folder / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"image_mean": [0.5] * 7}))
@@ -154,7 +154,7 @@ async def test_a_model_whose_processor_fails_opens_and_says_why_it_has_no_inputs
 # -- what is refused takes nothing off the screen --------------------------------------------------------------------
 
 
-async def test_a_refused_key_is_a_notice_and_leaves_the_figures(net: Path, way: Way) -> None:
+async def test_refused_key_is_a_notice_and_keeps_the_figures(net: Path, way: Way) -> None:
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
@@ -184,9 +184,7 @@ async def test_a_refused_key_is_a_notice_and_leaves_the_figures(net: Path, way: 
         ]
 
 
-async def test_a_measurement_that_fails_says_so_in_the_pane_and_a_later_refusal_does_not_hide_it(
-    tmp_path: Path, way: Way
-) -> None:
+async def test_failed_measurement_is_shown_in_the_pane(tmp_path: Path, way: Way) -> None:
     path = tmp_path / "fails.py"
     body = CODE.replace(
         "x = layer(x).relu()", "assert layer.weight.dtype != torch.float16, 'not in half'; x = layer(x)"
@@ -210,7 +208,7 @@ WINDOWS = ("e", "i", "comma", "p", "H", "question_mark", "enter", "s")
 """The keys that open one."""
 
 
-async def test_closing_a_window_lets_the_measurement_behind_it_go_on(net: Path, way: Way) -> None:
+async def test_closing_a_window_continues_the_measurement_behind_it(net: Path, way: Way) -> None:
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
@@ -240,7 +238,7 @@ async def test_closing_a_window_lets_the_measurement_behind_it_go_on(net: Path, 
             assert not any("stopped" in words for words in notices(app)), key
 
 
-async def test_d_and_esc_stop_the_causes_and_not_what_goes_before_them(net: Path, way: Way) -> None:
+async def test_d_and_esc_cancel_the_causes_only(net: Path, way: Way) -> None:
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
@@ -272,7 +270,7 @@ async def test_d_and_esc_stop_the_causes_and_not_what_goes_before_them(net: Path
         assert re.search(r"SQNR .*\d\d\.\d\d dB", screen(app))
 
 
-async def test_esc_says_what_it_stopped_and_what_did_not_begin(net: Path, way: Way) -> None:
+async def test_esc_says_what_was_cancelled_and_what_did_not_begin(net: Path, way: Way) -> None:
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
@@ -295,7 +293,7 @@ async def test_esc_says_what_it_stopped_and_what_did_not_begin(net: Path, way: W
             assert (app.controller.experiment.results.report is not None) == (keys != ("m",))
 
 
-async def test_what_a_stopped_timing_changed_is_put_back_and_told(net: Path, way: Way) -> None:
+async def test_cancelled_timing_restores_the_casts_and_says_so(net: Path, way: Way) -> None:
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
@@ -322,7 +320,7 @@ async def test_what_a_stopped_timing_changed_is_put_back_and_told(net: Path, way
 # -- what waits ------------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_asked_while_it_measures_is_named_until_it_is_done(net: Path, way: Way) -> None:
+async def test_requests_during_a_measurement_are_named_until_done(net: Path, way: Way) -> None:
     app = app_on(way, f"{net}:Net")
     async with opened(app, (80, 24)) as pilot:
         slow(net, 1)
@@ -345,7 +343,7 @@ async def test_what_is_asked_while_it_measures_is_named_until_it_is_done(net: Pa
         assert app.controller.activity.waiting == ()
 
 
-async def test_a_timing_that_a_cast_interrupts_is_done_after_it(net: Path, way: Way) -> None:
+async def test_timing_interrupted_by_a_cast_is_done_afterwards(net: Path, way: Way) -> None:
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         slow(net, 1)
@@ -361,7 +359,7 @@ async def test_a_timing_that_a_cast_interrupts_is_done_after_it(net: Path, way: 
         await until(pilot, lambda: "f16" in screen(app))
 
 
-async def test_what_an_export_would_write_is_told_while_it_measures(net: Path, way: Way) -> None:
+async def test_export_plan_is_shown_while_measuring(net: Path, way: Way) -> None:
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         slow(net, 0.5)

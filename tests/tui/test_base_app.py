@@ -21,7 +21,7 @@ from dtype_tui.app import DtypeApp
 
 
 @pytest.mark.parametrize("asked", [False, True])
-async def test_it_is_one_sentence_and_a_status_that_is_not_0(
+async def test_unexpected_error_is_one_sentence_and_a_failing_status(
     asked: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -46,7 +46,7 @@ async def test_it_is_one_sentence_and_a_status_that_is_not_0(
 
 
 @pytest.mark.slow
-async def test_nothing_that_a_closed_window_has_drawn_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_drawings_of_a_closed_window_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
     drawings: weakref.WeakSet[StylesCache] = weakref.WeakSet()
     made = StylesCache.__init__
     monkeypatch.setattr(StylesCache, "__init__", lambda drawing: (drawings.add(drawing), made(drawing))[1])
@@ -62,7 +62,7 @@ async def test_nothing_that_a_closed_window_has_drawn_is_kept(monkeypatch: pytes
         assert len(drawings) <= before + 2
 
 
-async def test_garbage_is_collected_when_the_engine_ends_before_it_was_ready() -> None:
+async def test_garbage_is_collected_if_the_engine_ends_early() -> None:
     app = make_app()
     async with running(app) as pilot:
         assert not gc.isenabled()
@@ -71,7 +71,7 @@ async def test_garbage_is_collected_when_the_engine_ends_before_it_was_ready() -
 
 
 @pytest.mark.slow
-async def test_garbage_is_collected_where_no_engine_is_ever_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_garbage_is_collected_if_no_engine_gets_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dtype_tui.app, "LONGEST_WITHOUT_GC_S", 0.05)
     app = make_app()
     async with running(app) as pilot:

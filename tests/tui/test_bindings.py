@@ -113,13 +113,13 @@ def by_no_command(key: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("walk", IN_MAIN, ids=named)
-async def test_the_palette_does_the_same(walk: Walk) -> None:
+async def test_palette_does_the_same_as_the_keys(walk: Walk) -> None:
     await take(walk, by_palette, lambda key: not by_no_palette(key))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("walk", IN_MAIN, ids=named)
-async def test_the_command_line_does_the_same(walk: Walk) -> None:
+async def test_command_line_does_the_same_as_the_keys(walk: Walk) -> None:
     await take(walk, by_command, lambda key: not by_no_command(key))
 
 
@@ -137,7 +137,7 @@ async def test_ctrl_z_stops_the_process(monkeypatch: pytest.MonkeyPatch) -> None
         signal.signal(signal.SIGTSTP, before)
 
 
-def test_every_row_of_the_help_is_walked_and_no_other() -> None:
+def test_every_row_of_the_help_is_tested() -> None:
     shown, _ = sections({}, ())
     named_by_the_help = {(place, key) for place, rows in shown for keys, _ in rows for key in keys.split(", ")}
     walked = {
@@ -165,7 +165,7 @@ def test_every_place_with_keys_is_in_the_help() -> None:
     assert len(bound - {"ModelPicker", "SidePanes", "DtypeApp", "LineInput"}) == len(shown)
 
 
-def test_every_key_of_the_main_screen_is_in_one_group_of_the_help() -> None:
+def test_every_main_screen_key_is_in_one_help_group() -> None:
     """But for 1 to 8, which are a line of their own."""
     bound = [binding.id for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
     grouped = [name for _, entries in GROUPS for _, names in entries for name in names]
@@ -193,7 +193,7 @@ WORDS: dict[str, tuple[Look, Any]] = {
 
 
 @pytest.mark.slow
-async def test_every_command_with_words_does_something() -> None:
+async def test_every_command_with_arguments_works() -> None:
     assert [line.split()[0] for line in WORDS] == [command.name for command in WITH_ARGUMENTS]
     app = make_app()
     async with app.run_test(size=SMALL) as pilot:
@@ -206,7 +206,7 @@ async def test_every_command_with_words_does_something() -> None:
 
 
 @pytest.mark.slow
-async def test_what_the_palette_has_beside_the_keys_works() -> None:
+async def test_palette_entries_without_keys_work() -> None:
     app = make_app()
     async with app.run_test(size=SMALL) as pilot:
         await ready(app, pilot)

@@ -41,14 +41,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "demo --engine-command=docker",
     ],
 )  # fmt: skip
-def test_none_for_what_opens_no_model_in_a_process_of_this_machine(line: str, started: list[Any]) -> None:
+def test_no_early_engine_without_a_local_model(line: str, started: list[Any]) -> None:
     early_engine.start_early(line.split())
     assert not started
     assert early_engine.take() is None
 
 
 @pytest.mark.parametrize("line", ["", "demo", "--resume", "/srv/serve", "demo --cast *=bf16", "./ssh", "-- serve"])
-def test_one_for_what_looks_like_a_model_and_it_is_taken_once(line: str, started: list[Any]) -> None:
+def test_early_engine_is_started_and_taken_once(line: str, started: list[Any]) -> None:
     early_engine.start_early(line.split())
     assert len(started) == 1
     assert early_engine.take() is not None

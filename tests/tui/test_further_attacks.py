@@ -89,7 +89,7 @@ def edited(**changes: Any) -> Path:
         ({"reference": "net.py:Net"}, "Python code is named on the command line"),
     ],
 )
-def test_what_the_command_line_would_refuse_is_refused_in_a_session(changes: dict[str, Any], says: str) -> None:
+def test_session_is_refused_like_the_same_command_line(changes: dict[str, Any], says: str) -> None:
     path = edited(**changes)
     with pytest.raises(UserError) as told:
         read_session(path)
@@ -98,7 +98,7 @@ def test_what_the_command_line_would_refuse_is_refused_in_a_session(changes: dic
     assert str(told.value).isprintable()
 
 
-def test_a_session_that_others_could_have_written_names_no_cluster() -> None:
+def test_session_writable_by_others_names_no_cluster() -> None:
     """What a scheduler of Dask sends is unpickled."""
     path = edited(workers="tcp://10.0.0.1:8786")
     assert saved_session(None).options.workers == "tcp://10.0.0.1:8786"
@@ -110,7 +110,7 @@ def test_a_session_that_others_could_have_written_names_no_cluster() -> None:
             saved_session(model)
 
 
-def test_a_session_with_an_option_for_ssh_is_refused_as_a_typed_one_is() -> None:
+def test_ssh_option_in_a_session_is_refused_like_a_typed_one() -> None:
     from dtype_tui.cli.remote import address_of
 
     edited(model="ssh://-oProxyCommand=touch x/y")
@@ -119,7 +119,7 @@ def test_a_session_with_an_option_for_ssh_is_refused_as_a_typed_one_is() -> None
         address_of(saved.model or "")
 
 
-async def test_a_session_of_hostile_texts_and_figures_is_drawn_as_text() -> None:
+async def test_hostile_session_texts_are_drawn_escaped() -> None:
     text = "\x1b]0;owned\x07\u202e"
     output = dataclasses.replace(
         MEASURED.output, kl_mean=float("nan"), sqnr_db=float("inf"), mean_abs=1e308, elements=-1
@@ -163,7 +163,7 @@ def _at(path: Path) -> SessionFile:
 # -- two apps, and a disk that takes nothing ---------------------------------------------------------------------------
 
 
-async def test_two_apps_that_take_up_one_session_keep_each_its_own() -> None:
+async def test_two_apps_resuming_one_session_save_separately() -> None:
     before = edited()
     content = before.read_bytes()
     for recipe in (MLP, BF16):
@@ -184,7 +184,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", REFUSALS)
-async def test_a_session_that_can_not_be_kept_is_a_notice_and_no_end(
+async def test_unsavable_session_is_a_notice_and_the_app_continues(
     what: str, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, says = REFUSALS[what]
@@ -209,7 +209,7 @@ async def _tells(says: str) -> None:
         assert app.is_running
 
 
-def test_what_can_not_be_deleted_or_encoded_does_not_end_the_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undeletable_and_unencodable_files_do_not_stop_saving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dtype_tui.state.session_store.MOST_KEPT", 0)
     (sessions_folder() / "folder.json").mkdir(parents=True)
     file = SessionFile()
@@ -225,9 +225,7 @@ def test_what_can_not_be_deleted_or_encoded_does_not_end_the_saving(monkeypatch:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("years", [-20, 20])
-async def test_a_clock_that_jumps_changes_no_time_left_and_ends_nothing(
-    years: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_clock_jumps_do_not_affect_remaining_times(years: int, monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app(saver=saver)
     now = time.time
     async with running(app) as pilot:
@@ -248,7 +246,7 @@ async def test_a_clock_that_jumps_changes_no_time_left_and_ends_nothing(
         assert engine(app).recipes[-1] == BF16
 
 
-def test_measurements_saved_by_a_clock_that_was_ahead_are_not_believed() -> None:
+def test_measurements_with_future_times_are_not_trusted() -> None:
     """A file of the model may have been written since, and seem older."""
     session = SavedSession(None, "demo", Path(DEMO), measured=(MEASURED,))
     assert session.valid_measurements == (MEASURED,)

@@ -109,11 +109,11 @@ async def go_through(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scene", ["before the model", *SCENES])
-async def test_it_lives_on(scene: str) -> None:
+async def test_app_survives_random_events(scene: str) -> None:
     await go_through(scene, "0", [None] * SEQUENCES)
 
 
-async def test_a_failure_whose_text_is_a_module_of_the_tree_is_escaped() -> None:
+async def test_failure_text_that_equals_a_module_name_is_escaped() -> None:
     name = "\x1b]0;owned\x07"
     tree = from_tensors([TensorInfo(f"{name}.weight", (2, 2), "float32")])
     app = make_app()
@@ -130,7 +130,7 @@ async def test_a_failure_whose_text_is_a_module_of_the_tree_is_escaped() -> None
         assert sum("\\x1b]0;owned\\x07" in line for line in lines(app)) > 2
 
 
-async def test_a_failure_of_a_text_without_end_is_cut() -> None:
+async def test_endless_failure_text_is_cut() -> None:
     app = make_app()
     async with running(app) as pilot:
         await SCENES["as-stored"](app, pilot)
@@ -140,7 +140,7 @@ async def test_a_failure_of_a_text_without_end_is_cut() -> None:
 
 
 @pytest.mark.slow
-async def test_results_without_end_do_not_open_windows_without_end() -> None:
+async def test_many_results_do_not_open_many_windows() -> None:
     app = make_app()
     async with running(app, SIZES[0]) as pilot:
         await SCENES["as-stored"](app, pilot)
@@ -156,13 +156,13 @@ async def test_results_without_end_do_not_open_windows_without_end() -> None:
 
 
 @pytest.mark.slow
-async def test_figures_so_far_may_be_anything() -> None:
+async def test_partial_figures_may_have_any_value() -> None:
     await go_through("measuring", "so far", [events.OutputMeasured] * 3 * SEQUENCES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scene", ["mix", "leave"])
-async def test_it_lives_on_whatever_kind_of_event_has_hostile_names(scene: str) -> None:
+async def test_app_survives_hostile_names_in_every_event(scene: str) -> None:
     await go_through(scene, "names", KINDS, hostile=True)
 
 

@@ -71,7 +71,7 @@ def bytes_below(name: str) -> int:
     return sum(tensor.nbytes for key, tensor in tensors.items() if key.startswith(f"{name}."))
 
 
-async def test_what_takes_memory() -> None:
+async def test_task_find_what_takes_memory() -> None:
     async with job() as keys:
         await keys.press("z", "down", "down")
         tree = keys.app.main.tree_view
@@ -82,7 +82,7 @@ async def test_what_takes_memory() -> None:
         assert f"{bytes_below('model.layers') / 2**20:.1f} MiB" in line
 
 
-async def test_cast_the_mlps_to_fp8_and_read_the_cost() -> None:
+async def test_task_cast_the_mlps_to_fp8_and_read_the_cost() -> None:
     async with job() as keys:
         await keys.press("c", *"*.mlp=fp8", "enter")
         cost = await keys.measured()
@@ -102,7 +102,7 @@ async def test_cast_the_mlps_to_fp8_and_read_the_cost() -> None:
         )
 
 
-async def test_find_what_hurts_most_and_put_it_back() -> None:
+async def test_task_find_the_worst_module_and_restore_it() -> None:
     async with job() as keys:
         await keys.press("5")
         before = await keys.measured()
@@ -118,7 +118,7 @@ async def test_find_what_hurts_most_and_put_it_back() -> None:
         assert keys.app.screen is keys.app.main
 
 
-async def test_the_best_recipe_under_half_of_the_bytes() -> None:
+async def test_task_find_the_best_recipe_under_half_of_the_bytes() -> None:
     async with job() as keys:
         await keys.until(lambda: keys.app.controller.experiment.model.live)
         await keys.press("s", "enter")
@@ -137,7 +137,7 @@ async def test_the_best_recipe_under_half_of_the_bytes() -> None:
         assert keys.app.screen is keys.app.main
 
 
-async def test_leave_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_task_leave_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     async with job() as keys:
         await keys.press("2", "e", "enter")

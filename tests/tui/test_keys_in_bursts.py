@@ -95,9 +95,7 @@ BURSTS = """
 
 
 @pytest.mark.slow
-async def test_bursts_at_random_do_what_their_keys_do_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_random_bursts_act_like_single_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both apps go on from where the burst before left them, so a difference that is not seen at once has its consequences."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dtype_tui.main_screen.STOP_WAIT_S", 1e6)  # what the app does by the clock is another test's
@@ -120,7 +118,7 @@ async def test_bursts_at_random_do_what_their_keys_do_one_by_one(
         assert one == other, f"after {bursts[: number + 1][-3:]}"
 
 
-async def test_a_cast_and_the_keys_after_it() -> None:
+async def test_keys_right_after_a_cast_are_handled() -> None:
     app = make_app()
     async with running(app) as pilot:
         await begun(app, pilot)
@@ -130,7 +128,7 @@ async def test_a_cast_and_the_keys_after_it() -> None:
         assert cursor(app) != ""
 
 
-async def test_escape_and_the_keys_after_it() -> None:
+async def test_keys_right_after_escape_are_handled() -> None:
     app = make_app()
     async with running(app) as pilot:
         await begun(app, pilot)
@@ -140,7 +138,7 @@ async def test_escape_and_the_keys_after_it() -> None:
         assert (top(app), typed(app)) == ("MainScreen", "no line")
 
 
-async def test_a_letter_that_arrives_with_the_escape_before_it_comes_after_it() -> None:
+async def test_letter_in_one_write_with_escape_comes_after_it() -> None:
     """Terminals of the old kind send for Escape and then q what they send for alt+q."""
     app = make_app()
     async with running(app) as pilot:
@@ -150,9 +148,7 @@ async def test_a_letter_that_arrives_with_the_escape_before_it_comes_after_it() 
         assert not typing(app)
 
 
-async def test_the_save_window_keeps_what_is_typed_before_it_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_save_window_keeps_text_typed_before_it_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     app = make_app()
     async with running(app) as pilot:
@@ -162,9 +158,7 @@ async def test_the_save_window_keeps_what_is_typed_before_it_is_there(
         assert (top(app), cursor(app) != "") == ("MainScreen", True)
 
 
-async def test_an_export_is_replaced_only_by_a_second_enter_right_after_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_export_is_replaced_only_by_a_second_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
     Path("there/recipe.yaml").write_text("version: 1\nrules:\n")
@@ -181,7 +175,7 @@ async def test_an_export_is_replaced_only_by_a_second_enter_right_after_the_firs
 
 
 @pytest.mark.parametrize(("key", "command"), [("f", "flow"), ("t", "speed")])
-async def test_a_key_pressed_twice_asks_the_engine_once(key: str, command: str) -> None:
+async def test_repeated_key_sends_one_request(key: str, command: str) -> None:
     app = make_app()
     async with running(app) as pilot:
         await begun(app, pilot)
@@ -199,7 +193,7 @@ async def test_a_key_pressed_twice_asks_the_engine_once(key: str, command: str) 
 @pytest.mark.parametrize(
     ("line", "command"), [(":download{enter}", "download"), (":over-memory{enter}", "over-memory")]
 )
-async def test_a_model_that_was_opened_again_can_be_opened_again(line: str, command: str) -> None:
+async def test_reopened_model_can_be_opened_again(line: str, command: str) -> None:
     """Although the engine is still busy with measuring it."""
     app = make_app()
     async with running(app) as pilot:
@@ -212,7 +206,7 @@ async def test_a_model_that_was_opened_again_can_be_opened_again(line: str, comm
         assert engine(app).commands.count(command) == 2
 
 
-async def test_keys_typed_before_the_first_paint_are_kept() -> None:
+async def test_keys_before_the_first_paint_are_kept() -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)):
         await burst(app, keys_of("c{ctrl+u}*.mlp=bf16{enter}/norm{enter}"))
@@ -220,7 +214,7 @@ async def test_keys_typed_before_the_first_paint_are_kept() -> None:
         assert "norm" in cursor(app)
 
 
-async def test_nothing_is_done_by_the_keys_after_the_one_that_leaves() -> None:
+async def test_keys_after_quitting_do_nothing() -> None:
     app = make_app()
     async with running(app) as pilot:
         await begun(app, pilot)
@@ -228,7 +222,7 @@ async def test_nothing_is_done_by_the_keys_after_the_one_that_leaves() -> None:
         assert rules(app) == []
 
 
-async def test_the_palette_runs_what_was_typed_and_not_what_less_of_it_finds() -> None:
+async def test_palette_runs_the_complete_typed_text() -> None:
     app = make_app()
     async with running(app) as pilot:
         await begun(app, pilot)

@@ -60,7 +60,7 @@ def tree_of(app: DtypeApp) -> ModuleTree:
     return app.query_one(ModuleTree)
 
 
-async def test_the_tree_is_there_before_the_engine_has_said_anything(app: DtypeApp) -> None:
+async def test_tree_is_shown_before_the_engine_answers(app: DtypeApp) -> None:
     async with running(app):
         text = screen(app)
         assert "embed_tokens" in text
@@ -69,7 +69,7 @@ async def test_the_tree_is_there_before_the_engine_has_said_anything(app: DtypeA
         assert engine(app).commands == ["start"]
 
 
-async def test_moving_opening_and_closing(app: DtypeApp) -> None:
+async def test_moving_opening_and_closing_nodes(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree = tree_of(app)
         assert tree.current.name == ""
@@ -95,7 +95,7 @@ async def test_moving_opening_and_closing(app: DtypeApp) -> None:
 
 
 @pytest.mark.parametrize(("key", "dtype"), [(str(number), dtype) for number, dtype in enumerate(DIGITS, 1)])
-async def test_digits_cast_the_node_at_once(app: DtypeApp, key: str, dtype: str) -> None:
+async def test_digit_keys_cast_the_node_at_once(app: DtypeApp, key: str, dtype: str) -> None:
     async with running(app) as pilot:
         assert tree_of(app).go_to("model.layers.3.mlp")
         await pilot.press("7" if key != "7" else "2", key)
@@ -104,7 +104,7 @@ async def test_digits_cast_the_node_at_once(app: DtypeApp, key: str, dtype: str)
         assert app.controller.experiment.plan.dtypes["model.layers.3.mlp.up_proj.weight"] == expected
 
 
-async def test_undo_redo_and_dropping(app: DtypeApp) -> None:
+async def test_undo_redo_and_dropping_rules(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
         await until(pilot, lambda: "1.35 MiB" in screen(app))
@@ -125,7 +125,7 @@ async def test_undo_redo_and_dropping(app: DtypeApp) -> None:
 
 
 @pytest.mark.slow
-async def test_the_cast_prompt_completes_the_names_of_formats(app: DtypeApp) -> None:
+async def test_cast_prompt_completes_format_names(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree_of(app).go_to("model.layers.3.mlp")
         await pilot.press("c", "end")
@@ -147,7 +147,7 @@ async def test_the_cast_prompt_completes_the_names_of_formats(app: DtypeApp) -> 
         assert engine(app).recipes == [Recipe((Rule("model.layers.*.mlp", "int4@g128"),))]
 
 
-async def test_the_cast_prompt_walks_from_one_to_its_kind_and_previews(app: DtypeApp) -> None:
+async def test_cast_prompt_widens_the_pattern_and_previews(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree_of(app).go_to("model.layers.3.mlp")
         await pilot.press("c")
@@ -173,7 +173,7 @@ async def test_the_cast_prompt_walks_from_one_to_its_kind_and_previews(app: Dtyp
         assert tree_of(app).has_focus
 
 
-async def test_the_cast_prompt_says_what_is_wrong_as_it_is_typed(app: DtypeApp) -> None:
+async def test_cast_prompt_explains_errors_while_typing(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("c")
         field = app.query_one("#cast-input", Input)
@@ -192,7 +192,7 @@ async def test_the_cast_prompt_says_what_is_wrong_as_it_is_typed(app: DtypeApp) 
         assert tree_of(app).has_focus
 
 
-async def test_a_rule_that_takes_nothing_is_not_put_in_force(app: DtypeApp) -> None:
+async def test_rule_without_matches_is_not_applied(app: DtypeApp) -> None:
     """The prompt says why and stays; so does the command line; a key on a node with nothing to cast gives a notice."""
     async with running(app) as pilot:
         await pilot.press("c")
@@ -215,7 +215,7 @@ async def test_a_rule_that_takes_nothing_is_not_put_in_force(app: DtypeApp) -> N
         assert app.controller.experiment.recipe.rules == ()
 
 
-async def test_a_long_refusal_is_shown_to_its_end(app: DtypeApp) -> None:
+async def test_long_error_is_shown_in_full(app: DtypeApp) -> None:
     async with running(app, SMALL) as pilot:
         await pilot.press("c")
         height = app.query_one("#cast").size.height
@@ -233,7 +233,7 @@ async def test_a_long_refusal_is_shown_to_its_end(app: DtypeApp) -> None:
         assert app.query_one("#cast").size.height == height
 
 
-async def test_a_rule_that_changes_no_dtype_keeps_what_was_measured(app: DtypeApp) -> None:
+async def test_rule_that_changes_no_dtype_keeps_the_measurement(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
         recipe = app.controller.experiment.recipe
@@ -253,7 +253,7 @@ async def test_a_rule_that_changes_no_dtype_keeps_what_was_measured(app: DtypeAp
         assert len(engine(app).recipes) == asked + 1
 
 
-async def test_the_filter_shows_matches_and_what_is_above_them(app: DtypeApp) -> None:
+async def test_filter_shows_matches_and_their_parents(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree = tree_of(app)
         before = len(tree.rows)
@@ -276,7 +276,7 @@ async def test_the_filter_shows_matches_and_what_is_above_them(app: DtypeApp) ->
         assert tree.filter_text == ""
 
 
-async def test_one_prompt_is_open_at_a_time_and_escape_closes_it_from_the_tree_too(app: DtypeApp) -> None:
+async def test_only_one_prompt_is_open_and_escape_closes_it(app: DtypeApp) -> None:
     async with app.run_test(size=(100, 30)) as pilot:
         await pilot.press("c")
         await pilot.click(ModuleTree)
@@ -289,7 +289,7 @@ async def test_one_prompt_is_open_at_a_time_and_escape_closes_it_from_the_tree_t
         assert app.focused is tree_of(app)
 
 
-async def test_readings_of_another_recipe_are_never_shown(app: DtypeApp) -> None:
+async def test_results_of_another_recipe_are_never_shown(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await say(app, pilot, ready(app))
         await pilot.press("2")
@@ -305,7 +305,7 @@ async def test_readings_of_another_recipe_are_never_shown(app: DtypeApp) -> None
         assert app.controller.experiment.results.report is None
 
 
-async def test_drift_goes_by_module_as_the_pass_goes_by(app: DtypeApp) -> None:
+async def test_module_drift_appears_during_the_pass(app: DtypeApp) -> None:
     async with running(app) as pilot:
         recipe = app.controller.experiment.recipe
         modules = (ModuleDrift("model.layers.0", 45.6, 0.1, 0), ModuleDrift("model.layers.1", 1.0, 9.9, 4))
@@ -325,7 +325,7 @@ async def test_drift_goes_by_module_as_the_pass_goes_by(app: DtypeApp) -> None:
         assert tree_of(app).current.name == "model.layers.1"
 
 
-async def test_the_drift_pane_has_every_figure_with_its_unit(app: DtypeApp) -> None:
+async def test_drift_pane_has_every_figure_with_its_unit(app: DtypeApp) -> None:
     async with running(app) as pilot:
         recipe = app.controller.experiment.recipe
         await say(app, pilot, ready(app), events.Measured(recipe, report(recipe)), events.Idle())
@@ -346,7 +346,7 @@ async def test_the_drift_pane_has_every_figure_with_its_unit(app: DtypeApp) -> N
             assert words in text, "the details of the model have all of it"
 
 
-async def test_memory_says_what_is_planned_at_once_and_what_is_there_when_told(app: DtypeApp) -> None:
+async def test_memory_pane_shows_planned_and_measured_bytes(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
         text = screen(app)
@@ -364,7 +364,7 @@ async def test_memory_says_what_is_planned_at_once_and_what_is_there_when_told(a
             assert words in screen(app)
 
 
-async def test_which_rule_decides_a_node_and_which_lose(app: DtypeApp) -> None:
+async def test_deciding_and_overridden_rules_of_a_node_are_shown(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
         tree_of(app).go_to("model.layers.3.mlp")
@@ -377,7 +377,7 @@ async def test_which_rule_decides_a_node_and_which_lose(app: DtypeApp) -> None:
         await until(pilot, lambda: "3  rule 2 decides" in screen(app) and "rule 1 decides 6 of 9" in screen(app))
 
 
-async def test_totals_are_mixes_and_changed_tensors_say_from_what(app: DtypeApp) -> None:
+async def test_parents_show_mixes_and_changed_tensors_their_old_dtype(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree_of(app).go_to("model.layers.3.mlp.up_proj.weight")
         await pilot.press("2")
@@ -387,7 +387,7 @@ async def test_totals_are_mixes_and_changed_tensors_say_from_what(app: DtypeApp)
         assert re.search(r"▄▖▄ f32 ", mixed), "a section for each dtype, and the name of the first"
 
 
-async def test_the_live_tree_takes_the_place_of_the_headers_one(app: DtypeApp) -> None:
+async def test_live_tree_replaces_the_tree_of_headers(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree_of(app).go_to("model.layers.3.mlp")
         await pilot.press("2")
@@ -412,7 +412,7 @@ async def test_the_live_tree_takes_the_place_of_the_headers_one(app: DtypeApp) -
         await until(pilot, lambda: "= model" in screen(app))
 
 
-async def test_a_failure_is_a_notice_and_marks_its_module(app: DtypeApp) -> None:
+async def test_failure_is_a_notice_and_marks_its_module(app: DtypeApp) -> None:
     async with running(app) as pilot:
         recipe = app.controller.experiment.recipe
         await say(app, pilot, ready(app), events.Failed(recipe, "[bold]no kernel[/]", "model.layers.1"), events.Idle())
@@ -425,7 +425,7 @@ async def test_a_failure_is_a_notice_and_marks_its_module(app: DtypeApp) -> None
         assert not any("failed here" in line for line in lines(app))
 
 
-async def test_without_a_model_the_headers_can_still_be_planned(app: DtypeApp) -> None:
+async def test_headers_can_be_planned_without_a_model(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await say(app, pilot, events.OpenFailed("no config.json beside the weights"), events.Idle())
         await pilot.press("2")
@@ -438,7 +438,7 @@ async def test_without_a_model_the_headers_can_still_be_planned(app: DtypeApp) -
         assert "planning only" in text
 
 
-async def test_with_neither_tree_nor_model_the_message_stands_in_the_middle() -> None:
+async def test_message_is_centered_without_tree_and_model() -> None:
     app = app_of(Launch("x.py:Y"))
     async with running(app) as pilot:
         assert "The tree appears" in screen(app)
@@ -450,7 +450,7 @@ async def test_with_neither_tree_nor_model_the_message_stands_in_the_middle() ->
         assert not app.controller.experiment.recipe.rules
 
 
-async def test_an_island_that_is_broken_is_said(app: DtypeApp) -> None:
+async def test_cast_of_a_float32_island_is_noted(app: DtypeApp) -> None:
     async with running(app) as pilot:
         app.controller.experiment.tree.modules["model.norm"].keep_in_fp32 = "declared"
         app.main.show_all()
@@ -475,7 +475,7 @@ async def test_small_screens_show_one_pane_at_a_time(app: DtypeApp) -> None:
         assert all(app.query_one(pane).display for pane in (DriftPane, MemoryPane, RecipePane))
 
 
-async def test_a_screen_too_small_says_what_it_needs_and_comes_back(app: DtypeApp) -> None:
+async def test_too_small_screen_says_what_it_needs(app: DtypeApp) -> None:
     async with running(app, (40, 10)) as pilot:
         await until(pilot, lambda: "needs 60 x 15" in " ".join(screen(app).split()))
         await pilot.resize_terminal(*SMALL)
@@ -484,7 +484,7 @@ async def test_a_screen_too_small_says_what_it_needs_and_comes_back(app: DtypeAp
         assert "needs 60" not in screen(app)
 
 
-async def test_details_of_a_tensor(app: DtypeApp) -> None:
+async def test_details_of_a_tensor_are_shown(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree_of(app).go_to("model.embed_tokens.weight")
         await pilot.press("2", "enter")
@@ -495,7 +495,7 @@ async def test_details_of_a_tensor(app: DtypeApp) -> None:
 
 
 @pytest.mark.slow
-async def test_the_palette_offers_every_action(app: DtypeApp) -> None:
+async def test_palette_offers_every_action(app: DtypeApp) -> None:
     async with running(app) as pilot:
         titles = {command.title for command in app.get_system_commands(app.screen)}
         assert {"Undo", "Cast by pattern", "Measure again", "Cast the node to bfloat16"} <= titles
@@ -507,7 +507,7 @@ async def test_the_palette_offers_every_action(app: DtypeApp) -> None:
         assert engine(app).recipes == [Recipe((Rule("*", "bfloat16"),))]
 
 
-async def test_esc_stops_the_engine_and_m_measures_again(app: DtypeApp) -> None:
+async def test_esc_cancels_and_m_measures_again(app: DtypeApp) -> None:
     async with running(app) as pilot:
         recipe = app.controller.experiment.recipe
         await say(app, pilot, ready(app), events.MeasuringProgress(recipe, "candidate", 1, 60))
@@ -518,7 +518,7 @@ async def test_esc_stops_the_engine_and_m_measures_again(app: DtypeApp) -> None:
         assert engine(app).commands[-1] == "measure"
 
 
-async def test_leaving_before_the_first_paint_is_over_is_no_error() -> None:
+async def test_leaving_during_the_first_paint_is_no_error() -> None:
     app = make_app()
     async with app.run_test():
         app.exit()
@@ -527,7 +527,7 @@ async def test_leaving_before_the_first_paint_is_over_is_no_error() -> None:
     assert not app.main._is_complete
 
 
-async def test_keys_of_the_tree_do_not_wait_for_the_panes() -> None:
+async def test_tree_keys_do_not_wait_for_the_panes() -> None:
     app = make_app()
     may_end = asyncio.Event()
     seen = []
@@ -551,9 +551,7 @@ async def test_keys_of_the_tree_do_not_wait_for_the_panes() -> None:
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told to", "closed"])
-async def test_leaving_between_the_imports_and_the_panes_is_no_error(
-    told: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_leaving_while_panes_are_imported_is_no_error(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where Textual closes the screen without a word to the app."""
     app = make_app()
     sleep = asyncio.sleep
@@ -574,7 +572,7 @@ async def test_leaving_between_the_imports_and_the_panes_is_no_error(
     assert not app.main._has_panes
 
 
-async def test_a_key_before_the_engine_starts_closes_the_offer_of_the_tour(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_early_key_closes_the_offer_of_the_tour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dtype_tui.app.PAUSE_S", 0.4)
     app = make_app(offers_tour=True)
     async with app.run_test(size=(120, 36)) as pilot:
@@ -590,7 +588,7 @@ async def test_leaving_closes_the_engine(app: DtypeApp) -> None:
     assert engine(app).commands[-1] == "close"
 
 
-async def test_rules_that_nothing_keeps_are_asked_for_once(app: DtypeApp) -> None:
+async def test_unsaved_rules_are_asked_about_once(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await say(app, pilot, ready(app), events.Idle())
         await pilot.press("2", "q")
@@ -608,7 +606,7 @@ async def test_rules_that_nothing_keeps_are_asked_for_once(app: DtypeApp) -> Non
         assert app._exit
 
 
-async def test_names_can_not_speak_to_the_terminal() -> None:
+async def test_control_characters_in_names_are_escaped() -> None:
     evil = "a\x1b]0;owned\x07\n[bold red]\u202egnp.\x9b" + "x" * 5000
     app = make_app(
         Tree([TensorInfo(f"{evil}.weight", (2, 2), "float32"), TensorInfo("ok.weight", (2,), "float32")]), title=evil
@@ -623,7 +621,7 @@ async def test_names_can_not_speak_to_the_terminal() -> None:
 
 
 @pytest.mark.slow
-async def test_ninety_thousand_tensors_open_filter_and_cast() -> None:
+async def test_tree_of_90000_tensors_opens_filters_and_casts() -> None:
     parts = itertools.product(range(60), range(250), ("up", "gate", "down"))
     names = [f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight" for layer, expert, part in parts]
     names += [f"model.layers.{layer}.norm.weight" for layer in range(60)]
@@ -650,7 +648,7 @@ def test_every_binding_has_its_action() -> None:
             assert hasattr({"app": DtypeApp, "screen": MainScreen}.get(holder, owner), f"action_{name}"), binding
 
 
-async def test_the_dtype_flow_has_a_screen_of_its_own(app: DtypeApp) -> None:
+async def test_implicit_casts_have_a_screen(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("f")
         assert engine(app).commands[-1] == "flow"
@@ -671,7 +669,7 @@ def generation(reference: str, candidate: str, same: int) -> Generation:
 
 
 @pytest.mark.parametrize("size", [WIDE, pytest.param(SMALL, marks=pytest.mark.slow)])
-async def test_generated_text_stands_side_by_side_with_the_first_difference_marked(
+async def test_generated_texts_are_side_by_side_with_the_difference_marked(
     app: DtypeApp, size: tuple[int, int]
 ) -> None:
     async with running(app, size) as pilot:
@@ -715,7 +713,7 @@ async def test_generated_text_stands_side_by_side_with_the_first_difference_mark
         assert engine(app).commands[-1] == "cancel generate"
 
 
-async def test_a_check_has_a_screen_of_its_own(app: DtypeApp) -> None:
+async def test_check_has_a_screen(app: DtypeApp) -> None:
     async with running(app, SMALL) as pilot:
         app.main.action_check_files()
         await pilot.pause()
@@ -734,7 +732,7 @@ async def test_a_check_has_a_screen_of_its_own(app: DtypeApp) -> None:
         assert "No problems were found." in screen(app)
 
 
-async def test_times_have_a_screen_of_their_own(app: DtypeApp) -> None:
+async def test_speed_has_a_screen(app: DtypeApp) -> None:
     async with running(app, SMALL) as pilot:
         await pilot.press("t")
         assert engine(app).commands[-1] == "speed"
@@ -756,14 +754,14 @@ async def test_times_have_a_screen_of_their_own(app: DtypeApp) -> None:
             assert words in text
 
 
-async def test_without_a_forward_pass_nothing_is_asked_of_the_engine(app: DtypeApp) -> None:
+async def test_model_that_cannot_run_sends_no_requests(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await say(app, pilot, msgspec.structs.replace(ready(app), no_forward="no architecture"))
         await pilot.press("g", "t", "f")
         assert engine(app).commands == ["start"]
 
 
-async def test_what_is_asked_while_the_engine_works_is_said_to_come_next(app: DtypeApp) -> None:
+async def test_requests_to_a_busy_engine_are_said_to_come_next(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await say(
             app, pilot, ready(app), events.MeasuringProgress(app.controller.experiment.recipe, "candidate", 1, 10)
@@ -776,7 +774,7 @@ async def test_what_is_asked_while_the_engine_works_is_said_to_come_next(app: Dt
         assert "J stop a job" in screen(app)
 
 
-async def test_settings_are_chosen_by_keys_and_measured_anew(app: DtypeApp) -> None:
+async def test_settings_are_chosen_by_keys_and_measured(app: DtypeApp) -> None:
     async with running(app, SMALL) as pilot:
         await say(
             app,
@@ -803,7 +801,7 @@ async def test_settings_are_chosen_by_keys_and_measured_anew(app: DtypeApp) -> N
         assert engine(app).settings == [chosen], "Esc leaves everything as it was"
 
 
-async def test_a_large_checkpoint_shows_its_first_shard_and_then_all_of_it() -> None:
+async def test_large_checkpoint_shows_its_first_shard_first() -> None:
     first = Tree([TensorInfo("model.layers.0.weight", (4, 4), "bfloat16")])
     whole = Tree([TensorInfo(f"model.layers.{number}.weight", (4, 4), "bfloat16") for number in range(3)])
     app = make_app(first, "giant", partial=True)
@@ -822,7 +820,7 @@ async def test_a_large_checkpoint_shows_its_first_shard_and_then_all_of_it() -> 
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
-async def test_values_of_a_tensor_have_a_screen_of_their_own(app: DtypeApp, size: tuple[int, int]) -> None:
+async def test_values_of_a_tensor_have_a_screen(app: DtypeApp, size: tuple[int, int]) -> None:
     async with running(app, size) as pilot:
         await pilot.press("v")
         assert notices(app) == ["only tensors have values: go to one"]
@@ -840,7 +838,7 @@ async def test_values_of_a_tensor_have_a_screen_of_their_own(app: DtypeApp, size
         assert all(len(line.rstrip()) <= size[0] for line in lines(app))
 
 
-def test_every_value_is_in_the_histogram_and_every_power_of_two_has_its_line() -> None:
+def test_histogram_contains_every_value_and_power_of_two() -> None:
     for counts in (((-30, 20), (-10, 900), (20, 3)), ((0, 96),), ((-3, 1), (-2, 2), (-1, 3))):
         reading = WeightStats(ExponentHistogram("w", counts, 0, 0), ())
         rows = [line.split() for line in exponent_histogram(reading).plain.splitlines() if line.startswith("2^")]
@@ -849,13 +847,13 @@ def test_every_value_is_in_the_histogram_and_every_power_of_two_has_its_line() -
         assert len(rows) <= 26
 
 
-def test_marks_of_the_histogram_say_how_a_dtype_keeps_a_power_of_two() -> None:
+def test_histogram_marks_how_a_dtype_keeps_each_power_of_two() -> None:
     half = dtypes.BY_NAME["float16"]
     marks = {first: range_mark(first, 1, half) for first in (16, 15, -14, -15, -24, -25, -26)}
     assert marks == {16: "∞", 15: "|", -14: "|", -15: ":", -24: ":", -25: ":", -26: "0"}
 
 
-async def test_the_pane_of_a_measurement_that_was_stopped_does_not_read_as_if_it_ran(app: DtypeApp) -> None:
+async def test_pane_of_a_cancelled_measurement_does_not_look_running(app: DtypeApp) -> None:
     async with running(app) as pilot:
         recipe = app.controller.experiment.recipe
         drifts = (ModuleDrift("model.layers.1.mlp", 30.0, 0.1, 0),)
@@ -871,7 +869,7 @@ async def test_the_pane_of_a_measurement_that_was_stopped_does_not_read_as_if_it
         assert "worst 30.00" in screen(app)
 
 
-async def test_a_model_that_generates_nothing_says_so_before_it_asks_for_a_prompt() -> None:
+async def test_model_that_cannot_generate_says_so_before_the_prompt() -> None:
     app = make_app()
     async with running(app) as pilot:
         why = "a Net does not generate text; open a model with a language model head or a captioner"
@@ -882,7 +880,7 @@ async def test_a_model_that_generates_nothing_says_so_before_it_asks_for_a_promp
         assert len(app.screen_stack) == 1
 
 
-async def test_a_job_that_stops_late_takes_its_message_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_late_stop_removes_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_life, "STOP_WAIT_S", 0.0)
     app = make_app()
     async with running(app, (80, 24)) as pilot:
@@ -898,7 +896,7 @@ async def test_a_job_that_stops_late_takes_its_message_back(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("key", ["1", "8"])
-async def test_a_cast_that_changes_nothing_adds_no_rule(key: str) -> None:
+async def test_cast_that_changes_nothing_adds_no_rule(key: str) -> None:
     app = make_app()
     async with running(app) as pilot:
         tree_of(app).go_to("model.layers.3.mlp")
@@ -915,7 +913,7 @@ async def test_a_cast_that_changes_nothing_adds_no_rule(key: str) -> None:
 
 
 @pytest.mark.parametrize("keys", [("c",), ("colon", *"cast * bf16")], ids=["prompt", "command line"])
-async def test_what_a_prompt_previews_is_previewed_again_in_a_new_tree(keys: tuple[str, ...]) -> None:
+async def test_preview_is_updated_for_a_new_tree(keys: tuple[str, ...]) -> None:
     """The headers' tree has fewer modules than that of the model, which arrives while somebody types."""
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:

@@ -22,7 +22,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {page.stem: page.read_text() for page in folder.glob("*.1")}
 
 
-def test_every_command_and_option_of_the_help_is_in_them(pages: dict[str, str]) -> None:
+def test_man_pages_have_every_command_and_option(pages: dict[str, str]) -> None:
     assert set(pages) == {"dtype-tui", "dtype-engine"}
     shown = {name: page.replace("\\-", "-") for name, page in pages.items()}
     for option in command.params:
@@ -40,7 +40,7 @@ def test_every_command_and_option_of_the_help_is_in_them(pages: dict[str, str]) 
 
 @pytest.mark.skipif(shutil.which("groff") is None, reason="there is no groff here")
 @pytest.mark.parametrize("program", ["dtype-tui", "dtype-engine"])
-def test_groff_has_nothing_to_say_and_shows_the_words(program: str, pages: dict[str, str]) -> None:
+def test_man_pages_are_valid_for_groff(program: str, pages: dict[str, str]) -> None:
     groff = ["groff", "-man", "-ww", "-Kutf8", "-Tutf8", "-P-c"]
     done = subprocess.run(groff, input=pages[program], capture_output=True, text=True, check=True)
     assert done.stderr == ""

@@ -71,7 +71,7 @@ def of_keys() -> list[Binding]:
     return [binding for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
 
 
-def test_every_key_and_command_is_known_as_harmless_or_refused() -> None:
+def test_every_key_and_command_is_classified_as_harmless_or_refused() -> None:
     """A new one fails this test until somebody has decided whether a viewer may use it to read or write files."""
     assert {binding.id for binding in of_keys()} == {*HARMLESS_KEYS.split(), *REFUSED_KEYS}
     refused = {line.split()[0] for line in REFUSED_COMMANDS}
@@ -88,7 +88,7 @@ def test_every_key_and_command_is_known_as_harmless_or_refused() -> None:
     assert bound.keys() - of_windows == {"DtypeApp", "MainScreen", "ModuleTree", *UNREACHED_WINDOWS}
 
 
-def test_what_is_refused_is_what_was_decided() -> None:
+def test_refused_keys_are_those_decided() -> None:
     assert set(REFUSED_KEYS) == HIDDEN
     commands = all_commands((binding.action, "") for binding in of_keys())
     for line in REFUSED_COMMANDS:
@@ -107,7 +107,7 @@ async def enter(app: DtypeApp, pilot: Pilot[None], line: str) -> None:
 
 
 @pytest.mark.slow
-async def test_each_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_refusal_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its key, from the command line and from the picture of the screen; nothing reaches the engine or the disk."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_DOWNLOAD_DIR", str(tmp_path))
@@ -138,7 +138,7 @@ async def test_each_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_what_is_refused_is_not_offered() -> None:
+async def test_refused_keys_are_not_offered() -> None:
     app = make_app(read_only=True)
     async with running(app, (120, 36)) as pilot:
         await ready(app, pilot)
@@ -165,7 +165,7 @@ async def test_what_is_refused_is_not_offered() -> None:
     assert not [line for line in lines if "^z" in line or "^t" in line]
 
 
-async def test_a_scan_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_read_only_scan_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     for read_only in (True, False):
         app = make_app(read_only=read_only)
@@ -177,7 +177,7 @@ async def test_a_scan_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--read-only"], ["--read-only", "tour"]])
-def test_a_viewer_chooses_no_model(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_viewer_cannot_choose_a_model(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     from dtype_engine.cli.program import run
     from dtype_tui.cli.command import command
 

@@ -16,7 +16,7 @@ SLOW = "re:" + "(.*?)*?" * 6 + "[YZ]"
 
 
 @pytest.mark.slow
-async def test_it_is_said_while_it_is_typed_and_the_keys_go_on() -> None:
+async def test_slow_pattern_is_reported_while_typing() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.press("2")
@@ -33,7 +33,7 @@ async def test_it_is_said_while_it_is_typed_and_the_keys_go_on() -> None:
 
 
 @pytest.mark.slow
-async def test_it_does_not_become_a_rule() -> None:
+async def test_slow_pattern_does_not_become_a_rule() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.press("2")

@@ -44,7 +44,7 @@ def snapped(snap_compare: Any) -> Compare:
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_every_screen_at_80_by_24(name: str, snapped: Compare) -> None:
+def test_every_screen_fits_80_by_24(name: str, snapped: Compare) -> None:
     """It looks as it did, and it fits; ASCII draws the same cells, and a message covers nothing."""
     app = make_app()
     drawn: list[str] = []
@@ -87,11 +87,11 @@ async def a_message_covers_nothing(app: DtypeApp, pilot: Pilot[None]) -> None:
 
 
 @pytest.mark.parametrize("name", ["mix", "measuring", "cast-prompt", "heat", "optimise", "help"])
-def test_the_main_screens_at_120_by_36(name: str, snapped: Compare) -> None:
+def test_main_screens_at_120_by_36(name: str, snapped: Compare) -> None:
     assert snapped(name, make_app(), (120, 36))
 
 
-def test_a_wide_terminal(snapped: Compare) -> None:
+def test_wide_terminal_at_200_by_50(snapped: Compare) -> None:
     assert snapped("mix", make_app(), (200, 50))
 
 

@@ -43,7 +43,7 @@ async def came_to(app: DtypeApp, pilot: Pilot[None], number: int) -> None:
     await until(pilot, lambda: step(app) == number and f"Tour {number} of {len(STEPS)}" in screen(app))
 
 
-async def test_from_the_first_look_to_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tour_leads_from_the_first_look_to_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     app = make_app(begins_tour=True)
     async with running(app, SMALL) as pilot:
@@ -101,7 +101,7 @@ async def test_from_the_first_look_to_a_recipe(tmp_path: Path, monkeypatch: pyte
         assert (step(app), len(app.query(TourPanel))) == (0, 0)
 
 
-async def test_a_step_waits_for_its_key_and_other_keys_work() -> None:
+async def test_tour_step_waits_for_its_key() -> None:
     app = make_app(begins_tour=True)
     async with running(app, SMALL) as pilot:
         await ready(app, pilot)
@@ -117,7 +117,7 @@ async def test_a_step_waits_for_its_key_and_other_keys_work() -> None:
         await came_to(app, pilot, 2)
 
 
-async def test_a_window_left_too_soon_is_asked_for_again() -> None:
+async def test_tour_asks_again_for_a_window_closed_early() -> None:
     app = make_app(begins_tour=True)
     async with running(app, SMALL) as pilot:
         await ready(app, pilot)
@@ -137,13 +137,13 @@ async def test_a_window_left_too_soon_is_asked_for_again() -> None:
         await came_to(app, pilot, 5)
 
 
-def test_a_person_is_through_in_two_minutes() -> None:
+def test_tour_takes_two_minutes() -> None:
     words = sum(len(one.words.split()) for one in STEPS)
     reading_s, keys_s, engine_s = words * 60 / 200, 2 * len(STEPS), 15
     assert reading_s + keys_s + engine_s <= 120, "at 200 words a minute and two seconds for each step's keys"
 
 
-async def test_it_can_be_left_while_a_line_is_typed_and_says_how() -> None:
+async def test_tour_can_be_left_while_typing() -> None:
     app = make_app(begins_tour=True)
     async with running(app, SMALL) as pilot:
         await ready(app, pilot)
@@ -154,7 +154,7 @@ async def test_it_can_be_left_while_a_line_is_typed_and_says_how() -> None:
         assert "Tour" not in screen(app)
 
 
-async def test_keys_that_were_put_elsewhere_are_named() -> None:
+async def test_tour_names_remapped_keys() -> None:
     keys = {"cast-node-bfloat16": "f6", "move-next": "f7", "tour": "f9"}
     app = make_app(begins_tour=True, config=Config(keys=keys))
     async with running(app, SMALL) as pilot:
@@ -175,7 +175,7 @@ def _words_below(app: DtypeApp, row: int) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [(60, 15), SMALL, (120, 36)])
-async def test_the_panel_covers_neither_the_cursor_nor_the_keys_and_cuts_nothing(size: tuple[int, int]) -> None:
+async def test_tour_panel_covers_neither_cursor_nor_keys(size: tuple[int, int]) -> None:
     app = make_app(begins_tour=True)
     async with running(app, size) as pilot:
         await ready(app, pilot)
@@ -195,7 +195,7 @@ async def test_the_panel_covers_neither_the_cursor_nor_the_keys_and_cuts_nothing
             await until(pilot, lambda: 0 < tree.cursor - tree.scroll_offset.y + 1 < tree.region.height)
 
 
-def test_every_step_names_keys_that_there_are() -> None:
+def test_tour_steps_name_existing_keys() -> None:
     app = make_app()
     for one in STEPS:
         for name in re.findall(r"\{([\w-]+)\}", one.words + one.meanwhile):
@@ -203,7 +203,7 @@ def test_every_step_names_keys_that_there_are() -> None:
 
 
 @pytest.mark.parametrize(("is_demo", "said"), [(True, "Ctrl+t starts a tour"), (False, "dtype-tui tour")])
-async def test_the_first_start_offers_it(is_demo: bool, said: str) -> None:
+async def test_first_start_offers_the_tour(is_demo: bool, said: str) -> None:
     app = make_app(is_demo=is_demo, offers_tour=True)
     async with running(app, SMALL) as pilot:
         await ready(app, pilot)
@@ -221,7 +221,7 @@ async def test_the_first_start_offers_it(is_demo: bool, said: str) -> None:
         assert is_demo or "dtype-tui tour" in notices(app)[-1]
 
 
-def test_it_is_the_first_start_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_start_is_detected_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     assert [is_first_start(), is_first_start()] == [True, False]
     monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")

@@ -30,7 +30,7 @@ class Busy(App[None]):
         self.notify("said")
 
 
-async def test_what_was_said_before_a_condition_came_true_is_there_after_it() -> None:
+async def test_messages_before_a_condition_are_there_after_it() -> None:
     app = Busy()
     async with app.run_test() as pilot:
         await until(pilot, lambda: app.done)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core.hints import hint
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.system_memory import total_memory
 from dtype_engine.core.units import human_bytes, time_left
 
@@ -19,7 +19,7 @@ this number of bytes or seconds.
 """
 
 
-def why_no_pass(checkpoint: Checkpoint, options: Options) -> str | None:
+def why_no_pass(checkpoint: Checkpoint, options: ModelOptions) -> str | None:
     """Return a sentence that says why a checkpoint is not run with these options: only its headers are here, or it is larger than
     memory and is not to be run from the disk. Returns None if neither is so.
     """

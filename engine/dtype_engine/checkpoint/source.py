@@ -15,7 +15,7 @@ from dtype_engine.checkpoint import Checkpoint, FileIdentity, needs_torch, open_
 from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.user_folders import HEADERS, cache_folder
@@ -91,7 +91,7 @@ class Source:
         assert checkpoint is not None
         return checkpoint.tree(), True
 
-    def refuse_other_options(self, options: Options) -> None:
+    def refuse_other_options(self, options: ModelOptions) -> None:
         """Raise UserError if `options` have an option that does not apply to this kind of model: to a checkpoint or to Python
         code.
         """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from dtype_engine.cli.options import ModelCommand, json_option
+from dtype_engine.cli.options import MEASURING, REFERENCE, ModelCommand, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
 from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_progress, say_share
 from dtype_engine.cli.request import RunRequest
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 MISSED = 1
 
 
-@click.command(cls=ModelCommand, measures=True, epilog=HELP)
+@click.command(cls=ModelCommand, also=MEASURING, epilog=HELP)
 @click.option(
     "--generate",
     "tokens",
@@ -120,18 +120,8 @@ def drift(
 
     The exit status is 1 if a limit (--max-kl, --min-sqnr, --min-top1, --min, --max) is not met.
     """
-    from dtype_engine.runtime.measure.listener import MeasurementListener
-
     thresholds = thresholds_from(limits, request.options.metrics)
-    if report_file is not None:
-        from dtype_engine.reports.render import check_name
-
-        check_name(report_file)
-    for file in (save_recipe, report_file):
-        if file is not None:
-            from dtype_engine.core.atomic_write import check_target
-
-            check_target(file, force)
+    _refuse_targets(save_recipe, report_file, force)
     if request.options.reference_bytes is None and not suggest:
         # Nothing is measured a second time, so no outputs need to be kept.
         request = msgspec.structs.replace(request, options=dataclasses.replace(request.options, reference_bytes=0))
@@ -140,14 +130,7 @@ def drift(
     source = request.locate()
     session = request.open_session(source)
     _refuse_before_measuring(session, tokens, save_pictures, force)
-    try:
-        report = session.drift(MeasurementListener(on_progress=say_progress), save=save)
-    except KeyboardInterrupt:
-        if save is not None and save.expanduser().exists():
-            print_stderr(
-                f"{printable(str(save), 200)} has the finished sequences; run the same command again to continue"
-            )
-        raise
+    report = _measured(session, save)
     if save_recipe is not None:
         _save_measured(session, report, save_recipe, force)
     if save_pictures is not None:
@@ -255,6 +238,33 @@ def _measure_details(
     return _Details(floor, nonfinite, attribution, meaning(report.output, floor, report.modules), suggest, remedy)
 
 
+def _refuse_targets(recipe: Path | None, report: Path | None, force: bool) -> None:
+    """Raise UserError if the recipe or the report can't be written to these files. force: whether they may replace other files."""
+    from dtype_engine.core.atomic_write import check_target
+
+    if report is not None:
+        from dtype_engine.reports.render import check_name
+
+        check_name(report)
+    for file in (recipe, report):
+        if file is not None:
+            check_target(file, force)
+
+
+def _measured(session: Session, save: Path | None) -> DriftReport:
+    """Measure the drift. If the user interrupts it, say how to continue from the file `save`."""
+    from dtype_engine.runtime.measure.listener import MeasurementListener
+
+    try:
+        return session.drift(MeasurementListener(on_progress=say_progress), save=save)
+    except KeyboardInterrupt:
+        if save is not None and save.expanduser().exists():
+            print_stderr(
+                f"{printable(str(save), 200)} has the finished sequences; run the same command again to continue"
+            )
+        raise
+
+
 def _refuse_before_measuring(session: Session, tokens: int | None, pictures: Path | None, force: bool) -> None:
     """Raise UserError if what --generate or --save-pictures ask for can't be done after the measurement, which may take hours.
 
@@ -298,7 +308,7 @@ def _generation(text: Generation) -> dict[str, Any]:
     }
 
 
-@click.command(cls=ModelCommand, compares=True)
+@click.command(cls=ModelCommand, also=REFERENCE)
 @json_option
 def flow(request: RunRequest, as_object: bool) -> None:
     """List the implicit casts of one forward pass: the operations in which torch changes a dtype by itself, without a call such as

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,13 +15,13 @@ from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.program import answer, note, print_json, say, say_share
-from dtype_engine.cli.request import RunRequest
+from dtype_engine.cli.request import Planned, RunRequest
 from dtype_engine.cli.streams import answers
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
-from dtype_engine.core.layer_kinds import totals_by_kind
 from dtype_engine.core.system_memory import total_memory
 from dtype_engine.recipe import require_matches
+from dtype_engine.reports.layer_kinds import totals_by_kind
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.coverage import Coverage
 
@@ -71,8 +72,38 @@ def inspect(
         raise UserError("--json always prints everything: leave out --top, --by, --depth and --sort")
     source = request.locate()
     planned = request.plan(source)
-    tree, plan = planned.tree, planned.plan
-    coverage, incomplete = _coverage(request, source, planned.checkpoint)
+    tree, plan, checkpoint = planned.tree, planned.plan, planned.checkpoint
+    coverage, incomplete = _coverage(request, source, checkpoint)
+    if as_object:
+        print_json(_as_object(source, planned, coverage, incomplete))
+        return
+    from dtype_engine.reports.text_inspect import TreeView, kinds_text, largest_text, tree_text
+
+    if coverage is not None or incomplete:
+        answer("; ".join((*([str(coverage)] if coverage is not None else []), *incomplete)))
+    if checkpoint is not None and checkpoint.of_sets:
+        answer("\n".join(checkpoint.of_sets))
+    if checkpoint is not None and checkpoint.provenance:
+        answer("\n".join(checkpoint.provenance.lines()))
+    if source.hub is not None:
+        answer(f"{fill_hints(source.hub.headers_alone, ON_THE_COMMAND_LINE)}. {fit(plan.planned_bytes)}")
+    if by is not None:
+        answer(kinds_text(tree, plan))
+    elif top is not None:
+        answer(largest_text(tree, plan, top))
+    else:
+        view = TreeView(depth, fold=answers().isatty() and not whole, by_bytes=sort == "bytes")
+        answer(tree_text(tree, plan, source.title, view))
+    note(checkpoint.remarks if checkpoint is not None else ())
+
+
+def _as_object(
+    source: Source, planned: Planned, coverage: Coverage | None, incomplete: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return what --json prints. coverage: how many of the model's tensors are in its files. incomplete: sentences about those that
+    are missing.
+    """
+    tree, plan, checkpoint = planned.tree, planned.plan, planned.checkpoint
     totals = tree.totals(plan.dtypes)
     tensors = [
         {
@@ -82,15 +113,14 @@ def inspect(
         for tensor in tree.tensors.values()
     ]  # fmt: skip
     model = totals[""]
-    provenance = planned.checkpoint.provenance if planned.checkpoint is not None else None
-    remarks = planned.checkpoint.remarks if planned.checkpoint is not None else ()
-    result = {
+    provenance = checkpoint.provenance if checkpoint is not None else None
+    return {
         "model": source.title,
         "found": coverage.found if coverage is not None else None,
         "expected": coverage.expected if coverage is not None else None,
         "incomplete": list(incomplete),
-        "passed_over": list(planned.checkpoint.passed_over) if planned.checkpoint is not None else [],
-        "notices": list(remarks),
+        "passed_over": list(checkpoint.passed_over) if checkpoint is not None else [],
+        "notices": list(checkpoint.remarks) if checkpoint is not None else [],
         "provenance": as_json(provenance or None),
         "parameters": model.parameters if not model.unknown else None,
         "buffers": model.buffers,
@@ -118,27 +148,6 @@ def inspect(
         if source.hub is not None
         else None,
     }  # fmt: skip
-    if as_object:
-        print_json(result)
-        return
-    from dtype_engine.reports.text_inspect import TreeView, kinds_text, largest_text, tree_text
-
-    if coverage is not None or incomplete:
-        answer("; ".join((*([str(coverage)] if coverage is not None else []), *incomplete)))
-    if planned.checkpoint is not None and planned.checkpoint.of_sets:
-        answer("\n".join(planned.checkpoint.of_sets))
-    if provenance:
-        answer("\n".join(provenance.lines()))
-    if source.hub is not None:
-        answer(f"{fill_hints(source.hub.headers_alone, ON_THE_COMMAND_LINE)}. {fit(plan.planned_bytes)}")
-    if by is not None:
-        answer(kinds_text(tree, plan))
-    elif top is not None:
-        answer(largest_text(tree, plan, top))
-    else:
-        view = TreeView(depth, fold=answers().isatty() and not whole, by_bytes=sort == "bytes")
-        answer(tree_text(tree, plan, source.title, view))
-    note(remarks)
 
 
 def _coverage(

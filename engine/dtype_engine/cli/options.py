@@ -145,7 +145,7 @@ _OPENING = (
     ),
 )
 _OF_CONFIGURATION = click.core.ParameterSource.DEFAULT_MAP
-_REFERENCE = (
+REFERENCE = (
     click.Option(
         ["--against"],
         metavar="OTHER",
@@ -300,7 +300,7 @@ _RUNNING = (
 )
 
 
-_METRICS = (
+METRICS = (
     click.Option(
         ["--metric", "metrics"],
         multiple=True,
@@ -408,16 +408,16 @@ _MEASURING = (
         "process are faster. By default, a quarter of the free memory, at most 2 GiB.",
     ),
 )
+MEASURING = (*REFERENCE, *_MEASURING, *METRICS)
+"""The options of a command that measures drift."""
 
 
 class ModelCommand(click.Command):
     """A command about one model. Its function receives a `RunRequest` as `request`, and the command's other parameters.
 
     rules: whether the command has --cast, --recipe and --preset. runs: whether it has the options of a forward pass (device, inputs
-    and settings). compares: whether it has the options that choose the reference, --against and --reference. has_metrics: whether
-    it has the options that name the user's own metrics. measures: whether it has the options of a drift measurement; it then also
-    has those that choose the reference and metrics. checks_inputs: whether the input files are on this machine, so that they can be
-    checked first. The argument MODEL is added unless the command has a parameter named `model`.
+    and settings). also: further options of the request, such as `REFERENCE`. checks_inputs: whether the input files are on this
+    machine, so that they can be checked first. The argument MODEL is added unless the command has a parameter named `model`.
     """
 
     def __init__(
@@ -426,16 +426,12 @@ class ModelCommand(click.Command):
         params: Sequence[click.Parameter] = (),
         rules: bool = True,
         runs: bool = True,
-        compares: bool = False,
-        has_metrics: bool = False,
-        measures: bool = False,
+        also: Sequence[click.Option] = (),
         checks_inputs: bool = True,
         **named: Any,
     ) -> None:
         argument = () if any(parameter.name == "model" for parameter in params) else (_MODEL,)
-        rule_options, model_options = _RULES if rules else (), (*_OPENING, *(_RUNNING if runs else ()))
-        model_options += (*(_REFERENCE if compares or measures else ()), *(_MEASURING if measures else ()))
-        model_options += _METRICS if has_metrics or measures else ()
+        rule_options, model_options = _RULES if rules else (), (*_OPENING, *(_RUNNING if runs else ()), *also)
         super().__init__(name, params=[*argument, *rule_options, *params, *model_options], **named)
         self._runs = runs
         self._checks_inputs = checks_inputs

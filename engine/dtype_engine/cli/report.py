@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dtype_engine.cli.options import ModelCommand, force_option, json_option
+from dtype_engine.cli.options import METRICS, REFERENCE, ModelCommand, force_option, json_option
 from dtype_engine.cli.program import answer, note, print_json, say, say_progress, say_share
 from dtype_engine.cli.request import Planned, RunRequest
 from dtype_engine.core.errors import NoForward, UserError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.session.session import Session
 
 
-@click.command(cls=ModelCommand, compares=True, has_metrics=True)
+@click.command(cls=ModelCommand, also=(*REFERENCE, *METRICS))
 @click.option(
     "-o",
     "--output",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dtype_engine.cli.options import ModelCommand, force_option, json_option
+from dtype_engine.cli.options import METRICS, REFERENCE, ModelCommand, force_option, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
 from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_share
 from dtype_engine.cli.request import RunRequest
@@ -34,6 +35,23 @@ if TYPE_CHECKING:
 
 NO = 1
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class _Scanning:
+    """The values of the options of `scan_options`."""
+
+    dtype_names: str | None
+    """Which dtypes are scanned, separated by commas. If None, those of `family`."""
+    family: str | None
+    """The value of --formats: the program that is to load the model."""
+    draws: int | None
+    """How many backward passes are run for each sequence."""
+    exact: bool
+    """Whether scores are measured instead of estimated."""
+    save: Path | None
+    """The file in which the scan is kept."""
+    workers: str | int | None
 
 
 def scan_options(function: Function) -> Function:
@@ -91,7 +109,7 @@ class _ScanCommand(ModelCommand):
         return super().make_context(info_name, args, parent, **extra)
 
 
-@click.command(cls=_ScanCommand, rules=False, compares=True)
+@click.command(cls=_ScanCommand, rules=False, also=REFERENCE)
 @scan_options
 @click.option(
     "--shard",
@@ -106,13 +124,14 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
 
     `dtype-engine scan merge FILES -o scan.json` combines the files of a scan that was divided by --shard.
     """
+    options = _Scanning(**how)
     if shard is not None:
-        _scan_shard(request, Shard.parse(shard, os.environ), as_object, how)
+        _scan_shard(request, Shard.parse(shard, os.environ), as_object, options)
         return
-    session, task = _scanned(request, **how)
+    session, task = _scanned(request, options)
     report, left_out = task.report(), ""
-    if how["dtype_names"] is None or how["family"] is not None:
-        report, left_out = loaded_scores(session.tree, report, how["family"] or report.loader)
+    if options.dtype_names is None or options.family is not None:
+        report, left_out = loaded_scores(session.tree, report, options.family or report.loader)
     if as_object:
         print_json(as_json(report))
     else:
@@ -122,7 +141,7 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     note((*report.notices, *([fill_hints(left_out, ON_THE_COMMAND_LINE)] if left_out else [])))
 
 
-@click.command(cls=ModelCommand, rules=False, compares=True, has_metrics=True)
+@click.command(cls=ModelCommand, rules=False, also=(*REFERENCE, *METRICS))
 @click.option(
     "--budget",
     metavar="SIZE",
@@ -221,29 +240,24 @@ def search(
     A scan measures how much each weight adds to the drift in each dtype, and the predicted drift of a recipe is the sum over its
     weights. The model is scanned first, unless a complete scan is in the file that --save names.
     """
-    from dtype_engine.core.atomic_write import check_target, write_text_atomic
+    from dtype_engine.core.atomic_write import check_target
     from dtype_engine.search.pareto import Constraints
 
     if output is not None:
         check_target(output, force)
     limits = metric_limits(how, request.options.metrics)
-    how = {name: value for name, value in how.items() if name not in ("least", "most")}
-    if limits and candidates is None:
-        raise UserError("--min and --max are limits on measured metrics: add --verify K")
-    if (budget is not None and max_predicted is not None) or (budget is None and max_predicted is None and not limits):
-        raise UserError("give either --budget or --max-predicted")
-    if budget is not None:
-        parse_bytes(budget, 0)
+    scanning = _Scanning(**{name: value for name, value in how.items() if name not in ("least", "most")})
+    _check_limits(budget, max_predicted, limits, candidates is not None)
     if (candidates is None and held_out) or (candidates is not None and not held_out and not request.options.metrics):
         raise UserError("--verify K and --held-out FILE go together, unless there is a --metric")
     held_out_options = dataclasses.replace(request.options, prompts=(), texts=held_out)
     check_files(held_out_options)
     rules = [parse_allowed(text) for text in only]
-    if context is None and SCANNED in (how["dtype_names"] or ""):
+    if context is None and SCANNED in (scanning.dtype_names or ""):
         raise UserError(f"formats that begin with {SCANNED} are for KV caches, whose bytes depend on --context TOKENS")
-    session, _ = _scanned(request, **how, only_loadable=True)
+    session, _ = _scanned(request, scanning, only_loadable=True)
     most = parse_bytes(budget, session.tree.stored_bytes) if budget is not None else None
-    constraints = Constraints(keep, groups, (), tuple(rules), context, batch, how["family"] or session.model.loader)
+    constraints = Constraints(keep, groups, (), tuple(rules), context, batch, scanning.family or session.model.loader)
     try:
         if candidates is None:
             report = session.search(most, max_predicted, constraints, measure)
@@ -252,18 +266,16 @@ def search(
             if held_out:
                 session.use_inputs(held_out_options)
             session.scanned = scanned  # the search uses the scan of the first inputs
-            report = _verified(request, session, how["workers"], candidates, (most, max_predicted), limits, constraints)
+            report = _verified(
+                request, session, scanning.workers, candidates, (most, max_predicted), limits, constraints
+            )
     except OutOfReach as error:
         if as_object:
             print_json({"model": session.model.title, "met": False, "reason": str(error)})
         print_stderr(f"dtype-engine: {error}")
         return NO
     if output is not None:
-        from dtype_engine.recipe.file import write_recipe
-
-        recipe = Recipe.of(map(Rule.parse, report.rules))
-        text = write_recipe(recipe, report.model, session.settings, lost=report.lost)
-        write_text_atomic(output, text, replace=force)
+        _write_best(report, session, output, force)
     if as_object:
         print_json(as_json(report) | {"met": True})
     else:
@@ -299,14 +311,38 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
     answer(f"{output}: {whole.parts} parts of {len(files)} files")
 
 
-def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, how: dict[str, Any]) -> None:
-    """Run one shard of a scan, that is, one of its equal shares, and write it to the --save file. as_object: whether to print the
-    result as JSON. how: the values of the scan's options, by parameter name.
+def _check_limits(
+    budget: str | None, max_predicted: float | None, metrics: tuple[MetricLimit, ...], verifies: bool
+) -> None:
+    """Raise UserError unless the user has given one limit. metrics: the values of --min and --max. verifies: whether --verify is
+    given.
     """
-    save = how["save"]
+    if metrics and not verifies:
+        raise UserError("--min and --max are limits on measured metrics: add --verify K")
+    if (budget is not None and max_predicted is not None) or (budget is None and max_predicted is None and not metrics):
+        raise UserError("give either --budget or --max-predicted")
+    if budget is not None:
+        parse_bytes(budget, 0)
+
+
+def _write_best(report: SearchReport, session: Session, output: Path, force: bool) -> None:
+    """Write the recipe that a search found to the file `output`. force: whether to replace an existing file."""
+    from dtype_engine.core.atomic_write import write_text_atomic
+    from dtype_engine.recipe.file import write_recipe
+
+    recipe = Recipe.of(map(Rule.parse, report.rules))
+    text = write_recipe(recipe, report.model, session.settings, lost=report.lost)
+    write_text_atomic(output, text, replace=force)
+
+
+def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, scanning: _Scanning) -> None:
+    """Run one shard of a scan, that is, one of its equal shares, and write it to the --save file. as_object: whether to print the
+    result as JSON.
+    """
+    save = scanning.save
     if save is None:
         raise UserError("--shard needs --save FILE, another file for every shard")
-    session, task = _scanned(request, **how, shard=shard)
+    session, task = _scanned(request, scanning, shard=shard)
     task.write(save)
     count = len(shard.of(range(task.parts)))
     if as_object:
@@ -319,37 +355,27 @@ def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, how: dict[st
 
 
 def _scanned(
-    request: RunRequest,
-    dtype_names: str | None,
-    family: str | None,
-    draws: int | None,
-    exact: bool,
-    save: Path | None,
-    workers: str | int | None,
-    shard: Shard | None = None,
-    only_loadable: bool = False,
+    request: RunRequest, scanning: _Scanning, shard: Shard | None = None, only_loadable: bool = False
 ) -> tuple[Session, ScanTask]:
     """Open a session and run its scan, or only the share of the scan that `shard` names. Returns the session and the scan.
 
-    The other arguments are the values of the command's options. dtype_names, family (--formats): which dtypes are scanned. draws:
-    how many backward passes are run for each sequence. exact: whether scores are measured instead of estimated. save: the file in
-    which the scan is kept. only_loadable: whether to raise UserError for a dtype in which the program of `family` loads no
-    weight.
+    only_loadable: whether to raise UserError for a dtype in which the program that is to load the model loads no weight.
     """
-    given = parse_dtypes(dtype_names) if dtype_names is not None else None
+    given = parse_dtypes(scanning.dtype_names) if scanning.dtype_names is not None else None
     source = request.locate()
     session = request.open_session(source)
-    family = family or session.model.loader
+    family = scanning.family or session.model.loader
     names = tuple(given or FAMILIES[family].dtypes)
     if only_loadable:
         require_loadable(session.tree, family, names)
+    draws, exact, save = scanning.draws, scanning.exact, scanning.save
     task = session.scan_task(names, draws, exact, save)
     if shard is not None:
         task.shard = shard
-    if workers is not None and (parts := len(task.pending())):
+    if scanning.workers is not None and (parts := len(task.pending())):
         from dtype_engine.evaluation import work
 
-        with over_workers(workers, session, source, parts, task.private_bytes) as (over, show):
+        with over_workers(scanning.workers, session, source, parts, task.private_bytes) as (over, show):
             assert over is not None
             work.scan(session, task, over, lambda what, done, total: show(done, parts))
     elif task.pending() or shard is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from dtype_engine.cli.options import ModelCommand, json_option
+from dtype_engine.cli.options import METRICS, REFERENCE, ModelCommand, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
 from dtype_engine.cli.program import answer, note, print_json, say
 from dtype_engine.cli.request import RunRequest
@@ -20,7 +20,7 @@ def _unit(output: OutputDrift) -> str:
     return "KL, nats per position" if output.kl_mean is not None else SQUARED
 
 
-@click.command(cls=ModelCommand, rules=False, compares=True, has_metrics=True)
+@click.command(cls=ModelCommand, rules=False, also=(*REFERENCE, *METRICS))
 @click.argument("model")
 @click.argument("recipes", nargs=-1, required=True, type=click.Path(path_type=Path))
 @workers_option

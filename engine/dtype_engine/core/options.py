@@ -68,19 +68,62 @@ class RunSettings:
         return ", ".join(parts) or "defaults"
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options for opening and running a model.
-
-    Example:
-        >>> de.Options(device="cpu", sequence_length=128).sequence_length
-        128
-    """
+@dataclass(frozen=True)
+class ModelOptions:
+    """The options for opening a model and its reference."""
 
     device: str = "auto"
     """The torch device: "cpu"; an accelerator that torch has on this machine, such as "cuda:1", "mps" or "xpu"; or "auto", which is
     the accelerator if it computes in float64, as CUDA does, and else the CPU.
     """
+    threads: int | None = None
+    """The number of threads that torch uses for computing. If None, torch's default number."""
+    weights: Path | None = None
+    """A checkpoint file, whose weights are loaded into the module that a Python file defines. None: the module keeps its own
+    weights.
+    """
+    architecture: str | None = None
+    """The name of the transformers class into which a checkpoint is loaded, such as "LlamaForCausalLM". If None, config.json names
+    it.
+    """
+    trust_pickle: bool = False
+    """Whether to allow unpickling the model's files, which can run any code that they contain."""
+    trust_remote_code: bool = False
+    """Whether to allow running the Python code that comes with the model."""
+    random_weights: bool = False
+    """Whether to run a model with random values for weights that its files lack. If False, a model that lacks weights opens but
+    can't run.
+    """
+    download: bool = False
+    """Whether to download a model that is not in the local cache."""
+    over_memory: bool = False
+    """Whether to run a model that is larger than the memory. Its weights are then read from the disk whenever it runs."""
+    max_memory: Mapping[str, int] = field(default_factory=dict)
+    """The most bytes of memory that weights may take, keyed by device: "cpu" or the name of an accelerator, such as "cuda:0".
+    Without an entry, all memory of the machine may be used.
+    """
+    device_map: str = ""
+    """How to distribute the model over several devices. "auto": fill all accelerators of the chosen type, each up to its entry in
+    `max_memory`, then the CPU. Any other text: the path of a JSON file that maps names of modules to devices. "": the model is on
+    one device.
+    """
+    reference: str = FLOAT32
+    """The reference, from which drift is measured. "float32": the model's stored weights in float32 arithmetic (float64 for weights
+    stored in float64). "stored": the model in its stored dtypes, as plain torch runs it. Any other text names another checkpoint of
+    the same architecture, for example "path/to/other". The reference then has the weights of that checkpoint, in float32
+    arithmetic.
+    """
+
+    @property
+    def reference_model(self) -> str | None:
+        """The path or name of the other checkpoint whose weights the reference has, or None if it has the model's own weights."""
+        return None if self.reference in (FLOAT32, STORED) else self.reference
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """The options that say on which inputs a model is run."""
+
     prompts: tuple[str, ...] = ()
     """Calibration prompts. Each prompt is one sequence, or several sequences if it is long."""
     texts: tuple[Path, ...] = ()
@@ -103,40 +146,22 @@ class Options:
     """A file (.safetensors, .npz or .pt) that holds every argument of the forward pass under its name. It replaces all other
     inputs.
     """
+    limits: InputLimits = field(default_factory=InputLimits)
+    """Limits on the size of one input. Images, audio, texts and model files that exceed a limit are refused."""
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """The options for running the candidate and measuring its drift."""
+
+    settings: RunSettings = field(default_factory=RunSettings)
+    """The settings of candidate runs."""
     metrics: tuple[str, ...] = ()
     """The user's own metrics, which are part of a drift measurement: `file.py:NAME` or `package.module:NAME`, which run that code,
     or `lm-eval:TASK`.
     """
     data: tuple[Path, ...] = ()
     """Files of texts, images, audio or tensors, on which `metrics` are measured. If empty, they are measured on the inputs."""
-    weights: Path | None = None
-    """A checkpoint file, whose weights are loaded into the module that a Python file defines. None: the module keeps its own
-    weights.
-    """
-    architecture: str | None = None
-    """The name of the transformers class into which a checkpoint is loaded, such as "LlamaForCausalLM". If None, config.json names
-    it.
-    """
-    trust_pickle: bool = False
-    """Whether to allow unpickling the model's files, which can run any code that they contain."""
-    random_weights: bool = False
-    """Whether to run a model with random values for weights that its files lack. If False, a model that lacks weights opens but
-    can't run.
-    """
-    download: bool = False
-    """Whether to download a model that is not in the local cache."""
-    trust_remote_code: bool = False
-    """Whether to allow running the Python code that comes with the model."""
-    reference_bytes: int | None = None
-    """Maximum number of bytes of the reference's outputs that are kept, so that later measurements need not compute them again. If
-    None, 1/4 of the free memory, at most 2 GiB.
-    """
-    reference: str = FLOAT32
-    """The reference, from which drift is measured. "float32": the model's stored weights in float32 arithmetic (float64 for weights
-    stored in float64). "stored": the model in its stored dtypes, as plain torch runs it. Any other text names another checkpoint of
-    the same architecture, for example "path/to/other". The reference then has the weights of that checkpoint, in float32
-    arithmetic.
-    """
     precision: float | None = None
     """The relative standard error of the drift at which a measurement stops, before it has run all inputs. If None, it runs all
     inputs.
@@ -150,33 +175,34 @@ class Options:
     """On which sequences the outputs of modules are compared. "some": on the first sequence and on others, up to about 1/6 of the
     inputs. "exact": on all sequences.
     """
-    settings: RunSettings = field(default_factory=RunSettings)
-    limits: InputLimits = field(default_factory=InputLimits)
-    """Limits on the size of one input. Images, audio, texts and model files that exceed a limit are refused."""
-    threads: int | None = None
-    """The number of threads that torch uses for computing. If None, torch's default number."""
-    read_only: bool = False
-    """Whether the engine refuses to write any file, and to read input files that are chosen while it runs. The app sets this when
-    it is shown to other people.
+    reference_bytes: int | None = None
+    """Maximum number of bytes of the reference's outputs that are kept, so that later measurements need not compute them again. If
+    None, 1/4 of the free memory, at most 2 GiB.
     """
-    over_memory: bool = False
-    """Whether to run a model that is larger than the memory. Its weights are then read from the disk whenever it runs."""
-    max_memory: Mapping[str, int] = field(default_factory=dict)
-    """The most bytes of memory that weights may take, keyed by device: "cpu" or the name of an accelerator, such as "cuda:0".
-    Without an entry, all memory of the machine may be used.
-    """
-    device_map: str = ""
-    """How to distribute the model over several devices. "auto": fill all accelerators of the chosen type, each up to its entry in
-    `max_memory`, then the CPU. Any other text: the path of a JSON file that maps names of modules to devices. "": the model is on
-    one device.
-    """
+
+
+@dataclass(frozen=True)
+class AppOptions:
+    """The options of the app, for its engine."""
+
     workers: int | str | None = None
     """Where the app runs scans, the search for causes, and measurements of several recipes. A number: in this many processes. An
     address such as `tcp://HOST:8786`: on the cluster at this address. None: in the app's single engine. A `Session` always works in
     its own process.
     """
+    read_only: bool = False
+    """Whether the engine refuses to write any file, and to read input files that are chosen while it runs. The app sets this when
+    it is shown to other people.
+    """
 
-    @property
-    def reference_model(self) -> str | None:
-        """The path or name of the other checkpoint whose weights the reference has, or None if it has the model's own weights."""
-        return None if self.reference in (FLOAT32, STORED) else self.reference
+
+@dataclass(frozen=True)
+class Options(AppOptions, MeasureOptions, InputOptions, ModelOptions):
+    """All options for opening and running a model: those of `ModelOptions`, `InputOptions` and `MeasureOptions`, and the app's.
+
+    A function that needs only one of these parts takes it, so it can be called with this part alone or with all options.
+
+    Example:
+        >>> de.Options(device="cpu", sequence_length=128).sequence_length
+        128
+    """

@@ -34,7 +34,7 @@ from dtype_engine.results.drift import DriftReport
 if TYPE_CHECKING:
     from dtype_engine.runtime.measure.attribution import Attribution, PartDrift
     from dtype_engine.runtime.scan.exact import MeasuredWeight
-    from dtype_engine.runtime.scan.scan import ScannedSequence
+    from dtype_engine.runtime.scan.sequence_scans import ScannedSequence
     from dtype_engine.runtime.session.session import Session
     from dtype_engine.runtime.verify.verify import OpenExport
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
     from dtype_engine.runtime.measure.attribution import PartDrift
     from dtype_engine.runtime.scan.exact import MeasuredWeight
-    from dtype_engine.runtime.scan.scan import ScannedSequence
+    from dtype_engine.runtime.scan.sequence_scans import ScannedSequence
 
 
 @dataclass(frozen=True, slots=True)

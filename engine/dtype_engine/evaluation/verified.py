@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.errors import OutOfReach
@@ -51,23 +52,18 @@ def best(
     `on_measured(done)` is called after each measurement with the number of measured solutions. Raises OutOfReach if no solution
     meets the limits, and the errors of `Session.drift`.
     """
+    from dtype_engine.runtime.session.search_report import search_report
+
     recipes = [minimize(session.tree, solution.dtypes) for solution in found]
-    wanted = [(recipe, session.settings) for recipe in recipes]
-    measured: dict[int, float] = {}
     reports: dict[int, DriftReport] = {}
-    budget, max_drift = limit
-    for done, (index, report) in enumerate(drifts(session, wanted, over), 1):
-        measured[index], reports[index] = scalar_drift(report.output), report
+    for done, (index, report) in enumerate(drifts(session, [(each, session.settings) for each in recipes], over), 1):
+        reports[index] = report
         on_measured(done)
+    measured = {index: scalar_drift(report.output) for index, report in reports.items()}
+    budget, max_drift = limit
     within = [index for index in measured if max_drift is None or measured[index] <= max_drift]
     if within and metrics:
-        wanted_metrics = Thresholds(metrics=metrics)
-        reached = {index: verdicts(wanted_metrics, reports[index].output, reports[index].metrics) for index in within}
-        within = [index for index in within if all(verdict.passed for verdict in reached[index])]
-        if not within:
-            largest = max(reached, key=lambda index: found[index].bytes)
-            missed = next(verdict for verdict in reached[largest] if not verdict.passed)
-            raise OutOfReach(f"none of the {len(found)} recipes measured meets the limits: the largest has {missed}")
+        within = _reaching(metrics, within, reports, found)
     if not within:
         least = min(measured.values())
         raise OutOfReach(
@@ -78,28 +74,31 @@ def best(
         key=lambda at: (measured[at], found[at].bytes) if budget is not None else (found[at].bytes, measured[at]),
     )
     session.apply(recipes[index])
-    front = session.front(constraints)
-    context = constraints.context
+    plan, front = make_plan(session.tree, recipes[index]), session.front(constraints)
+    lost, context = session.lost_values(plan=plan), constraints.context
     assert session.scanned is not None
-    return SearchReport(
-        model=session.model.title,
-        unit=session.scanned.unit,
-        rules=tuple(map(str, recipes[index].rules)),
-        stored_bytes=session.tree.stored_bytes,
-        planned_bytes=found[index].bytes,
-        predicted=found[index].score,
-        front=tuple(front.points),
-        measured=measured[index],
-        notices=session.model.notices,
-        lost=session.lost_values(plan=make_plan(session.tree, recipes[index])),
+    unit = session.scanned.unit
+    return dataclasses.replace(
+        search_report(session.model, unit, front, found[index], plan, reports[index], context, lost),
         candidates=tuple(
             Candidate(solution.bytes, solution.score, measured[at], reports[at].metrics)
             for at, solution in enumerate(found)
         ),
         held_out=session.inputs.description if session.inputs is not None else None,
-        metrics=reports[index].metrics,
-        coverage=session.model.coverage,
-        context=context,
-        cache_bytes=0 if context is None else found[index].bytes - session.plan.planned_bytes,
-        formats=front.formats,
     )
+
+
+def _reaching(
+    limits: tuple[MetricLimit, ...], within: list[int], reports: Mapping[int, DriftReport], found: Sequence[Solution]
+) -> list[int]:
+    """Return those of the solutions with the indexes `within` that meet the limits on the user's metrics. Raises OutOfReach if none
+    does. reports: the measurements by index. found: all solutions.
+    """
+    wanted = Thresholds(metrics=limits)
+    verdicts_of = {index: verdicts(wanted, reports[index].output, reports[index].metrics) for index in within}
+    reaching = [index for index in within if all(verdict.passed for verdict in verdicts_of[index])]
+    if not reaching:
+        largest = max(within, key=lambda index: found[index].bytes)
+        missed = next(verdict for verdict in verdicts_of[largest] if not verdict.passed)
+        raise OutOfReach(f"none of the {len(found)} recipes measured meets the limits: the largest has {missed}")
+    return reaching

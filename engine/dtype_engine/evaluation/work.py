@@ -102,7 +102,7 @@ def scan(
     After an error, `task` keeps the results of the finished tasks. Raises the errors of `task.run`.
     """
     from dtype_engine.runtime.scan.exact import ExactScan, MeasuredWeight
-    from dtype_engine.runtime.scan.scan import ScannedSequence
+    from dtype_engine.runtime.scan.sequence_scans import ScannedSequence
 
     tasks: list[Task]
     if isinstance(task, ExactScan):

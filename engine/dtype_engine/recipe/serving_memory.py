@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
 from dtype_engine.core.kv_formats import KV_FORMATS
@@ -114,27 +116,35 @@ def interpolated(known: Mapping[int, int], context: int) -> float:
     )
 
 
+class Load(msgspec.Struct, frozen=True):
+    """The sequences that a served model holds at the same time."""
+
+    context: int
+    """The number of tokens of each sequence."""
+    batch: int = 1
+    """The number of sequences."""
+    kv: str | None = None
+    """The format of KV caches to which no rule gives one, or None for the dtype in which the model computes."""
+
+
 def serving_memory(
     model: str,
     tree: Tree,
     plan: Plan,
-    context: int,
-    batch: int = 1,
-    kv: str | None = None,
+    load: Load,
     budget: int | None = None,
     activations: Callable[[int], ActivationMemory] | None = None,
     totals: Totals | None = None,
 ) -> ServingMemory:
     """Return the memory that a model takes when it is served under a plan.
 
-    model: its name. context: tokens of each sequence. batch: the number of sequences. kv: the format of KV caches to which no rule
-    gives one, or None for the dtype in which the model computes. activations: returns the memory of a pass over a number of tokens,
-    or None to leave it out. totals: those of the whole model under the plan, if the caller has them. Raises what `activations`
-    raises.
+    model: its name. load: its sequences. activations: returns the memory of a pass over a number of tokens, or None to leave it
+    out. totals: those of the whole model under the plan, if the caller has them. Raises what `activations` raises.
     """
+    context, batch = load.context, load.batch
     cache, longest = tree.kv_cache, tree.kv_cache.longest
     dtype = serving_dtype(tree.totals(plan.dtypes)[""] if totals is None else totals, cache)
-    formats = {**({} if kv is None else dict.fromkeys(tree.caches, kv)), **plan.caches}
+    formats = {**({} if load.kv is None else dict.fromkeys(tree.caches, load.kv)), **plan.caches}
 
     def of_cache(tokens: int, sequences: int = batch) -> int:
         return sum(cache_bytes(tree, formats, dtype, tokens, sequences).values())

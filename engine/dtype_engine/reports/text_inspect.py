@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from heapq import nlargest
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.alike import AlikeModules
-from dtype_engine.core.layer_kinds import totals_by_kind
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, TensorInfo, Totals, Tree
 from dtype_engine.core.units import human_bytes, human_count, percent, plural
 from dtype_engine.recipe import Plan, tensor_bytes
+from dtype_engine.reports.alike import AlikeModules
+from dtype_engine.reports.layer_kinds import totals_by_kind
 from dtype_engine.reports.text import mix_text
 from dtype_engine.reports.text_table import table_lines
 

@@ -137,7 +137,9 @@ def checked(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> 
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damage_is_found_and_nothing_else(damage: str, quantised: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_finds_the_damage_and_nothing_else(
+    damage: str, quantised: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spoil, kind, named, options = DAMAGES[damage]
     file, config = quantised / "model.safetensors", json.loads((quantised / "config.json").read_text())
     tensors = load_file(file)
@@ -149,7 +151,7 @@ def test_a_damage_is_found_and_nothing_else(damage: str, quantised: Path, capsys
     assert status == 1
 
 
-def test_spoilt_scales_are_counted(quantised: Path) -> None:
+def test_check_counts_damaged_scales(quantised: Path) -> None:
     tensors = load_file(quantised / "model.safetensors")
     _spoil_scales(tensors, {})
     save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
@@ -214,7 +216,7 @@ def test_sarif_has_a_rule_for_each_kind_and_a_result_for_each_finding(
     assert location["logicalLocations"][0]["fullyQualifiedName"] == f"{DOWN}.weight"
 
 
-def test_text_says_why_and_where_it_was_seen(quantised: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_report_says_why_and_where(quantised: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["check", str(quantised), "--no-modules"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "nothing found"
     tensors = load_file(quantised / "model.safetensors")
@@ -226,7 +228,7 @@ def test_text_says_why_and_where_it_was_seen(quantised: Path, capsys: pytest.Cap
     assert f"{DOWN}.weight holds float8_e4m3fn codes and has no {DOWN}.weight_scale_inv" in said
 
 
-def test_what_can_not_be_checked_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_refuses_missing_folders_and_python_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "net.py").write_text("Net = None\n")
     for arguments in (["no-such-folder"], [f"{tmp_path / 'net.py'}:Net"], ["demo", "--json", "--sarif"]):
         assert run(cli, "dtype-engine", ["check", *arguments]) == 2
@@ -249,7 +251,7 @@ def test_a_missing_shard_is_a_finding_for_each_of_its_tensors(
 
 
 @pytest.mark.parametrize("spoilt", [7, -1, None])
-def test_a_column_in_a_group_without_a_scale_is_found(
+def test_check_finds_a_column_in_a_group_without_a_scale(
     spoilt: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     order = torch.arange(32, dtype=torch.int32) // 16
@@ -307,7 +309,7 @@ def test_an_adapter_is_compared_with_the_layers_of_its_base_model(
     assert not says or says in found["findings"][0]["what"]
 
 
-def test_halves_of_a_lora_and_two_ranks_are_found_without_the_base_model(
+def test_missing_lora_halves_and_rank_mismatches_are_found_without_base_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = _adapter(tmp_path / "adapter", {"a": (8, 8), "b": (8, 8)})

@@ -60,7 +60,9 @@ def sharded(make_llama: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_missing_is_named(case: str, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_names_missing_tensors(
+    case: str, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spoil, share, named = CASES[case]
     spoil(sharded)
     assert run(cli, "dtype-engine", ["inspect", str(sharded)]) == 0
@@ -86,7 +88,9 @@ def test_what_is_missing_is_named(case: str, sharded: Path, tmp_path: Path, caps
     assert capsys.readouterr().out.splitlines()[0].endswith(share)
 
 
-def test_a_whole_checkpoint_says_so(sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_says_that_a_checkpoint_is_complete(
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(cli, "dtype-engine", ["inspect", str(sharded)]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "21 of 21 tensors found"
     assert run(cli, "dtype-engine", ["inspect", str(sharded), "--json"]) == 0
@@ -96,7 +100,7 @@ def test_a_whole_checkpoint_says_so(sharded: Path, tmp_path: Path, capsys: pytes
     assert "21 of 21 tensors found" in capsys.readouterr().out.splitlines()[0]
 
 
-def test_scans_and_searches_say_the_share_on_the_first_line(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scan_and_search_print_the_coverage_first(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick = [str(sharded), "--sequences", "1", "--draws", "1", "--dtypes", "bf16"]
     for command in (["scan"], ["search", "--budget", "60%"]):
         assert run(cli, "dtype-engine", [*command, *quick]) == 0
@@ -133,7 +137,7 @@ def test_an_index_that_names_another_file_is_a_notice(
     assert f"{DOWN}: {other}, and {holder} has it" in capsys.readouterr().err
 
 
-def test_a_tensor_that_two_files_have_is_refused(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tensor_in_two_files_is_refused(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The index maps the name to a new file, and the stale copy is still in its shard."""
     index = _index(sharded)
     stale = index["weight_map"][DOWN]

@@ -38,28 +38,28 @@ def cut(file: FileIdentity, error: Exception | None = None) -> None:
         raise error
 
 
-def test_a_file_that_was_cut_before_is_not_read(opened: FileIdentity) -> None:
+def test_file_cut_short_before_reading_is_refused(opened: FileIdentity) -> None:
     cut(opened)
     with pytest.raises(UserError, match="was cut short: it had 65536 bytes and has 100"), unchanged((opened,)):
         pytest.fail("the block runs")
 
 
-def test_what_was_read_of_a_file_that_was_cut_meanwhile_is_refused(opened: FileIdentity) -> None:
+def test_values_read_while_the_file_was_cut_are_refused(opened: FileIdentity) -> None:
     with pytest.raises(UserError, match="was cut short"), unchanged((opened,)):
         cut(opened)
 
 
-def test_whatever_failed_over_a_file_that_was_cut_is_that_file(opened: FileIdentity) -> None:
+def test_any_error_on_a_cut_file_reports_the_cut(opened: FileIdentity) -> None:
     with pytest.raises(UserError, match="was cut short"), unchanged((opened,)):
         cut(opened, OSError("Bad address"))
 
 
-def test_another_failure_stays_what_it_is(opened: FileIdentity) -> None:
+def test_errors_on_a_whole_file_are_unchanged(opened: FileIdentity) -> None:
     with pytest.raises(OSError, match="Bad address"), unchanged((opened,)):
         raise OSError("Bad address")
 
 
-def test_what_the_user_stopped_stays_stopped(opened: FileIdentity) -> None:
+def test_cancellation_on_a_cut_file_stays_a_cancellation(opened: FileIdentity) -> None:
     with pytest.raises(Cancelled), unchanged((opened,)):
         cut(opened, Cancelled())
 
@@ -106,7 +106,7 @@ def run_cutting(source: Path, where: str, name: str, *arguments: str) -> subproc
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_command_that_a_cut_file_ends_says_where_it_was(
+def test_command_killed_by_a_cut_file_reports_where_it_was(
     where: str, name: str, arguments: list[str], source: Path
 ) -> None:
     done = run_cutting(source, where, name, *arguments)
@@ -117,9 +117,7 @@ def test_a_command_that_a_cut_file_ends_says_where_it_was(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("casts", [["--cast", "*=bf16"], ["--cast", "*=int8"], []], ids=lambda casts: casts[-1:])
-def test_an_export_whose_source_is_cut_short_says_so_in_one_line(
-    casts: list[str], source: Path, tmp_path: Path
-) -> None:
+def test_export_from_a_cut_file_reports_it_in_one_line(casts: list[str], source: Path, tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
     done = run_cutting(
@@ -135,7 +133,7 @@ def test_an_export_whose_source_is_cut_short_says_so_in_one_line(
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere other signals may come of it")
-def test_an_engine_that_a_cut_file_ends_is_a_sentence_in_the_app(source: Path) -> None:
+def test_app_reports_an_engine_killed_by_a_cut_file(source: Path) -> None:
     file = str(source / "model.safetensors")
     command = EngineCommand((*preloaded.command(CUTTING), *MEASURING, file, "dtype_engine.worker.stdio"))
     recorded = RecordedProcess(command, str(source), Options(device="cpu"))

@@ -23,7 +23,7 @@ def put(path: Path, nbytes: int = 10, age: float = 0.0) -> None:
     os.utime(path, (1.7e9 - age, 1.7e9 - age))
 
 
-def test_files_and_folders_here_the_newest_first(tmp_path: Path, cache: Path) -> None:
+def test_models_in_this_folder_are_listed_newest_first(tmp_path: Path, cache: Path) -> None:
     here = tmp_path / "here"
     put(here / "old.safetensors", 100, age=900)
     put(here / "new.pth", 200, age=100)
@@ -40,7 +40,7 @@ def test_files_and_folders_here_the_newest_first(tmp_path: Path, cache: Path) ->
     assert {one.place for one in found} == {"this folder"}
 
 
-def test_a_checkpoint_folder_is_one_thing_and_its_shards_are_not_offered(tmp_path: Path, cache: Path) -> None:
+def test_checkpoint_folder_is_listed_once_without_its_shards(tmp_path: Path, cache: Path) -> None:
     here = tmp_path / "here"
     put(here / "config.json")
     for shard in (1, 2):
@@ -48,7 +48,7 @@ def test_a_checkpoint_folder_is_one_thing_and_its_shards_are_not_offered(tmp_pat
     assert [(one.model, one.nbytes) for one in find_models(here)] == [(".", 100)]
 
 
-def test_the_cache_by_the_ids_that_locate_takes(tmp_path: Path, cache: Path) -> None:
+def test_cached_models_are_listed_by_their_hub_ids(tmp_path: Path, cache: Path) -> None:
     snapshot = cache / "models--org--tiny-net" / "snapshots" / "abcdef0"
     put(snapshot / "config.json")
     put(snapshot / "model.safetensors", 64)
@@ -59,11 +59,11 @@ def test_the_cache_by_the_ids_that_locate_takes(tmp_path: Path, cache: Path) -> 
     assert locate("org/tiny-net").path == snapshot
 
 
-def test_nothing_is_nothing(tmp_path: Path, cache: Path) -> None:
+def test_empty_folder_lists_no_models(tmp_path: Path, cache: Path) -> None:
     assert find_models(tmp_path) == []
 
 
-def test_a_folder_that_can_not_be_looked_into_is_left_out(tmp_path: Path, cache: Path) -> None:
+def test_unreadable_folder_is_skipped(tmp_path: Path, cache: Path) -> None:
     here = tmp_path / "here"
     put(here / "a.gguf", 5)
     (here / "broken.safetensors").symlink_to(here / "nowhere")

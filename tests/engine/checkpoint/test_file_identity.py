@@ -57,7 +57,7 @@ def test_a_changed_file_is_refused_by_name(tmp_path: Path, change: Callable[[Pat
     assert "\n" not in str(caught.value)
 
 
-def test_a_link_stands_for_its_file(tmp_path: Path) -> None:
+def test_link_is_identified_by_its_target_file(tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes(b"xxx")
     (tmp_path / "link").symlink_to(tmp_path / "blob")
     opened = FileIdentity.of(tmp_path / "link")
@@ -67,12 +67,12 @@ def test_a_link_stands_for_its_file(tmp_path: Path) -> None:
     assert "was cut short" in str(opened.change())
 
 
-def test_what_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+def test_missing_file_raises_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"can't read .*: No such file or directory"):
         FileIdentity.of(tmp_path / "none")
 
 
-def test_whatever_is_opened_knows_its_files(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_every_open_model_knows_its_files(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     """Checkpoints of every form and the live models of them, the code of a user with weights included."""
     import torch
     from safetensors.torch import load_file

@@ -36,7 +36,7 @@ def written_by_gguf(at: Path) -> bytes:
 
 @pytest.mark.parametrize("name", ["epoch_3", "net.pth.tar", "0f3a9c", "best.model"])
 @pytest.mark.parametrize("kind", ["pickle", "legacy", "safetensors", "gguf"])
-def test_a_file_is_known_by_its_content_where_its_name_does_not_say(kind: str, name: str, tmp_path: Path) -> None:
+def test_file_kind_is_recognized_by_content(kind: str, name: str, tmp_path: Path) -> None:
     contents = {
         "pickle": lambda: pickled(legacy=False),
         "legacy": lambda: pickled(legacy=True),
@@ -50,7 +50,7 @@ def test_a_file_is_known_by_its_content_where_its_name_does_not_say(kind: str, n
     assert open_checkpoint(file).tree().tensors["layer.weight"].shape == (2, 3)
 
 
-def test_what_is_none_of_them_is_refused(tmp_path: Path) -> None:
+def test_file_of_no_known_kind_is_refused(tmp_path: Path) -> None:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as packed:
         packed.writestr("notes.txt", "none")

@@ -42,7 +42,7 @@ def refused(tmp_path: Path) -> Callable[[bytes], str]:
     return check
 
 
-def test_a_file_has_the_names_shapes_dtypes_and_bytes_that_were_saved(tmp_path: Path) -> None:
+def test_safetensors_header_gives_names_shapes_dtypes_and_bytes(tmp_path: Path) -> None:
     tensors = {
         "a.weight": torch.randn(3, 4),
         "a.bias": torch.randn(3).bfloat16(),
@@ -65,7 +65,7 @@ def test_a_file_has_the_names_shapes_dtypes_and_bytes_that_were_saved(tmp_path: 
 
 
 @pytest.mark.parametrize("shard", ["1GB", "20KB"])
-def test_folders_in_one_file_or_in_shards(make_llama: Callable[..., Path], shard: str) -> None:
+def test_single_and_sharded_folders_are_opened(make_llama: Callable[..., Path], shard: str) -> None:
     folder = make_llama(max_shard_size=shard)
     found = open_checkpoint(folder)
     assert len(found.files) > 1 or shard == "1GB"
@@ -85,7 +85,7 @@ def test_a_missing_shard_is_named(make_llama: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "..", "", "a/b.safetensors", "a\0b"])
-def test_an_index_may_not_point_out_of_its_folder(make_llama: Callable[..., Path], name: str) -> None:
+def test_index_may_not_point_outside_its_folder(make_llama: Callable[..., Path], name: str) -> None:
     folder = make_llama(max_shard_size="20KB")
     index = folder / "model.safetensors.index.json"
     data = json.loads(index.read_text())
@@ -126,7 +126,7 @@ def test_the_hub_cache_with_its_links_to_blobs_is_read(make_llama: Callable[...,
     assert len(open_checkpoint(snapshot).tensors) == 20
 
 
-def test_folders_that_are_no_model_say_what_was_looked_for(tmp_path: Path) -> None:
+def test_folder_without_a_model_says_which_files_were_expected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
         open_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
@@ -134,92 +134,92 @@ def test_folders_that_are_no_model_say_what_was_looked_for(tmp_path: Path) -> No
         open_checkpoint(tmp_path)
 
 
-def test_a_config_that_is_no_json(make_llama: Callable[..., Path]) -> None:
+def test_config_with_invalid_json_is_refused(make_llama: Callable[..., Path]) -> None:
     folder = make_llama()
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json is not valid JSON"):
         open_checkpoint(folder)
 
 
-def test_a_file_too_short_for_a_length(refused: Callable[[bytes], str]) -> None:
+def test_file_shorter_than_the_length_field_is_refused(refused: Callable[[bytes], str]) -> None:
     assert "too few" in refused(b"1234567")
 
 
-def test_a_header_length_of_two_to_the_63(refused: Callable[[bytes], str]) -> None:
+def test_header_length_of_2_to_the_63_is_refused(refused: Callable[[bytes], str]) -> None:
     assert "over the limit" in refused((1 << 63).to_bytes(8, "little") + b"{}")
 
 
-def test_a_header_longer_than_the_file(refused: Callable[[bytes], str]) -> None:
+def test_header_longer_than_the_file_is_refused(refused: Callable[[bytes], str]) -> None:
     assert "truncated" in refused((1000).to_bytes(8, "little") + b"{}")
 
 
-def test_a_body_that_was_cut_off(refused: Callable[[bytes], str]) -> None:
+def test_truncated_data_is_refused(refused: Callable[[bytes], str]) -> None:
     assert "outside the file" in refused(header_bytes({"a": entry(0, 4)}, b"123"))
 
 
-def test_a_json_bomb_of_brackets(refused: Callable[[bytes], str]) -> None:
+def test_deeply_nested_json_is_refused(refused: Callable[[bytes], str]) -> None:
     assert "not valid JSON" in refused(header_bytes(b"[" * 200_000))
 
 
-def test_a_number_too_long_to_convert(refused: Callable[[bytes], str]) -> None:
+def test_overlong_number_is_refused(refused: Callable[[bytes], str]) -> None:
     assert "not valid JSON" in refused(header_bytes(b'{"a": ' + b"9" * 100_000 + b"}"))
 
 
-def test_tensors_that_overlap(refused: Callable[[bytes], str]) -> None:
+def test_overlapping_tensors_are_refused(refused: Callable[[bytes], str]) -> None:
     assert "overlaps" in refused(header_bytes({"a": entry(0, 4), "b": entry(2, 6)}, b"12345678"))
 
 
-def test_a_hole_between_tensors(refused: Callable[[bytes], str]) -> None:
+def test_gap_between_tensors_is_refused(refused: Callable[[bytes], str]) -> None:
     assert "leaves a hole" in refused(header_bytes({"a": entry(0, 4), "b": entry(8, 12)}, b"123456789012"))
 
 
-def test_bytes_after_the_last_tensor(refused: Callable[[bytes], str]) -> None:
+def test_bytes_after_the_last_tensor_are_refused(refused: Callable[[bytes], str]) -> None:
     assert "belong to nothing" in refused(header_bytes({"a": entry(0, 4)}, b"1234567"))
 
 
-def test_a_shape_that_does_not_match_the_bytes(refused: Callable[[bytes], str]) -> None:
+def test_shape_that_contradicts_the_byte_count_is_refused(refused: Callable[[bytes], str]) -> None:
     assert "needs 8 bytes" in refused(header_bytes({"a": entry(0, 4, (2,))}, b"1234"))
 
 
-def test_a_shape_whose_product_overflows_64_bits(refused: Callable[[bytes], str]) -> None:
+def test_overflowing_shape_product_is_refused(refused: Callable[[bytes], str]) -> None:
     assert "needs" in refused(header_bytes({"a": entry(0, 4, (1 << 40, 1 << 40, 1 << 40))}, b"1234"))
 
 
-def test_a_shape_without_elements_whose_strides_overflow(refused: Callable[[bytes], str]) -> None:
+def test_empty_shape_with_overflowing_strides_is_refused(refused: Callable[[bytes], str]) -> None:
     assert "a shape that is too large" in refused(header_bytes({"a": entry(0, 0, (1 << 62, 1 << 62, 0))}, b""))
 
 
-def test_a_duplicate_name(refused: Callable[[bytes], str]) -> None:
+def test_duplicate_tensor_name_is_refused(refused: Callable[[bytes], str]) -> None:
     one = json.dumps(entry())
     assert "twice" in refused(header_bytes(f'{{"a": {one}, "a": {one}}}'.encode(), b"1234"))
 
 
-def test_an_empty_name(refused: Callable[[bytes], str]) -> None:
+def test_empty_tensor_name_is_refused(refused: Callable[[bytes], str]) -> None:
     assert "without a name" in refused(header_bytes({"": entry()}, b"1234"))
 
 
 @pytest.mark.parametrize("dtype", ["F7", 3, None, ["F32"]])
-def test_an_unknown_dtype(refused: Callable[[bytes], str], dtype: Any) -> None:
+def test_unknown_dtype_is_refused(refused: Callable[[bytes], str], dtype: Any) -> None:
     assert "unknown dtype" in refused(header_bytes({"a": entry(dtype=dtype)}, b"1234"))
 
 
 @pytest.mark.parametrize("shape", [[-1], [1.0], "1", None, [True], [1] * 100, [[1]]])
-def test_a_shape_that_is_none(refused: Callable[[bytes], str], shape: Any) -> None:
+def test_invalid_shape_is_refused(refused: Callable[[bytes], str], shape: Any) -> None:
     assert "no valid shape" in refused(header_bytes({"a": entry(shape=shape)}, b"1234"))
 
 
 @pytest.mark.parametrize("bad", [{"dtype": "F32"}, 3, [], {"dtype": "F32", "shape": [1], "data_offsets": [0]}])
-def test_an_entry_without_its_parts(refused: Callable[[bytes], str], bad: Any) -> None:
+def test_entry_without_required_keys_is_refused(refused: Callable[[bytes], str], bad: Any) -> None:
     assert "needs dtype, shape and data_offsets" in refused(header_bytes({"a": bad}, b"1234"))
 
 
-def test_names_can_not_speak_to_the_terminal(refused: Callable[[bytes], str]) -> None:
+def test_control_characters_in_names_are_escaped_in_errors(refused: Callable[[bytes], str]) -> None:
     name = "\x1b]0;owned\x07\n\u202eevil[bold red]" + "x" * 100_000
     message = refused(header_bytes({name: entry(dtype="F7")}, b"1234"))
     assert len(message) < 400
 
 
-def test_more_tensors_than_any_model_has_are_refused_unread(
+def test_header_with_too_many_tensors_is_refused_unread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[[bytes], str]
 ) -> None:
     entries = ",".join(f'"t{i}":{{"dtype":"BF16","shape":[0],"data_offsets":[0,0]}}' for i in range(620_000))
@@ -244,14 +244,14 @@ def test_more_tensors_than_any_model_has_are_refused_unread(
 @pytest.mark.parametrize(
     "make", [lambda path: os.mkfifo(path), lambda path: path.symlink_to("/dev/zero")], ids=["fifo", "device"]
 )
-def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_special_files_are_not_opened(tmp_path: Path, make: Callable[[Path], None]) -> None:
     path = tmp_path / "model.safetensors"
     make(path)
     with pytest.raises(UserError, match="not a regular file"):
         open_checkpoint(path)
 
 
-def test_a_cycle_of_links(tmp_path: Path) -> None:
+def test_cycle_of_links_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "model.safetensors")
     with pytest.raises(UserError):

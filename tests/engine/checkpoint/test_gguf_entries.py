@@ -113,7 +113,7 @@ def add_factors(writer: gguf.GGUFWriter, long: list[float], short: list[float]) 
 LONG, SHORT = [1.0, 2.0, 3.5, 5.0, 7.0, 9.0, 12.0, 15.0], [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.1, 3.8]
 
 
-def test_longrope_has_short_factors_up_to_the_original_length_and_long_ones_beyond(tmp_path: Path) -> None:
+def test_longrope_factors_switch_at_the_original_length(tmp_path: Path) -> None:
     scaling = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
     model = made(
         transformers.Phi3ForCausalLM,
@@ -132,7 +132,7 @@ def test_longrope_has_short_factors_up_to_the_original_length_and_long_ones_beyo
     assert session.drift().output.rel_l2 < 1e-5
 
 
-def test_a_factor_of_attention_that_is_not_the_usual_one(tmp_path: Path) -> None:
+def test_unusual_longrope_attention_factor_is_read(tmp_path: Path) -> None:
     scaling = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "attention_factor": 1.7}
     model = made(
         transformers.Phi3ForCausalLM,
@@ -147,7 +147,7 @@ def test_a_factor_of_attention_that_is_not_the_usual_one(tmp_path: Path) -> None
     assert_same_model(tmp_path / "x.gguf", model, 48, 100)
 
 
-def test_a_part_of_each_head_is_rotated(tmp_path: Path) -> None:
+def test_partial_rotary_factor_is_read(tmp_path: Path) -> None:
     model = made(
         transformers.Phi3ForCausalLM,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
@@ -157,26 +157,26 @@ def test_a_part_of_each_head_is_rotated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 8])
-def test_a_sliding_window_of_0_is_none(tmp_path: Path, window: int) -> None:
+def test_sliding_window_of_0_means_none(tmp_path: Path, window: int) -> None:
     model = made(transformers.Phi3ForCausalLM, sliding_window=window or None)
     write(tmp_path / "x.gguf", "phi3", model, lambda writer: writer.add_sliding_window(window))
     assert_same_model(tmp_path / "x.gguf", model)
 
 
-def test_a_llama_with_a_sliding_window_is_a_mistral(tmp_path: Path) -> None:
+def test_llama_gguf_with_a_sliding_window_is_opened_as_mistral(tmp_path: Path) -> None:
     model = made(transformers.MistralForCausalLM, sliding_window=8)
     write(tmp_path / "x.gguf", "llama", model, lambda writer: writer.add_sliding_window(8))
     assert_same_model(tmp_path / "x.gguf", model)
 
 
-def test_biases_of_attention_and_mlp(tmp_path: Path) -> None:
+def test_gguf_biases_of_attention_and_mlp_are_loaded(tmp_path: Path) -> None:
     model = made(transformers.LlamaForCausalLM, attention_bias=True, mlp_bias=True)
     write(tmp_path / "x.gguf", "llama", model)
     assert_same_model(tmp_path / "x.gguf", model)
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_linear_scaling_is_that_of_a_factor_without_a_type(tmp_path: Path, named: bool) -> None:
+def test_factor_without_a_type_means_linear_rope_scaling(tmp_path: Path, named: bool) -> None:
     scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
     model = made(transformers.LlamaForCausalLM, rope_parameters=scaling)
     of_type: tuple[Change, ...] = (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR),)
@@ -186,7 +186,7 @@ def test_linear_scaling_is_that_of_a_factor_without_a_type(tmp_path: Path, named
     assert_same_model(tmp_path / "x.gguf", model)
 
 
-def test_yarn_with_its_own_limits(tmp_path: Path) -> None:
+def test_yarn_limits_are_read_from_gguf(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32,
                "beta_fast": 16.0, "beta_slow": 2.0}  # fmt: skip
     model = made(transformers.Qwen2ForCausalLM, rope_parameters=scaling)
@@ -200,7 +200,7 @@ def test_yarn_with_its_own_limits(tmp_path: Path) -> None:
     assert_same_model(tmp_path / "x.gguf", model)
 
 
-def test_factors_of_llama_3_1_with_linear_scaling_on_top(tmp_path: Path) -> None:
+def test_llama_3_1_factors_combine_with_linear_scaling(tmp_path: Path) -> None:
     factors = [1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0]
     doubled = [2 * factor for factor in factors]
     scaling = {"rope_type": "longrope", "short_factor": doubled, "long_factor": doubled, "attention_factor": 1.0,
@@ -213,9 +213,7 @@ def test_factors_of_llama_3_1_with_linear_scaling_on_top(tmp_path: Path) -> None
     assert_same_model(tmp_path / "x.gguf", model)
 
 
-def test_heads_of_keys_are_as_many_as_heads_if_the_file_does_not_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_kv_head_count_means_as_many_as_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf.GGUFWriter, "add_head_count_kv", lambda self, count: None)
     model = made(transformers.Qwen2ForCausalLM)
     write(tmp_path / "x.gguf", "qwen2", model)
@@ -238,7 +236,7 @@ _HARMLESS: tuple[Change, ...] = (
 )
 
 
-def test_entries_that_say_what_the_configuration_says_do_no_harm(tmp_path: Path) -> None:
+def test_redundant_gguf_entries_are_accepted(tmp_path: Path) -> None:
     model = made(transformers.LlamaForCausalLM)
     write(tmp_path / "x.gguf", "llama", model, *_HARMLESS)
     assert_same_model(tmp_path / "x.gguf", model)
@@ -278,7 +276,7 @@ _REFUSED: dict[str, tuple[str, Change]] = {
 
 
 @pytest.mark.parametrize("entry", list(_REFUSED))
-def test_what_has_no_place_in_the_model_is_refused_by_its_name(
+def test_gguf_entry_that_the_model_lacks_is_refused_by_name(
     tmp_path: Path, entry: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     architecture, change = _REFUSED[entry]
@@ -301,14 +299,14 @@ def test_what_has_no_place_in_the_model_is_refused_by_its_name(
     assert any(entry in notice for notice in json.loads(capsys.readouterr().out)["notices"])
 
 
-def test_check_says_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_refused_gguf_entries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "x.gguf", "llama", made(transformers.LlamaForCausalLM), lambda writer: writer.add_logit_scale(0.5))
     run(cli, "dtype-engine", ["check", str(tmp_path / "x.gguf")])
     assert "note: the entry llama.logit_scale (0.5) changes what the model computes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("opened", ["x-00001-of-00004.gguf", "x-00003-of-00004.gguf", "."])
-def test_parts_of_a_split_file_are_one_model(tmp_path: Path, opened: str) -> None:
+def test_parts_of_a_split_gguf_open_as_one_model(tmp_path: Path, opened: str) -> None:
     model = made(transformers.LlamaForCausalLM)
     (tmp_path / "split").mkdir()
     write(tmp_path / "split" / "x.gguf", "llama", model, parts=6)
@@ -336,7 +334,7 @@ def split(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("missing", [1, 2, 4])
-def test_a_missing_part_is_named(split: Path, missing: int) -> None:
+def test_missing_gguf_part_is_named(split: Path, missing: int) -> None:
     (split / f"x-0000{missing}-of-00004.gguf").unlink()
     with pytest.raises(
         UserError, match=rf"one of 4 parts of a model, and x-0000{missing}-of-00004.gguf is not beside it"
@@ -344,13 +342,13 @@ def test_a_missing_part_is_named(split: Path, missing: int) -> None:
         open_checkpoint(split / "x-00003-of-00004.gguf")
 
 
-def test_a_part_under_another_name_is_refused(split: Path) -> None:
+def test_renamed_gguf_part_is_refused(split: Path) -> None:
     (split / "x-00001-of-00004.gguf").rename(split / "model.gguf")
     with pytest.raises(UserError, match=r"model.gguf is one of 4 parts of a model, and its name does not end as"):
         open_checkpoint(split / "model.gguf")
 
 
-def test_parts_that_are_swapped_are_refused(split: Path) -> None:
+def test_swapped_gguf_parts_are_refused(split: Path) -> None:
     third = (split / "x-00003-of-00004.gguf").read_bytes()
     (split / "x-00002-of-00004.gguf").write_bytes(third)
     with pytest.raises(UserError, match="says that it is part 2 "):

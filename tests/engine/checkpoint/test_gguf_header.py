@@ -59,7 +59,7 @@ def written(path: Path, order: gguf.GGUFEndian = HOST, tensors: int = 3, alignme
 
 @pytest.mark.parametrize("order", [gguf.GGUFEndian.LITTLE, gguf.GGUFEndian.BIG])
 @pytest.mark.parametrize("alignment", [None, 64, 8])
-def test_the_gguf_package_reads_the_same(tmp_path: Path, order: gguf.GGUFEndian, alignment: int | None) -> None:
+def test_gguf_package_reads_the_same_header(tmp_path: Path, order: gguf.GGUFEndian, alignment: int | None) -> None:
     path = written(tmp_path / "x.gguf", order, alignment=alignment)
     header, reader = read_gguf_header(path), gguf.GGUFReader(path)
     assert header.swapped == (reader.byte_order == "S")
@@ -71,7 +71,7 @@ def test_the_gguf_package_reads_the_same(tmp_path: Path, order: gguf.GGUFEndian,
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_tensors_are_read(tmp_path: Path) -> None:
+def test_header_of_100000_tensors_is_read_quickly(tmp_path: Path) -> None:
     """In a second or two; the gguf package's reader takes half a minute."""
     path = tmp_path / "many.gguf"
     count = 100_000
@@ -133,7 +133,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_header_that_lies_is_refused_in_plain_words(tmp_path: Path, what: str) -> None:
+def test_invalid_header_is_refused_in_one_sentence(tmp_path: Path, what: str) -> None:
     content, says = HOSTILE[what]
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
@@ -154,7 +154,7 @@ def test_a_header_that_lies_is_refused_in_plain_words(tmp_path: Path, what: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_damaged_files_are_read_or_refused(tmp_path: Path, seed: int) -> None:
+def test_damaged_gguf_files_are_read_or_refused(tmp_path: Path, seed: int) -> None:
     good = written(tmp_path / "good.gguf").read_bytes()
     path = tmp_path / "x.gguf"
     chooser = random.Random(seed)

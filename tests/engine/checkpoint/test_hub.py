@@ -85,7 +85,7 @@ FOLDERS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FOLDERS)
-def test_the_tree_is_that_of_the_files(tmp_path: Path, serve: Serve, form: str) -> None:
+def test_tree_from_hub_headers_equals_the_tree_of_the_files(tmp_path: Path, serve: Serve, form: str) -> None:
     here = made(form, tmp_path / "made").model
     hub = serve(Path(here))
     assert rows(locate(MODEL)) == rows(locate(here))
@@ -94,7 +94,7 @@ def test_the_tree_is_that_of_the_files(tmp_path: Path, serve: Serve, form: str) 
     assert len(hub.requests) == before + 1, "the headers are kept, and only the commit is asked for"
 
 
-def test_small_tensors_that_describe_weights_are_read(tmp_path: Path, serve: Serve) -> None:
+def test_small_describing_tensors_are_read_from_the_hub(tmp_path: Path, serve: Serve) -> None:
     hub = serve(tmp_path)
     for number, (name, make) in enumerate(CASES.items()):
         make().save(tmp_path / str(number))
@@ -109,7 +109,9 @@ def test_small_tensors_that_describe_weights_are_read(tmp_path: Path, serve: Ser
 
 
 @pytest.mark.slow
-def test_of_gguf_files_one_is_named(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_hub_gguf_files_must_be_named(
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reading, "_FIRST_GGUF_RANGE", 64)  # so that the header takes several ranges
     folder = tmp_path / "made"
     folder.mkdir()
@@ -124,7 +126,7 @@ def test_of_gguf_files_one_is_named(tmp_path: Path, serve: Serve, monkeypatch: p
 
 
 @pytest.mark.parametrize("at", ["", "/x-00002-of-00003.gguf"])
-def test_parts_of_a_gguf_file_are_one_model(tmp_path: Path, serve: Serve, at: str) -> None:
+def test_gguf_parts_on_a_hub_open_as_one_model(tmp_path: Path, serve: Serve, at: str) -> None:
     folder = tmp_path / "made"
     folder.mkdir()
     writer = gguf.GGUFWriter(folder / "x.gguf", "other", split_max_tensors=2)
@@ -141,7 +143,7 @@ def test_parts_of_a_gguf_file_are_one_model(tmp_path: Path, serve: Serve, at: st
 
 
 @pytest.mark.slow
-def test_671_billion_parameters(tmp_path: Path, serve: Serve) -> None:
+def test_headers_of_a_671b_model_are_read_from_a_hub(tmp_path: Path, serve: Serve) -> None:
     giant = large_checkpoints.write(tmp_path / "giant")
     hub = serve(giant)
     hub.delay_s = 0.03
@@ -180,7 +182,7 @@ REFUSED = (
 
 
 @pytest.mark.slow
-def test_what_needs_values_says_how_they_are_downloaded(
+def test_command_that_needs_values_says_how_to_download_them(
     make_llama: Callable[..., Path], serve: Serve, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama()
@@ -201,7 +203,7 @@ def test_what_needs_values_says_how_they_are_downloaded(
 
 
 @pytest.mark.slow
-def test_headers_then_the_model(
+def test_hub_model_opens_by_headers_then_by_download(
     make_llama: Callable[..., Path], serve: Serve, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama()
@@ -341,7 +343,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_fault_is_a_sentence(
+def test_every_hub_failure_is_one_sentence(
     serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.setattr(hub_reader, "_PAUSE_S", 0.0)
@@ -357,7 +359,7 @@ def test_every_fault_is_a_sentence(
     assert re.search(words, captured.err), captured.err
 
 
-def test_no_hole_is_opened_as_a_checkpoint(serve: Serve, small: Path) -> None:
+def test_sparse_header_file_is_not_opened_as_a_checkpoint(serve: Serve, small: Path) -> None:
     serve(small)
     path = locate(MODEL).path
     assert path is not None
@@ -367,7 +369,7 @@ def test_no_hole_is_opened_as_a_checkpoint(serve: Serve, small: Path) -> None:
     assert component_of(f"{MODEL}@v1", "vae") == f"{MODEL}@v1/vae"
 
 
-def test_no_network_and_no_leave_to_use_it(serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_network_or_permission_is_reported(serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(hub_reader, "_PAUSE_S", 0.0)
@@ -387,7 +389,7 @@ def test_no_network_and_no_leave_to_use_it(serve: Serve, small: Path, monkeypatc
     assert hub.requests == []
 
 
-def test_a_slow_line_and_one_that_breaks(serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_and_interrupted_downloads(serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(hub_reader, "_PAUSE_S", 0.0)
@@ -411,7 +413,7 @@ def test_a_slow_line_and_one_that_breaks(serve: Serve, small: Path, monkeypatch:
     assert len(hub.requests) - before == 2 * len(broken), "each request is made again once"
 
 
-def test_a_hub_that_sends_byte_after_byte(serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_sending_byte_by_byte_times_out(serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(hub_reader, "_SLOWEST", 100_000)
@@ -433,7 +435,7 @@ def test_a_hub_that_sends_byte_after_byte(serve: Serve, small: Path, monkeypatch
     over.set()
 
 
-def test_a_download_without_an_end_and_one_from_elsewhere(
+def test_endless_downloads_and_foreign_redirects(
     serve: Serve, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_token_of_the_test")
@@ -468,7 +470,7 @@ def test_a_download_without_an_end_and_one_from_elsewhere(
     assert not caplog.records, "what a server says is not logged"
 
 
-def test_a_header_longer_than_the_first_range(tmp_path: Path, serve: Serve) -> None:
+def test_header_longer_than_the_first_request_is_read(tmp_path: Path, serve: Serve) -> None:
     folder = tmp_path / "long"
     folder.mkdir()
     save_file({f"layers.{index}.weight": torch.ones(1) for index in range(3000)}, folder / "model.safetensors")
@@ -480,7 +482,7 @@ def test_a_header_longer_than_the_first_range(tmp_path: Path, serve: Serve) -> N
     assert spans == [f"bytes=0-{first - 1}", f"bytes={first}-{length - 1}"]
 
 
-def test_a_server_without_ranges_and_a_redirect_elsewhere(serve: Serve, small: Path) -> None:
+def test_server_without_ranges_and_foreign_redirects(serve: Serve, small: Path) -> None:
     hub = serve(small)
     content = (small / "model.safetensors").read_bytes()
 
@@ -502,7 +504,7 @@ def test_a_server_without_ranges_and_a_redirect_elsewhere(serve: Serve, small: P
         del os.environ["HF_TOKEN"]
 
 
-def test_answers_that_do_not_say_their_length(serve: Serve, small: Path) -> None:
+def test_answers_without_a_content_length(serve: Serve, small: Path) -> None:
     hub = serve(small)
 
     def fault(request: Request) -> bool:
@@ -534,7 +536,7 @@ def test_answers_that_do_not_say_their_length(serve: Serve, small: Path) -> None
         ("hf://a/b@feature%2Fx/c/d.gguf", "a/b", "feature/x", "c/d.gguf"),
     ],
 )
-def test_addresses(text: str, repo: str, revision: str | None, path: str) -> None:
+def test_hub_addresses_are_parsed(text: str, repo: str, revision: str | None, path: str) -> None:
     found = HubAddress.parse(text)
     assert found == HubAddress(repo, revision, path)
     assert HubAddress.parse(str(found)) == found
@@ -556,12 +558,12 @@ def test_addresses(text: str, repo: str, revision: str | None, path: str) -> Non
         "hf://a/b..c",
     ],
 )
-def test_what_is_no_address(text: str) -> None:
+def test_invalid_hub_address_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="is no address of a model on a hub"):
         HubAddress.parse(text)
 
 
-def test_of_two_sets_on_a_hub_the_headers_of_the_one_that_transformers_loads_are_shown(
+def test_hub_headers_come_from_the_weights_that_transformers_loads(
     tmp_path: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "both"
@@ -579,9 +581,7 @@ def test_of_two_sets_on_a_hub_the_headers_of_the_one_that_transformers_loads_are
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
-def test_a_variant_beside_pickles_is_not_what_transformers_loads_from_a_hub(
-    name: str, tmp_path: Path, serve: Serve
-) -> None:
+def test_hub_variant_beside_pickles_is_not_loaded(name: str, tmp_path: Path, serve: Serve) -> None:
     folder = tmp_path / "pickles"
     folder.mkdir()
     save_file({"a.weight": torch.ones(2)}, folder / "model.fp16.safetensors")

@@ -81,7 +81,7 @@ HEADERS: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("model", BOTH)
 @pytest.mark.parametrize("name", HEADERS)
-def test_no_header_of_an_answer_names_a_file(tmp_path: Path, small: Path, hub: Hub, name: str, model: str) -> None:
+def test_response_headers_cannot_name_a_file(tmp_path: Path, small: Path, hub: Hub, name: str, model: str) -> None:
     hub.fault = with_headers(small, **{key: text.replace("ROOT", str(tmp_path)) for key, text in HEADERS[name].items()})
     before = files(tmp_path)
     found = locate(model, download=True).path
@@ -103,9 +103,7 @@ DIGESTS = {
 
 
 @pytest.mark.parametrize("name", DIGESTS)
-def test_no_digest_in_the_list_of_files_leads_out_of_the_cache(
-    tmp_path: Path, small: Path, hub: Hub, name: str
-) -> None:
+def test_digest_in_the_file_list_cannot_escape_the_cache(tmp_path: Path, small: Path, hub: Hub, name: str) -> None:
     listed = [{"rfilename": file.name, "size": file.stat().st_size} | DIGESTS[name] for file in small.iterdir()]
     answer = json.dumps({"sha": COMMIT, "siblings": listed}).encode()
     hub.fault = lambda request: bool(request.path.startswith("/api/") and (request.send(200, answer) or True))
@@ -118,7 +116,7 @@ def test_no_digest_in_the_list_of_files_leads_out_of_the_cache(
     assert files(tmp_path) - before == {*names, "cache/hub/models--org--name/refs/main"}
 
 
-def test_files_are_named_by_the_list_that_was_checked(small: Path, hub: Hub) -> None:
+def test_downloaded_files_get_only_checked_names(small: Path, hub: Hub) -> None:
     (small / "evil\x1b]0;.json").write_text("{}")
     (small / "notes.md").write_text("no part of the model")
     found = locate(MODEL, download=True).path
@@ -130,7 +128,9 @@ def test_files_are_named_by_the_list_that_was_checked(small: Path, hub: Hub) -> 
     assert len(hub.requests) == 3
 
 
-def test_other_programs_read_the_cache(tmp_path: Path, small: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_cache_is_readable_by_other_programs(
+    tmp_path: Path, small: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import transformers
     from huggingface_hub import constants, scan_cache_dir, snapshot_download, try_to_load_from_cache
 
@@ -151,7 +151,7 @@ def test_other_programs_read_the_cache(tmp_path: Path, small: Path, hub: Hub, mo
     assert (revision.commit_hash, revision.refs) == (COMMIT, {"main"})
 
 
-def test_a_cache_of_huggingface_hub_is_continued(tmp_path: Path, small: Path, hub: Hub) -> None:
+def test_partial_cache_of_huggingface_hub_is_reused(tmp_path: Path, small: Path, hub: Hub) -> None:
     """A newer commit takes the contents that huggingface_hub has downloaded for an older one."""
     from huggingface_hub import snapshot_download
 
@@ -172,7 +172,7 @@ def test_a_cache_of_huggingface_hub_is_continued(tmp_path: Path, small: Path, hu
     assert steps[-1] == (sum(file.stat().st_size for file in small.iterdir()),) * 2
 
 
-def test_a_file_system_without_links(small: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_works_on_a_file_system_without_links(small: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -183,7 +183,7 @@ def test_a_file_system_without_links(small: Path, hub: Hub, monkeypatch: pytest.
     assert not any(file.is_symlink() for file in found.iterdir())
 
 
-def test_a_part_of_a_file_that_has_arrived_is_not_asked_for_again(
+def test_downloaded_part_of_a_file_is_not_requested_again(
     small: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_reader, "_PAUSE_S", 0.0)
@@ -209,9 +209,7 @@ def test_a_part_of_a_file_that_has_arrived_is_not_asked_for_again(
     assert spans == [f"bytes=0-{size - 1}", f"bytes=1000-{size - 1}"]
 
 
-def test_a_hub_that_breaks_off_again_and_again_is_given_up(
-    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeatedly_interrupted_download_is_given_up(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_reader, "_PAUSE_S", 0.0)
 
     def one_byte(request: Request) -> bool:
@@ -275,7 +273,7 @@ ENDLESS: dict[str, tuple[str, bytes, bytes, float, str]] = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_an_answer_without_an_end_is_ended(
+def test_endless_answer_is_cut_off(
     tmp_path: Path, hub: Hub, impatient: threading.Event, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(addresses, "LARGEST_JSON", 1_000_000)
@@ -286,7 +284,7 @@ def test_an_answer_without_an_end_is_ended(
     assert not any("safetensors" in path for path in files(tmp_path / "cache"))
 
 
-def test_the_time_for_headers_is_limited_however_fast_they_come(
+def test_total_time_for_headers_is_limited(
     hub: Hub, impatient: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(addresses, "_MOST_SECONDS", 0.3)
@@ -296,6 +294,6 @@ def test_the_time_for_headers_is_limited_however_fast_they_come(
 
 
 @pytest.mark.parametrize("text", ["..", "../x", "a/b/c", "a/../b", "a--b", "a/..b", ""])
-def test_what_is_no_id_of_a_model(text: str) -> None:
+def test_invalid_model_id_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="is no id of a model on a hub"):
         HubAddress.of_id(text)

@@ -140,7 +140,7 @@ def from_headers(module: nn.Module) -> KVCache:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_elements_are_those_of_the_real_cache(architecture: str) -> None:
+def test_cache_sizes_equal_those_of_the_real_cache(architecture: str) -> None:
     module = make(architecture)
     found = from_headers(module)
     assert found.none_because is None
@@ -189,20 +189,20 @@ def _llama(**config: Any) -> KVCache:
     return kv_cache(header_tree(module), settings)
 
 
-def test_a_window_without_its_layers_is_an_upper_bound_and_said() -> None:
+def test_window_of_unknown_layers_gives_an_upper_bound() -> None:
     found = _llama(sliding_window=5, model_type="another")
     assert found.nbytes("bfloat16", 100) == _llama().nbytes("bfloat16", 100)
     assert "sliding window of 5 tokens" in found.notes[0]
     assert not _llama().notes
 
 
-def test_layers_after_the_last_are_not_counted_and_said() -> None:
+def test_layers_beyond_the_last_are_ignored_with_a_note() -> None:
     found = _llama(num_hidden_layers=2)
     assert {tensor.layer for tensor in found.tensors} == {0, 1}
     assert "without the cache of 1 layer after the last of 2" in found.notes[0]
 
 
-def test_heads_that_config_does_not_tell_are_not_guessed() -> None:
+def test_head_counts_missing_from_config_are_not_guessed() -> None:
     module = make("fused projection")
     found = kv_cache(header_tree(module), {"architectures": ["GPT2LMHeadModel"], "n_layer": 2})
     assert found.tensors == ()
@@ -215,7 +215,7 @@ def test_a_model_that_does_not_generate_keeps_no_cache() -> None:
     assert "no config.json" in str(kv_cache(header_tree(module), None).none_because)
 
 
-def test_packed_weights_are_counted_by_the_configuration() -> None:
+def test_cache_of_packed_weights_is_sized_by_the_config() -> None:
     """The shape of a packed weight is that of its codes, so that config.json decides."""
     module = make("grouped heads")
     packed = [

@@ -37,7 +37,7 @@ def dynamic(tmp_path: Path) -> Path:
     return tmp_path / "dynamic.pth"
 
 
-def test_packed_parameters_are_a_weight_and_a_bias(dynamic: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packed_parameters_open_as_weight_and_bias(dynamic: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = engine(capsys, "inspect", dynamic, "--json")
     assert status == 0
     shapes = {each["name"]: each["shape"] for each in json.loads(out)["tensors"]}
@@ -58,16 +58,14 @@ def test_packed_parameters_are_not_exported(
     assert [file.name for file in dynamic.parent.iterdir()] == ["dynamic.pth"]
 
 
-def test_weights_names_the_packed_parameters_that_it_leaves_out(
-    dynamic: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_command_names_skipped_packed_parameters(dynamic: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = engine(capsys, "weights", dynamic, "--cast", "*=bf16", "--json")
     assert status == 0
     skipped = {each["name"]: each["why"] for each in json.loads(out)["skipped"]}
     assert all("quantized by torch (qint8)" in skipped[name] for name in ("0.weight", "2.weight"))
 
 
-def test_embedding_and_a_bias_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packed_embedding_and_missing_bias_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weight = torch.quantize_per_tensor(torch.randn(4, 8), 0.1, 0, torch.qint8)
     torch.save({"a._packed_params._packed_params": (weight, None), "b.weight": torch.ones(3)}, tmp_path / "x.pth")
     _, out, _ = engine(capsys, "inspect", tmp_path / "x.pth", "--json")
@@ -92,7 +90,7 @@ _NESTED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", list(_NESTED))
-def test_notices_of_a_pickle_reach_every_command(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickle_notices_reach_every_command(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     held, says = _NESTED[kind]
     path = tmp_path / "x.pth"
     torch.save(held, path)

@@ -34,7 +34,7 @@ class Net(nn.Module):
         self.register_buffer("mean", torch.zeros(5))
 
 
-def test_buffers_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_buffers_are_counted_apart_from_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     net = Net()
     parameters = sum(parameter.numel() for parameter in net.parameters())
     (tmp_path / "net.py").write_text(
@@ -193,7 +193,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("method", PACKED)
-def test_a_packed_weight_counts_as_the_linear_layer_that_it_is(
+def test_packed_weight_counts_the_parameters_of_its_linear_layer(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     linear, norm = nn.Linear(IN, OUT), nn.LayerNorm(IN)
@@ -208,16 +208,14 @@ def test_a_packed_weight_counts_as_the_linear_layer_that_it_is(
     assert (found["parameters"], found["buffers"]) == (expected, 0)
 
 
-def test_a_configuration_that_is_not_that_of_the_words_counts_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_of_another_packing_counts_no_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = {"a.weight": torch.zeros(4, 8, dtype=torch.uint32), "a.scales": torch.zeros(4, 2)}
     safetensors.torch.save_file(words, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization": {"bits": 4, "group_size": 64}}))
     assert inspected(capsys, str(tmp_path))["parameters"] is None
 
 
-def test_words_that_nothing_explains_are_of_unknown_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packed_words_without_config_count_as_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = {"a.weight_packed": torch.zeros(4, 4, **WORDS), "a.weight_scale": torch.zeros(4, 1), "b": torch.zeros(3)}
     safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
     found = inspected(capsys, str(tmp_path / "x.safetensors"))

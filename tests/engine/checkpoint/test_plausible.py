@@ -42,13 +42,13 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_configurations_of_real_models_are_plausible(name: str) -> None:
+def test_configs_of_real_models_are_accepted(name: str) -> None:
     config, most = REAL[name]
     refuse_large_tables(config, "config.json", most)
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_numbers_that_would_take_the_memory_are_refused(name: str) -> None:
+def test_config_numbers_that_need_too_much_memory_are_refused(name: str) -> None:
     config, words = IMPOSSIBLE[name]
     with pytest.raises(NoForward, match=f"config.json: {words}"):
         refuse_large_tables(config, "config.json")

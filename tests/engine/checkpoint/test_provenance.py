@@ -92,13 +92,11 @@ TORCHAO = {
         ({"quantization_config": {"quant_method": ["x"], "bits": "4", "config_groups": [1], "ignore": {"a": 1}}}, ()),
     ],
 )  # fmt: skip
-def test_a_configuration_says_how_the_weights_were_quantised(
-    tmp_path: Path, config: dict[str, Any], expected: tuple[str, ...]
-) -> None:
+def test_provenance_is_read_from_the_config(tmp_path: Path, config: dict[str, Any], expected: tuple[str, ...]) -> None:
     assert provenance(tmp_path, config, {}).lines() == expected
 
 
-def test_files_beside_the_configuration_are_read(tmp_path: Path) -> None:
+def test_provenance_is_read_from_files_beside_the_config(tmp_path: Path) -> None:
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
     found = provenance(tmp_path, {}, {})
     assert (found.method, found.producer) == ("NVFP4", "modelopt 0.47.0")
@@ -115,7 +113,7 @@ def test_the_recipe_of_llm_compressor_names_the_modifiers(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("content", ["a: [", "- 1", "\x00", "a: {b: {c: 3}}", "a: 5"])
-def test_an_unreadable_recipe_says_nothing(tmp_path: Path, content: str) -> None:
+def test_unreadable_recipe_gives_no_provenance(tmp_path: Path, content: str) -> None:
     (tmp_path / "recipe.yaml").write_text(content)
     assert not provenance(tmp_path, {}, {})
 
@@ -152,6 +150,6 @@ def test_inspect_shows_the_provenance(tmp_path: Path, capsys: pytest.CaptureFixt
     assert shown["calibration"] == "wikitext2"
 
 
-def test_nothing_is_said_without_facts() -> None:
+def test_empty_provenance_prints_nothing() -> None:
     assert Provenance().lines() == ()
     assert not Provenance()

@@ -10,7 +10,7 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.errors import UserError
 
 
-def test_nothing_is_the_demo() -> None:
+def test_no_model_argument_opens_the_demo() -> None:
     source = locate(None)
     checkpoint = source.open()
     assert source.title == "demo"
@@ -18,7 +18,7 @@ def test_nothing_is_the_demo() -> None:
     assert sum(file.stat().st_size for file in source.path.iterdir()) < 3_000_000  # type: ignore[union-attr]
 
 
-def test_folders_and_files(make_llama: Callable[..., Path]) -> None:
+def test_folders_and_files_are_located(make_llama: Callable[..., Path]) -> None:
     folder = make_llama("my-model")
     for path in (folder, folder / "model.safetensors"):
         source = locate(str(path))
@@ -29,7 +29,7 @@ def test_folders_and_files(make_llama: Callable[..., Path]) -> None:
         assert checkpoint.config is not None
 
 
-def test_python_files_and_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_files_and_modules_are_located(monkeypatch: pytest.MonkeyPatch) -> None:
     source = locate(f"{TINYNET}:TinyNet")
     assert (source.kind, source.title, source.attribute, source.open()) == (
         "python",
@@ -41,7 +41,9 @@ def test_python_files_and_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert locate("tinynet:TinyNet").module == "tinynet"
 
 
-def test_ids_in_the_hub_cache(make_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_cache_ids_are_located(
+    make_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_llama()
     revision = "0123456789abcdef0123456789abcdef01234567"
     home = tmp_path / "hub" / "models--some--model"
@@ -70,20 +72,20 @@ def test_ids_in_the_hub_cache(make_llama: Callable[..., Path], tmp_path: Path, m
         ("\x1b[2Jevil", "no such folder"),
     ],
 )
-def test_what_is_no_model_is_refused_in_a_sentence(model: str, says: str) -> None:
+def test_path_without_a_model_is_refused(model: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as caught:
         locate(model)
     assert str(caught.value).isprintable()
 
 
-def test_other_files_say_what_to_do(tmp_path: Path) -> None:
+def test_unsupported_files_say_what_to_do(tmp_path: Path) -> None:
     for name, says in {"a.pth": "no PyTorch file", "a.gguf": "no GGUF file", "a.txt": "no checkpoint"}.items():
         (tmp_path / name).write_text("x")
         with pytest.raises(UserError, match=says):
             locate(str(tmp_path / name)).open()
 
 
-def test_headers_are_read_again_only_where_a_file_is_another(make_llama: Callable[..., Path]) -> None:
+def test_headers_are_read_again_only_after_a_file_changed(make_llama: Callable[..., Path]) -> None:
     folder = make_llama()
     source = locate(str(folder))
     first = source.open()

@@ -83,7 +83,7 @@ SUBSETS = [subset for count in range(1, 5) for subset in itertools.combinations(
 
 
 @pytest.mark.parametrize("names", SUBSETS, ids=" ".join)
-def test_the_set_that_is_read_is_the_one_that_transformers_loads(
+def test_weights_are_read_from_the_set_that_transformers_loads(
     names: tuple[str, ...], several: Callable[..., Path]
 ) -> None:
     folder = several(names)
@@ -97,7 +97,7 @@ def test_the_set_that_is_read_is_the_one_that_transformers_loads(
     assert all((name in said) == (len(names) > 1) for name in names)
 
 
-def test_a_single_file_in_bfloat16_beside_shards_in_float32_is_what_is_measured_and_exported(
+def test_single_file_beside_shards_is_measured_and_exported(
     several: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = several(["model.safetensors.index.json"])
@@ -137,7 +137,7 @@ def test_a_stale_index_beside_a_single_file_does_not_matter(
     assert value_read(folder) == value_loaded(folder) == 1.0
 
 
-def test_an_index_of_the_single_file_is_no_second_set(several: Callable[..., Path]) -> None:
+def test_index_of_the_single_file_is_not_a_second_set(several: Callable[..., Path]) -> None:
     folder = several(["model.safetensors"])
     held = load_file(folder / "model.safetensors")
     index = {"weight_map": {name: "model.safetensors" for name in held if name != NORM}}
@@ -151,7 +151,7 @@ def test_an_index_of_the_single_file_is_no_second_set(several: Callable[..., Pat
 @pytest.mark.parametrize(
     "others", [["model.safetensors"], ["model.safetensors.index.json"], ["pytorch_model.bin"]], ids=" ".join
 )
-def test_check_calls_a_set_of_the_same_format_a_finding_and_names_others(
+def test_check_reports_a_second_set_of_the_same_format(
     others: list[str], several: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = several(["model.safetensors.index.json", *others])
@@ -179,7 +179,7 @@ def test_shards_without_an_index_beside_a_single_file_are_a_second_set(
     assert (finding["kind"], finding["tensor"]) == ("second-set", "model-00001-of-00002.safetensors and 1 more")
 
 
-def test_a_file_that_the_configuration_names_comes_first(several: Callable[..., Path]) -> None:
+def test_file_named_by_the_config_is_read_first(several: Callable[..., Path]) -> None:
     folder = several(["model.safetensors", "model.safetensors.index.json"])
     config = json.loads((folder / "config.json").read_text())
     for named, value in (("model.safetensors.index.json", 2.0), ("model.safetensors", 1.0)):
@@ -191,7 +191,7 @@ def test_a_file_that_the_configuration_names_comes_first(several: Callable[..., 
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_variant_is_read_only_where_there_is_nothing_else(
+def test_variant_is_read_only_without_other_weights(
     plain: bool, several: Callable[..., Path], make_llama: Callable[..., Path]
 ) -> None:
     folder = several(["pytorch_model.bin"] if plain else [])
@@ -214,7 +214,7 @@ def test_diffusers_reads_an_index_before_a_single_file() -> None:
 
 
 @pytest.mark.parametrize("library", ["diffusers", "transformers"])
-def test_a_component_of_a_pipeline_has_the_order_of_its_library(library: str, tmp_path: Path) -> None:
+def test_pipeline_component_follows_the_order_of_its_library(library: str, tmp_path: Path) -> None:
     stem = "diffusion_pytorch_model" if library == "diffusers" else "model"
     part = tmp_path / "unet"
     part.mkdir()
@@ -227,7 +227,7 @@ def test_a_component_of_a_pipeline_has_the_order_of_its_library(library: str, tm
     assert f"as {library} does" in component.notices[0]
 
 
-def test_diffusers_itself_loads_the_set_that_is_read(tmp_path: Path) -> None:
+def test_diffusers_loads_the_set_that_is_read(tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     module = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=2, latent_channels=1)
     module.save_pretrained(tmp_path)
@@ -242,7 +242,7 @@ def test_diffusers_itself_loads_the_set_that_is_read(tmp_path: Path) -> None:
         assert torch.equal(source_of(open_checkpoint(tmp_path), name).read(), loaded)
 
 
-def test_the_first_tree_of_a_large_checkpoint_is_that_of_a_shard_of_the_index(
+def test_first_tree_comes_from_a_shard_of_the_index(
     several: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dtype_engine.checkpoint.folder._LONG_HEADERS", 1)
@@ -255,7 +255,7 @@ def test_the_first_tree_of_a_large_checkpoint_is_that_of_a_shard_of_the_index(
     assert peek_first_shard(folder) is None
 
 
-def test_an_absent_shard_is_an_error_unless_it_is_allowed(several: Callable[..., Path]) -> None:
+def test_missing_shard_is_an_error_unless_allowed(several: Callable[..., Path]) -> None:
     folder = several(["model.safetensors.index.json"])
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(UserError, match="is missing"):
@@ -269,7 +269,7 @@ def test_an_absent_shard_is_an_error_unless_it_is_allowed(several: Callable[...,
 
 
 @pytest.mark.parametrize("names", SUBSETS, ids=" ".join)
-def test_the_size_in_the_list_of_models_is_that_of_the_set_that_is_read(
+def test_listed_model_size_is_that_of_the_set_that_is_read(
     names: tuple[str, ...], several: Callable[..., Path]
 ) -> None:
     folder = several(names)

@@ -35,7 +35,7 @@ def object_from(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out, parse_constant=strict)
 
 
-def test_drift_as_json_by_the_installed_program(tinynet: Any) -> None:
+def test_installed_program_prints_drift_as_json(tinynet: Any) -> None:
     done = program("drift", TINYNET, "--cast", "*=float16", "--json")
     assert done.returncode == 0
     assert done.stderr == ""
@@ -46,7 +46,7 @@ def test_drift_as_json_by_the_installed_program(tinynet: Any) -> None:
     assert found["output"]["max_abs"] == pytest.approx(output.max_abs, rel=1e-6)
 
 
-def test_the_object_has_the_promised_entries(capsys: pytest.CaptureFixture[str]) -> None:
+def test_drift_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> None:
     found = object_from(capsys, "drift", "--cast", "*.mlp=bf16", "--json")
     assert {"model", "device", "reference", "rules", "output", "modules", "memory", "seconds"} <= found.keys()
     assert {
@@ -59,7 +59,7 @@ def test_the_object_has_the_promised_entries(capsys: pytest.CaptureFixture[str])
     assert found["rules"] == ["*.mlp=bfloat16"]
 
 
-def test_a_measurement_may_end_when_it_is_precise_enough(capsys: pytest.CaptureFixture[str]) -> None:
+def test_measurement_stops_at_the_requested_precision(capsys: pytest.CaptureFixture[str]) -> None:
     """And the floor is measured where it may decide, or always."""
     found = object_from(capsys, "drift", "--cast", "*=bf16", "--precision", "20%", "--json")
     assert found["sequences"]["done"] < found["sequences"]["total"] == 6
@@ -76,16 +76,16 @@ def test_a_measurement_may_end_when_it_is_precise_enough(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("rel_l2", "near"), [(0.0, False), (1e-7, True), (1e-4, True), (5e-3, False), (math.inf, False)]
 )
-def test_the_floor_decides_over_small_drifts_alone(rel_l2: float, near: bool) -> None:
+def test_noise_floor_matters_only_for_small_drifts(rel_l2: float, near: bool) -> None:
     assert near_floor(dataclasses.replace(report(Recipe()).output, rel_l2=rel_l2)) is near
 
 
-def test_what_does_not_drift_is_strict_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero_drift_is_strict_json(capsys: pytest.CaptureFixture[str]) -> None:
     output = object_from(capsys, "drift", "--cast", "*=float32", "--json")["output"]
     assert (output["max_abs"], output["kl_max"], output["sqnr_db"]) == (0, 0, None)
 
 
-def test_inspect(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_json_shows_the_planned_casts(capsys: pytest.CaptureFixture[str]) -> None:
     found = object_from(capsys, "inspect", "--json", "--cast", "*.mlp=bf16")
     assert found["parameters"] == 707808
     assert found["stored_bytes"] == 4 * 707808
@@ -104,14 +104,14 @@ def test_inspect_of_a_python_file_knows_its_classes(capsys: pytest.CaptureFixtur
     assert {module["class"] for module in found["modules"]} == {"TinyNet", "Embedding", "Linear", "LayerNorm"}
 
 
-def test_a_report_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_drift_prints_a_readable_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["drift", "--cast", "*=bf16"]) == 0
     text = capsys.readouterr().out
     for word in ("SQNR", "KL", "same top-1", "perplexity", "planned 1.35 MiB", "worst modules"):
         assert word in text
 
 
-def test_a_recipe_file_and_rules_after_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_cast_options_apply_after_the_recipe_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text('version: 1\nrules:\n  - {pattern: "*", dtype: bfloat16}\n')
     found = object_from(capsys, "inspect", "--json", "--recipe", str(recipe), "--cast", "*norm*=f32")
@@ -142,7 +142,7 @@ def test_a_recipe_file_and_rules_after_it(capsys: pytest.CaptureFixture[str], tm
         (["flow", "--precision", "5%"], "No such option"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(
+def test_bad_input_exits_with_one_line_and_status_2(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], says: str
 ) -> None:
     (tmp_path / "binary").write_bytes(bytes(range(256)))
@@ -157,7 +157,7 @@ def test_bad_input_is_one_line_and_status_2(
     assert says in captured.err
 
 
-def test_an_interrupt_is_status_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_exits_with_status_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(model: str | None, *how: bool) -> None:
         raise KeyboardInterrupt
 
@@ -165,7 +165,7 @@ def test_an_interrupt_is_status_130(capsys: pytest.CaptureFixture[str], monkeypa
     assert run(cli, "dtype-engine", ["inspect"]) == 130
 
 
-def test_an_interrupt_that_a_lock_makes_another_error_of_is_an_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_turned_into_another_error_exits_with_130(capsys: pytest.CaptureFixture[str]) -> None:
     @click.command()
     def stopped() -> None:
         try:
@@ -177,7 +177,7 @@ def test_an_interrupt_that_a_lock_makes_another_error_of_is_an_interrupt(capsys:
     assert capsys.readouterr().err == "dtype-engine: interrupted\n"
 
 
-def test_versions_name_what_a_figure_depends_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_lists_what_figures_depend_on(capsys: pytest.CaptureFixture[str]) -> None:
     import platform
     from importlib import metadata
 
@@ -204,7 +204,7 @@ def test_versions_name_what_a_figure_depends_on(capsys: pytest.CaptureFixture[st
         (("--save-pictures", "pictures"), "net.py:Net makes no pictures to save"),
     ],
 )
-def test_what_can_not_follow_a_measurement_is_refused_before_it(
+def test_impossible_follow_up_is_refused_before_measuring(
     asked: tuple[str, ...],
     words: str,
     tmp_path: Path,

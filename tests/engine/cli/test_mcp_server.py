@@ -33,7 +33,7 @@ def text_of(result: Any) -> str:
     return "".join(part.text for part in result.content)
 
 
-async def test_the_tools_have_schemas() -> None:
+async def test_mcp_tools_have_schemas() -> None:
     async with client_of(Access((Path(),))) as client:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
     assert set(tools) == {"inspect", "drift", "scan", "search", "check", "against"}
@@ -54,7 +54,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.slow
-async def test_each_tool_answers_as_its_command_does(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_each_mcp_tool_answers_like_its_command(capfd: pytest.CaptureFixture[str]) -> None:
     async with client_of(Access((Path(),))) as client:
         assert set(CALLS) == {tool.name for tool in (await client.list_tools()).tools}
         for name, (arguments, words) in CALLS.items():
@@ -87,7 +87,7 @@ async def test_each_tool_answers_as_its_command_does(capfd: pytest.CaptureFixtur
         ("inspect", {"model": "demo", "casts": ["*=bf16\0"]}, "embedded null byte"),
     ],
 )
-async def test_what_lies_elsewhere_or_runs_code_is_refused(
+async def test_mcp_refuses_outside_paths_and_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, Any], words: str
 ) -> None:
     (tmp_path / "secret").mkdir()
@@ -103,7 +103,7 @@ async def test_what_lies_elsewhere_or_runs_code_is_refused(
 
 
 @pytest.mark.slow
-async def test_errors_and_limits_are_sentences() -> None:
+async def test_mcp_errors_and_limits_are_sentences() -> None:
     async with client_of(Access((Path(),))) as client:
         result = await client.call_tool("inspect", {"model": "demo", "casts": ["nothing=fp8"]})
     assert result.is_error
@@ -125,7 +125,7 @@ async def test_errors_and_limits_are_sentences() -> None:
 
 
 @pytest.mark.slow
-async def test_the_command_serves_on_standard_input_and_output(tmp_path: Path) -> None:
+async def test_mcp_serves_over_standard_streams(tmp_path: Path) -> None:
     from mcp import Client, StdioServerParameters
     from mcp.client.stdio import stdio_client
 

@@ -22,7 +22,7 @@ def found(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) 
     return json.loads(capsys.readouterr().out)
 
 
-def test_weights_and_cache_are_by_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serving_memory_follows_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
     memory = found(capsys, "--activations", "none", "--context", "300", "--batch", "3", "--budget", "5MiB")
     assert memory["kv_bytes_per_token"] == CACHE_OF_A_TOKEN
     assert memory["kv_bytes"] == 3 * 300 * CACHE_OF_A_TOKEN
@@ -33,7 +33,7 @@ def test_weights_and_cache_are_by_arithmetic(capsys: pytest.CaptureFixture[str])
     assert memory["largest_context"] >= 300
 
 
-def test_the_cache_has_the_dtype_of_the_weights_or_the_users(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cache_dtype_follows_the_weights_or_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     common = ("--activations", "none", "--context", "100")
     assert found(capsys, *common, "--cast", "*=bf16")["kv_bytes"] == 100 * CACHE_OF_A_TOKEN // 2
     assert found(capsys, *common, "--kv", "fp8")["kv_bytes"] == 100 * CACHE_OF_A_TOKEN // 4
@@ -51,7 +51,7 @@ def test_activations_are_estimated_or_measured(capsys: pytest.CaptureFixture[str
     assert (estimate["estimated"], measure["estimated"]) == (True, False)
 
 
-def test_activations_are_those_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_activation_memory_is_measured_under_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     common = ("--context", "200", "--activations", "measure")
     wide, narrow = (
         found(capsys, *common, "--cast", cast)["activations"]["nbytes"] for cast in ("*.mlp=bf16", "*=bf16")
@@ -60,13 +60,13 @@ def test_activations_are_those_of_the_recipe(capsys: pytest.CaptureFixture[str])
     assert 0.45 < narrow / wide < 0.7
 
 
-def test_a_budget_that_does_not_do_is_the_answer_no(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_small_budget_exits_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert found(capsys, "--activations", "none", "--budget", "1MiB", status=1)["largest_context"] == 0
     assert run(cli, "dtype-engine", ["memory", "--activations", "none", "--budget", "4MiB"]) == 1
     assert "fits 4.00 MiB up to " in capsys.readouterr().out
 
 
-def test_what_can_not_be_computed_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_without_an_estimate_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     net = f"{TINYNET}:TinyNet"
     memory = found(capsys, net)
     assert "is code" in memory["notes"][-1]
@@ -76,7 +76,7 @@ def test_what_can_not_be_computed_is_a_sentence(capsys: pytest.CaptureFixture[st
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_headers_alone_need_no_torch() -> None:
+def test_memory_from_headers_does_not_import_torch() -> None:
     code = (
         "import sys; from dtype_engine.cli import cli; from dtype_engine.cli.program import run\n"
         "assert run(cli, 'x', ['memory', '--activations', 'none', '--budget', '8GiB']) == 0\n"

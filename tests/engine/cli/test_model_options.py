@@ -31,7 +31,7 @@ def commands() -> dict[str, click.Command]:
 
 
 @pytest.mark.parametrize("name", sorted(commands()))
-def test_a_model_is_opened_with_the_same_options_by_every_command(name: str) -> None:
+def test_every_command_has_the_same_model_options(name: str) -> None:
     command = commands()[name]
     spelled = {text for option in command.params if isinstance(option, click.Option) for text in option.opts}
     assert spelled >= MODEL_OPTIONS
@@ -52,7 +52,7 @@ def test_a_model_is_opened_with_the_same_options_by_every_command(name: str) -> 
         (["drift", "{net}", "*.mlp=bf16"], "extra argument (*.mlp=bf16); rules are given as --cast PATTERN=DTYPE"),
     ],
 )
-def test_an_option_that_does_not_go_with_the_model_is_refused(
+def test_option_that_does_not_apply_to_the_model_is_refused(
     arguments: list[str],
     words: str,
     capsys: pytest.CaptureFixture[str],

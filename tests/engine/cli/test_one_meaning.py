@@ -29,7 +29,7 @@ def every_command(model: str, out: Path, rules: list[str]) -> list[list[str]]:
     ]
 
 
-def test_classes_that_nobody_knows_are_refused_in_one_line_by_all(
+def test_every_command_refuses_class_rules_without_known_classes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "net.safetensors"
@@ -43,7 +43,7 @@ def test_classes_that_nobody_knows_are_refused_in_one_line_by_all(
         assert "matches module classes" in refusal(capsys, "recipe", *command, "--model", str(file))
 
 
-def test_a_class_that_is_not_there_is_refused_by_all(
+def test_every_command_refuses_an_unknown_class(
     make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rules = ["--cast", "type:Nope=f16"]
@@ -53,7 +53,7 @@ def test_a_class_that_is_not_there_is_refused_by_all(
     assert said == {"dtype-engine: pattern 'type:Nope' matches nothing in this model\n"}
 
 
-def test_a_tied_name_is_cast_by_weights_as_by_torch(
+def test_tied_name_is_cast_alike_by_weights_and_torch(
     make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama()
@@ -64,9 +64,7 @@ def test_a_tied_name_is_cast_by_weights_as_by_torch(
     assert found[0]["max_abs"] == pytest.approx(float((head - head.half().double()).abs().max()))
 
 
-def test_the_names_of_the_files_and_those_of_the_model_mean_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_file_names_and_model_names_mean_the_same_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Experts are packed as they are loaded, and renamed; a base model drops its prefix."""
     from tests.helpers import checkpoint_folders
 
@@ -86,7 +84,7 @@ def test_the_names_of_the_files_and_those_of_the_model_mean_the_same(
     assert "matches only a part of" in refusal(capsys, "inspect", str(folder), "--cast", f"{experts[0]}=f16")
 
 
-def test_weights_of_a_model_made_by_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_command_reads_a_model_made_by_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "net.py"
     file.write_text(NET)
     torch.manual_seed(3)
@@ -125,9 +123,7 @@ def gptq(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["safetensors", "pth", "nested", "gptq", "no inputs"])
-def test_a_report_without_a_forward_pass_says_why_and_has_the_rest(
-    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_without_a_forward_pass_says_why(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = nn.Linear(4, 4).state_dict()
     model = str(tmp_path / f"net.{form}")
     if form == "safetensors":
@@ -154,7 +150,7 @@ def test_a_report_without_a_forward_pass_says_why_and_has_the_rest(
     assert "without drift: " in capsys.readouterr().err
 
 
-def test_perplexity_of_given_ids_is_that_of_torch(
+def test_perplexity_equals_that_of_torch(
     make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama()
@@ -176,7 +172,7 @@ def test_perplexity_of_given_ids_is_that_of_torch(
     assert found["perplexity_candidate"] == pytest.approx(perplexity(torch.bfloat16), rel=1e-3)
 
 
-def test_a_whole_module_whose_code_is_not_found_says_what_is_missing(
+def test_pickled_module_without_its_code_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = tmp_path / "code"
@@ -196,9 +192,7 @@ def test_a_whole_module_whose_code_is_not_found_says_what_is_missing(
     assert found["parameters"] == sum(parameter.numel() for parameter in net.parameters())
 
 
-def test_a_name_that_a_file_lacks_is_answered_with_those_that_make_a_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_name_in_a_python_file_lists_the_candidates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extra = "\n\ndef make():\n    return Net()\n\n\ndef sized(width):\n    return Net()\n\n\ndef _hidden():\n    return Net()\n"
     (tmp_path / "net.py").write_text(NET + extra)
     said = refusal(capsys, "inspect", f"{tmp_path / 'net.py'}:Nope")

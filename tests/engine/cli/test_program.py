@@ -25,7 +25,7 @@ class Screen(io.StringIO):
     ],
 )
 @pytest.mark.parametrize("steps", [(), ("loading",), ("loading", "measuring"), ("loading", "")])
-def test_an_error_takes_the_place_of_the_progress(
+def test_error_replaces_the_progress_line(
     monkeypatch: pytest.MonkeyPatch, error: Exception, last: str, steps: tuple[str, ...]
 ) -> None:
     @click.command()

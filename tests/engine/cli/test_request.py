@@ -11,7 +11,7 @@ import pytest
 
 from dtype_engine.checkpoint import safetensors_header
 from dtype_engine.cli import cli
-from dtype_engine.cli.options import ModelCommand
+from dtype_engine.cli.options import REFERENCE, ModelCommand
 from dtype_engine.cli.program import run
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
@@ -59,7 +59,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[
     return calls
 
 
-def test_nothing_said_is_the_demo_with_the_defaults() -> None:
+def test_empty_command_line_means_demo_and_defaults() -> None:
     request = request_of()
     assert request.model is None
     assert request.explicit == frozenset()
@@ -67,14 +67,14 @@ def test_nothing_said_is_the_demo_with_the_defaults() -> None:
     assert len(request.recipe) == 0
 
 
-def test_rules_of_the_file_come_before_those_of_the_command_line(recipe: Path) -> None:
+def test_recipe_file_rules_precede_command_line_rules(recipe: Path) -> None:
     request = request_of("some/model", "--cast", "*norm*=f32", "--recipe", str(recipe), "--cast", "*=f16")
     assert list(map(str, request.recipe.rules)) == ["*.mlp=bfloat16", "*norm*=float32", "*=float16"]
     assert request.made_for == "another"
     assert request.explicit == {"model", "casts", "recipe_file"}
 
 
-def test_a_setting_said_on_the_command_line_wins_over_the_file(recipe: Path) -> None:
+def test_command_line_setting_overrides_the_recipe_file(recipe: Path) -> None:
     assert request_of("--recipe", str(recipe)).options.settings == RunSettings("bfloat16", "float16")
     # Even where it says what is the default: it was said.
     said = request_of("--recipe", str(recipe), "--compute", "float32").options.settings
@@ -84,19 +84,19 @@ def test_a_setting_said_on_the_command_line_wins_over_the_file(recipe: Path) -> 
 
 
 @pytest.mark.parametrize(("said", "expected"), [("1", 1), ("-1", -1), ("none", "none"), ("auto", "auto")])
-def test_the_dimension_of_the_classes(said: str, expected: int | str, recipe: Path) -> None:
+def test_classes_dim_option_is_parsed(said: str, expected: int | str, recipe: Path) -> None:
     found = request_of("--recipe", str(recipe), "--classes-dim", said).options.settings
     assert found == RunSettings("bfloat16", "float16", classes_dim=expected)  # type: ignore[arg-type]
     recipe.write_text(recipe_file.write_recipe(Recipe(), settings=found), encoding="utf-8")
     assert request_of("--recipe", str(recipe)).options.settings == found
 
 
-def test_a_dimension_that_is_none_is_refused() -> None:
+def test_invalid_classes_dim_is_refused() -> None:
     with pytest.raises(click.BadParameter, match="'x': give a dimension such as 1 or -1, none or auto"):
         ModelCommand("drift").make_context("drift", ["--classes-dim", "x"])
 
 
-def test_a_request_is_made_of_values_alone() -> None:
+def test_request_holds_plain_values_only() -> None:
     with pytest.raises(RuntimeError):
         click.get_current_context()
     request = RunRequest.of({"model": "m", "casts": ("*=bf16",), "weights": Path("w.pth")}, frozenset(), runs=False)
@@ -129,10 +129,10 @@ def test_headers_are_read_once_per_command(
     assert [path.name for path in headers] == ["model.safetensors"]
 
 
-def test_the_candidate_of_a_comparison_is_the_model_that_is_opened() -> None:
+def test_against_makes_the_candidate_the_opened_model() -> None:
     requests: list[RunRequest] = []
 
-    @click.command(cls=ModelCommand, compares=True)
+    @click.command(cls=ModelCommand, also=REFERENCE)
     def command(request: RunRequest) -> None:
         requests.append(request)
 

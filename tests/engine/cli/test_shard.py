@@ -50,7 +50,7 @@ def weights(out: str) -> object:
 
 
 @pytest.mark.parametrize("how", [["--draws", 2], ["--exact"]])
-def test_three_shards_merged_are_the_scan_in_one_piece(how: Sequence[object], call: Call, tmp_path: Path) -> None:
+def test_merged_shards_equal_an_undivided_scan(how: Sequence[object], call: Call, tmp_path: Path) -> None:
     status, whole, err = call(*how)
     assert status == 0, err
     assert len({entry["score"] for entry in json.loads(whole)["weights"]}) > 10
@@ -66,7 +66,7 @@ def test_three_shards_merged_are_the_scan_in_one_piece(how: Sequence[object], ca
     assert json.loads(again)["unit"] == json.loads(whole)["unit"]
 
 
-def test_missing_shards_and_unfinished_ones_are_named(call: Call, tmp_path: Path) -> None:
+def test_merge_names_missing_and_unfinished_shards(call: Call, tmp_path: Path) -> None:
     files = shards(call, tmp_path, 3, "--draws", 1)
     output = tmp_path / "scan.json"
     status, _, err = call("merge", files[0], files[2], "-o", output)
@@ -81,7 +81,7 @@ def test_missing_shards_and_unfinished_ones_are_named(call: Call, tmp_path: Path
     assert call("merge", *files, "-o", output)[0] == 0
 
 
-def test_a_part_of_another_scan_is_refused_by_name(call: Call, make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_merge_refuses_a_shard_of_another_scan(call: Call, make_llama: Callable[..., Path], tmp_path: Path) -> None:
     first, second = shards(call, tmp_path, 2, "--draws", 1)
     other = make_llama("other", num_hidden_layers=1, dtype="bfloat16")
     tensors = load_file(other / "model.safetensors")
@@ -100,12 +100,12 @@ def test_a_part_of_another_scan_is_refused_by_name(call: Call, make_llama: Calla
     assert (status, "exists" in err) == (2, True), err
 
 
-def test_more_shards_than_sequences_leave_some_with_nothing_to_do(call: Call, tmp_path: Path) -> None:
+def test_surplus_shards_have_nothing_to_do(call: Call, tmp_path: Path) -> None:
     files = shards(call, tmp_path, 5, "--draws", 1)
     assert json.loads(files[4].read_text())["sequences"] == []
     assert call("merge", *files, "-o", tmp_path / "scan.json")[0] == 0
 
 
-def test_a_shard_needs_a_file_of_its_own(call: Call) -> None:
+def test_shard_requires_a_save_file(call: Call) -> None:
     status, _, err = call("--shard", "1/3")
     assert (status, "--shard needs --save FILE" in err) == (2, True), err

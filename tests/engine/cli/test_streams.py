@@ -75,7 +75,7 @@ def printing(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_a_models_code_prints_is_no_answer(printing: str, command: str) -> None:
+def test_prints_of_model_code_do_not_reach_standard_output(printing: str, command: str) -> None:
     said = preloaded.run(preloaded.COMMAND, *COMMANDS[command], printing)
     assert said.returncode == 0
     assert said.stdout.strip()
@@ -87,19 +87,19 @@ def test_what_a_models_code_prints_is_no_answer(printing: str, command: str) -> 
             assert f"LEAK {way}" in done.stderr
 
 
-def test_commands_print_by_answer_alone() -> None:
+def test_commands_print_only_through_answer() -> None:
     """What click prints while a command runs goes where the prints of a model's code go."""
     files = sorted(Path(cli.__file__).parent.glob("*.py"))
     assert [file.name for file in files if "click.echo(" in file.read_text()] == ["program.py"]
 
 
-def test_help_is_an_answer() -> None:
+def test_help_goes_to_standard_output() -> None:
     done = preloaded.run(preloaded.COMMAND, "drift", "--help")
     assert done.stdout.startswith("Usage: dtype-engine drift")
     assert done.stderr == ""
 
 
-def test_without_standard_error_there_are_answers_all_the_same(printing: str) -> None:
+def test_closed_standard_error_keeps_answers(printing: str) -> None:
     """And no file that is opened gets its number."""
     code = Path(printing.removesuffix(":Net"))
     code.write_text(code.read_text() + "assert open(__file__).fileno() > 2\n")
@@ -111,13 +111,13 @@ def test_without_standard_error_there_are_answers_all_the_same(printing: str) ->
 
 
 @pytest.mark.parametrize("streams", ["2>&-", "2</dev/null"])
-def test_without_standard_error_bad_input_has_its_status(streams: str) -> None:
+def test_closed_standard_error_keeps_the_exit_status(streams: str) -> None:
     done = shell(streams, "drift", "no such model", program=FRESH)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
 @pytest.mark.parametrize("streams", ["2</dev/null", pytest.param("2>/dev/full", marks=WITH_FULL)])
-def test_a_note_that_cant_be_written_changes_no_status(tmp_path: Path, streams: str) -> None:
+def test_unwritable_note_keeps_the_exit_status(tmp_path: Path, streams: str) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text('version: 1\nmodel: other\nrules:\n  - {pattern: "*", dtype: bfloat16}\n')
     done = shell(streams, "drift", f"{TINYNET}:TinyNet", "--recipe", str(recipe))
@@ -126,13 +126,13 @@ def test_a_note_that_cant_be_written_changes_no_status(tmp_path: Path, streams: 
 
 
 @pytest.mark.parametrize("arguments", [CASTING, ("--help",), ("stdio",)])
-def test_without_standard_output_nothing_is_begun(arguments: tuple[str, ...]) -> None:
+def test_closed_standard_output_exits_before_work(arguments: tuple[str, ...]) -> None:
     done = shell(">&-", *arguments, program=FRESH)
     assert done.returncode == 2
     assert done.stderr == "dtype-engine: standard output is closed, and answers go there: redirect it to a file\n"
 
 
-def test_without_standard_input_there_are_answers_all_the_same() -> None:
+def test_closed_standard_input_keeps_answers() -> None:
     assert shell("<&-", *CASTING, program=FRESH).returncode == 0
     assert shell(">&- 2>&-", *CASTING, program=FRESH).returncode == 2
 
@@ -141,7 +141,7 @@ ANSWERING = [CASTING, (*CASTING, "--json"), ("inspect",), ("scan", "--help")]
 
 
 @pytest.mark.parametrize("arguments", ANSWERING)
-def test_a_closed_pipe_ends_a_program_without_a_word(arguments: tuple[str, ...]) -> None:
+def test_closed_pipe_ends_the_program_silently(arguments: tuple[str, ...]) -> None:
     """1 would be a limit that is missed."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -153,7 +153,7 @@ def test_a_closed_pipe_ends_a_program_without_a_word(arguments: tuple[str, ...])
 
 @WITH_FULL
 @pytest.mark.parametrize("arguments", ANSWERING)
-def test_a_full_disk_is_said_in_a_sentence(arguments: tuple[str, ...]) -> None:
+def test_full_disk_is_reported_in_one_sentence(arguments: tuple[str, ...]) -> None:
     done = shell(">/dev/full", *arguments)
     assert done.returncode == 2
     assert done.stderr == "dtype-engine: standard output can't be written: No space left on device\n"
@@ -185,7 +185,7 @@ def in_encoding(name: str, *arguments: str) -> subprocess.CompletedProcess[bytes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_a_measurement_is_not_lost_by_a_letter(name: str) -> None:
+def test_unencodable_letter_does_not_lose_a_measurement(name: str) -> None:
     done = in_encoding(name, "drift", "--cast", "*.mlp=fp8", "--prompt", "import os")
     assert done.returncode == 0
     assert b"\\u0394p" in done.stdout
@@ -201,21 +201,21 @@ def test_json_is_valid_in_every_encoding(named: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_letters_that_an_encoding_lacks_are_escapes_in_text(named: Path, name: str) -> None:
+def test_unencodable_letters_are_escaped_in_text(named: Path, name: str) -> None:
     done = in_encoding(name, "inspect", str(named), "--top", "1")
     assert done.returncode == 0
     encoding = name if name.islower() else "ascii"
     assert NAME.removesuffix(".weight").encode(encoding, "backslashreplace") in done.stdout
 
 
-def test_an_error_in_an_encoding_that_lacks_its_letters(tmp_path: Path) -> None:
+def test_error_with_unencodable_letters_is_printed(tmp_path: Path) -> None:
     done = in_encoding("ascii", "inspect", str(tmp_path / "Δ"))
     assert done.returncode == 2
     assert b"\\u0394: no such folder or file" in done.stderr
     assert done.stderr.count(b"\n") == 1
 
 
-def test_a_converted_recipe_is_printed_as_it_is_or_refused(named: Path, tmp_path: Path) -> None:
+def test_converted_recipe_is_printed_exactly_or_refused(named: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f'version: 1\nrules:\n  - {{pattern: "{NAME}", dtype: bfloat16}}\n', encoding="utf-8")
     words = ("recipe", "convert", str(recipe), "--model", str(named), "--to", "transformers")

@@ -32,7 +32,7 @@ def row(name: str, planned: int, drift: float) -> tuple[str, tuple[str, ...], in
     return name, (), planned, drift, output(drift), ()
 
 
-def test_what_no_other_beats_is_marked() -> None:
+def test_pareto_optimal_rows_are_marked() -> None:
     points = [(30, 0.1), (10, 0.5), (20, 0.5), (20, 0.2), (20, 0.2), (40, 0.1), (5, float("inf"))]
     rows = sweep_rows([row(str(number), *point) for number, point in enumerate(points)])
     assert [(found.planned_bytes, found.drift) for found in rows] == sorted(points)
@@ -68,9 +68,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["--workers", "2"]])
-def test_a_sweep_measures_each_recipe_as_drift_does(
-    how: list[str], files: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sweep_measures_like_drift(how: list[str], files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["sweep", "demo", *map(str, files.values()), *PROMPT, "--json", *how]) == 0
     swept = json.loads(capsys.readouterr().out)
     found = {Path(row["recipe"]).stem: row for row in swept["rows"]}
@@ -86,7 +84,7 @@ def test_a_sweep_measures_each_recipe_as_drift_does(
 
 
 @pytest.mark.slow
-def test_a_recipe_that_does_not_fit_is_refused_by_its_file(
+def test_sweep_names_the_recipe_file_that_does_not_fit(
     files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other.yaml"
@@ -99,7 +97,7 @@ def test_a_recipe_that_does_not_fit_is_refused_by_its_file(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[], ["--workers", "2"]])
-def test_a_search_takes_what_is_best_by_what_was_measured_on_held_out_text(
+def test_verified_search_chooses_the_best_on_held_out_text(
     how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, recipe = tmp_path / "held out.txt", tmp_path / "found.yaml"
@@ -120,7 +118,7 @@ def test_a_search_takes_what_is_best_by_what_was_measured_on_held_out_text(
 
 
 @pytest.mark.slow
-def test_a_search_for_a_drift_takes_the_smallest_that_was_measured_to_keep_it(
+def test_verified_search_chooses_the_smallest_within_the_drift_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "held.txt"

@@ -15,7 +15,7 @@ from dtype_engine.runtime.numerics.quantize import cast_or_quantize
     [row for row in dtypes.BY_NAME.values() if row.kind == "float" and row.blocks is None],
     ids=lambda row: row.name,
 )
-def test_ranges_are_torchs(row: dtypes.DType) -> None:
+def test_dtype_ranges_equal_those_of_torch(row: dtypes.DType) -> None:
     dtype = getattr(torch, row.torch_name, None)
     if dtype is None or row.bits < 8:
         pytest.skip("this torch has no such dtype")
@@ -25,7 +25,7 @@ def test_ranges_are_torchs(row: dtypes.DType) -> None:
     assert info.smallest_normal == row.tiny
 
 
-def test_every_name_people_use_is_read() -> None:
+def test_common_dtype_names_are_parsed() -> None:
     for text, name in {
         "bf16": "bfloat16", "torch.bfloat16": "bfloat16", "half": "float16", " FP16 ": "float16", "f32": "float32",
         "float": "float32", "double": "float64", "fp8": "float8_e4m3fn", "e5m2": "float8_e5m2", "i8": "int8",
@@ -39,13 +39,13 @@ def test_every_name_people_use_is_read() -> None:
 @pytest.mark.parametrize(
     "text", ["bfloat17", "", "int64", "bool", "float8_e8m0fnu", "bf16@tensor", "fp8@row", "@tensor", "fp8@"]
 )
-def test_what_is_no_target_is_refused_in_a_sentence(text: str) -> None:
+def test_invalid_dtype_is_refused_in_one_sentence(text: str) -> None:
     with pytest.raises(UserError) as caught:
         dtypes.parse_target(text)
     assert "\n" not in str(caught.value)
 
 
-def test_the_nearest_name_is_offered() -> None:
+def test_nearest_dtype_name_is_suggested() -> None:
     with pytest.raises(UserError, match="did you mean bfloat16"):
         dtypes.parse_target("bfloat17")
     for text in ("int4", "int4@g64"):
@@ -58,12 +58,12 @@ def test_the_nearest_name_is_offered() -> None:
 
 @pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES + dtypes.WHOLE_SCALE_DTYPES)
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (0, 4)])
-def test_stored_bytes_are_those_of_the_real_tensors(dtype: str, shape: tuple[int, ...]) -> None:
+def test_stored_bytes_equal_those_of_real_tensors(dtype: str, shape: tuple[int, ...]) -> None:
     data, scale = cast_or_quantize(torch.randn(shape), dtype)
     assert dtypes.nbytes_in(shape, dtype) == data.nbytes + (scale.nbytes if scale is not None else 0)
 
 
-def test_badges_differ() -> None:
+def test_dtype_badges_are_distinct() -> None:
     badges = [row.short_name for row in dtypes.BY_NAME.values()]
     assert len(set(badges)) == len(badges)
     assert all(math.isfinite(row.max) for row in dtypes.BY_NAME.values())

@@ -14,7 +14,7 @@ from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.opening_progress import READING_INPUTS, OpeningProgress
 
 
-def test_the_time_left_begins_anew_with_every_job() -> None:
+def test_remaining_time_restarts_with_every_job() -> None:
     seconds = [0.0]
     pace = JobPace(lambda: seconds[0])
     pace.follow("scan", 0.5)
@@ -28,7 +28,7 @@ def test_the_time_left_begins_anew_with_every_job() -> None:
     assert pace.seconds_left is None
 
 
-def test_the_time_left_of_a_long_job_is_known_before_much_of_it_is_done() -> None:
+def test_remaining_time_of_a_long_job_is_estimated_early() -> None:
     seconds = [0.0]
     pace = JobPace(lambda: seconds[0])
     pace.follow("drift", 0.0)
@@ -41,7 +41,7 @@ def test_the_time_left_of_a_long_job_is_known_before_much_of_it_is_done() -> Non
     assert pace.seconds_left == pytest.approx(20.0 * 99)
 
 
-def test_opening_tells_of_modules_as_they_are_imported_and_nothing_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_reports_modules_while_they_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, int, int]] = []
     heard = threading.Event()
 

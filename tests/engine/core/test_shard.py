@@ -9,7 +9,7 @@ from dtype_engine.core.shard import WHOLE, Shard
 
 
 @pytest.mark.parametrize(("parts", "count"), [(1, 1), (7, 3), (16, 16), (3, 5), (0, 2)])
-def test_every_part_is_in_exactly_one_share(parts: int, count: int) -> None:
+def test_every_part_is_in_exactly_one_shard(parts: int, count: int) -> None:
     shares = [Shard(number, count).of(range(parts)) for number in range(1, count + 1)]
     assert sorted(part for share in shares for part in share) == list(range(parts))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -17,7 +17,7 @@ def test_every_part_is_in_exactly_one_share(parts: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "3", "0/3", "4/3", "1/0", "-1/3", "a/b", "1/3/5", "1/1000000000"])
-def test_what_is_no_share_is_refused(text: str) -> None:
+def test_invalid_shard_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="write 3/16"):
         Shard.parse(text, {})
 
@@ -31,11 +31,11 @@ def slurm(task: int, first: int, step: int, count: int) -> dict[str, str]:
     ("environment", "share"),
     [(slurm(0, 0, 1, 16), "1/16"), (slurm(3, 1, 1, 3), "3/3"), (slurm(7, 1, 2, 4), "4/4"), (slurm(5, 5, 1, 1), "1/1")],
 )
-def test_a_slurm_job_array_counts_from_where_it_likes(environment: dict[str, str], share: str) -> None:
+def test_slurm_array_may_start_at_any_index(environment: dict[str, str], share: str) -> None:
     assert str(Shard.parse("slurm", environment)) == share
 
 
 @pytest.mark.parametrize("environment", [{}, {"SLURM_ARRAY_TASK_ID": "3"}, slurm(3, 0, 0, 4), slurm(9, 0, 1, 4)])
-def test_outside_of_a_job_array_slurm_is_refused(environment: dict[str, str]) -> None:
+def test_slurm_shard_outside_a_job_array_is_refused(environment: dict[str, str]) -> None:
     with pytest.raises(UserError, match="--shard slurm: SLURM_ARRAY_TASK_ID"):
         Shard.parse("slurm", environment)

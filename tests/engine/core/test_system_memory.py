@@ -33,14 +33,14 @@ def in_version_2(groups: Path, inside: str, visible: str) -> None:
 
 
 @pytest.mark.parametrize(("inside", "visible"), [("/", ""), ("/slurm/job_7", "slurm/job_7"), ("/docker/0123", "")])
-def test_the_limit_and_the_free_memory_of_a_group(groups: Path, inside: str, visible: str) -> None:
+def test_cgroup_limit_and_free_memory_are_read(groups: Path, inside: str, visible: str) -> None:
     in_version_2(groups, inside, visible)
     assert system_memory.total_memory() == 64 * MIB
     assert system_memory.free_memory() == (64 - 40 + 15) * MIB
     assert memory_budget() == system_memory.free_memory() // 4
 
 
-def test_the_smallest_of_nested_groups_counts(groups: Path) -> None:
+def test_smallest_limit_of_nested_cgroups_counts(groups: Path) -> None:
     in_version_2(groups, "/slurm/job_7/step_0", "slurm")
     write(
         groups / "cgroup/slurm/job_7", max=str(128 * MIB), current=str(127 * MIB), stat="inactive_file 0\nactive_file 0"
@@ -50,7 +50,7 @@ def test_the_smallest_of_nested_groups_counts(groups: Path) -> None:
     assert system_memory.free_memory() == MIB
 
 
-def test_version_1_counts_what_subgroups_hold(groups: Path) -> None:
+def test_cgroup_v1_limit_includes_child_groups(groups: Path) -> None:
     (groups / "own").write_text("5:cpu,cpuacct:/a\n4:memory:/a/b\n0::/\n")
     write(groups / "cgroup/memory/a/b", limit_in_bytes=str(32 * MIB), usage_in_bytes=str(30 * MIB),
           stat=f"inactive_file 0\nactive_file 0\ntotal_inactive_file {3 * MIB}\ntotal_active_file {4 * MIB}")  # fmt: skip
@@ -58,7 +58,7 @@ def test_version_1_counts_what_subgroups_hold(groups: Path) -> None:
     assert system_memory.free_memory() == 9 * MIB
 
 
-def test_the_limit_counts_if_nothing_else_can_be_read(groups: Path) -> None:
+def test_cgroup_limit_counts_without_other_figures(groups: Path) -> None:
     write(groups / "cgroup", max=str(64 * MIB))
     assert system_memory.total_memory() == 64 * MIB
     assert system_memory.free_memory() > 0
@@ -66,13 +66,13 @@ def test_the_limit_counts_if_nothing_else_can_be_read(groups: Path) -> None:
     assert (system_memory.total_memory(), system_memory.free_memory()) == (32 * MIB, 2 * MIB)
 
 
-def test_odd_lines_about_groups_are_passed_over(groups: Path) -> None:
+def test_malformed_cgroup_lines_are_ignored(groups: Path) -> None:
     (groups / "own").write_bytes(b"\nodd\n3:memory\n0::/a\xff:b\n")
     write(groups / "cgroup", max=str(64 * MIB), current="0", stat="")
     assert system_memory.total_memory() == 64 * MIB
 
 
-def test_a_group_without_a_limit_and_a_system_without_groups(groups: Path) -> None:
+def test_system_without_cgroup_limits_has_all_memory(groups: Path) -> None:
     assert system_memory.total_memory() == psutil.virtual_memory().total
     (groups / "own").write_text("0::/a\n")
     write(groups / "cgroup/a", max="max", current="5", stat="inactive_file 0\nactive_file 0")

@@ -35,7 +35,7 @@ def tensor_lists(draw: st.DrawFn) -> list[TensorInfo]:
 
 
 @given(tensor_lists())
-def test_totals_count_every_distinct_saved_tensor_once_at_every_node(tensors: list[TensorInfo]) -> None:
+def test_totals_count_each_saved_tensor_once_at_every_node(tensors: list[TensorInfo]) -> None:
     tree = Tree(tensors)
     totals = tree.totals()
     for module in tree.modules:
@@ -55,7 +55,7 @@ def test_totals_count_every_distinct_saved_tensor_once_at_every_node(tensors: li
 
 
 @given(tensor_lists())
-def test_every_name_leads_to_its_tensor(tensors: list[TensorInfo]) -> None:
+def test_every_name_of_a_tensor_finds_it(tensors: list[TensorInfo]) -> None:
     tree = Tree(tensors)
     for tensor in tensors:
         for name in tensor.names:
@@ -63,7 +63,7 @@ def test_every_name_leads_to_its_tensor(tensors: list[TensorInfo]) -> None:
     assert tree.canonical("nothing") is None
 
 
-def test_numbered_modules_from_a_file_stand_in_the_order_of_their_numbers() -> None:
+def test_numbered_modules_are_in_numeric_order() -> None:
     tree = from_tensors(
         TensorInfo(f"layers.{number}.weight", (1,), "float32") for number in sorted(map(str, range(12)))
     )
@@ -80,17 +80,17 @@ def test_mixes_are_shares_of_the_bytes() -> None:
     ("part", "counts"),
     [("0", True), ("17", True), ("", False), ("-1", False), ("3b", False), ("²", False), ("*", False)],
 )
-def test_what_counts_layers_is_a_decimal_number(part: str, counts: bool) -> None:
+def test_layer_numbers_are_decimal(part: str, counts: bool) -> None:
     assert is_number(part) is counts
 
 
-def test_the_parts_that_count_layers_and_experts() -> None:
+def test_layer_and_expert_numbers_are_found_in_names() -> None:
     assert numbered_parts("model.layers.3.mlp.experts.12.w1") == [2, 5]
     assert numbered_parts("0.weight") == [0]
     assert numbered_parts("lm_head") == numbered_parts("") == []
 
 
-def test_a_name_of_parts_without_end_has_no_names_above_it() -> None:
+def test_name_with_too_many_parts_has_no_parents() -> None:
     """Together they would have 180 GB."""
     assert list(ancestors("a." * 600_000)) == [""]
     longest = ".".join(["a"] * MOST_PARTS) + ".weight"
@@ -98,7 +98,7 @@ def test_a_name_of_parts_without_end_has_no_names_above_it() -> None:
 
 
 @pytest.mark.slow
-def test_names_have_so_many_parts_and_modules_and_no_more() -> None:
+def test_depth_of_names_and_number_of_modules_are_limited() -> None:
     """A file of 9 MB without a single value could have four million modules. Each name has 199 more than the one before."""
     deep = [".".join(["a"] * (199 * times)) + ".weight" for times in (1, 2)]
     from_tensors([TensorInfo(deep[0], (1,), "float32")])

@@ -37,7 +37,7 @@ def here(source: Source, options: de.Options) -> Any:
     return untimed(opening.open_session(source, options).scan(["int8", "bfloat16"]))
 
 
-def test_submitit(
+def test_submitit_example_runs(
     here: Any, source: Source, options: de.Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitit = pytest.importorskip("submitit")
@@ -49,7 +49,9 @@ def test_submitit(
     assert save.exists()
 
 
-def test_ray(here: Any, source: Source, options: de.Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_example_runs(
+    here: Any, source: Source, options: de.Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray = pytest.importorskip("ray")
     code = adapter("ray", tmp_path, monkeypatch)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
@@ -63,7 +65,7 @@ def test_ray(here: Any, source: Source, options: de.Options, tmp_path: Path, mon
         ray.shutdown()
 
 
-def test_ray_does_again_what_a_lost_worker_was_at(
+def test_ray_repeats_the_work_of_a_lost_worker(
     here: Any, source: Source, options: de.Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = pytest.importorskip("ray")

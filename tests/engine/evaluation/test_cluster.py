@@ -61,7 +61,7 @@ def untimed(report: Any) -> Any:
     return dataclasses.replace(report, forward_seconds=0.0, scan_seconds=0.0)
 
 
-def test_scans_and_drifts_over_a_cluster_are_those_of_one_process_though_a_worker_is_killed(
+def test_cluster_results_survive_a_killed_worker(
     start: Start, session: Any, source: Source, options: de.Options, opened: Opened
 ) -> None:
     address, _ = start(2)
@@ -90,7 +90,7 @@ def test_scans_and_drifts_over_a_cluster_are_those_of_one_process_though_a_worke
     assert len({result.process for result in found.values()}) > 1
 
 
-def test_where_the_scheduler_ends_what_was_done_is_kept_and_gone_on_from(
+def test_finished_work_is_kept_when_the_scheduler_ends(
     start: Start, session: Any, source: Source, options: de.Options, opened: Opened, tmp_path: Path
 ) -> None:
     address, processes = start(1)
@@ -113,7 +113,7 @@ def test_where_the_scheduler_ends_what_was_done_is_kept_and_gone_on_from(
     assert untimed(again.run()) == untimed(whole)
 
 
-def test_no_scheduler_and_no_workers_are_told(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_scheduler_and_missing_workers_are_reported(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     address, _ = start(0)
     with pytest.raises(de.UserError, match=f"no workers; dtype-engine worker {address} says how"):
         DaskPool(address)
@@ -127,6 +127,6 @@ def test_no_scheduler_and_no_workers_are_told(start: Start, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("workers", ["0", "many"])
-def test_what_can_be_no_workers_is_refused(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_workers_option_is_refused(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["scan", "--workers", workers]) == 2
     assert "give a number of processes, or tcp://HOST:PORT" in capsys.readouterr().err

@@ -49,7 +49,7 @@ def pool() -> Iterator[ProcessPool]:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_scan_over_processes_is_that_of_one(
+def test_scan_over_processes_equals_a_scan_in_one(
     exact: bool, session: Any, source: Source, options: de.Options, opened: Opened, pool: ProcessPool
 ) -> None:
     here = opening.open_session(source, options).scan(["int8", "float8_e4m3fn"], exact=exact)
@@ -65,7 +65,7 @@ def test_a_scan_over_processes_is_that_of_one(
     assert session.scanned == there
 
 
-def test_drifts_over_processes_are_those_of_one(
+def test_drifts_over_processes_equal_those_in_one(
     session: Any, source: Source, options: de.Options, opened: Opened, pool: ProcessPool
 ) -> None:
     recipes = [(de.Recipe.of(map(de.Rule.parse, rules)), de.RunSettings()) for rules in RULES]
@@ -81,7 +81,7 @@ def test_drifts_over_processes_are_those_of_one(
     }
 
 
-def test_the_work_of_a_killed_process_is_done_again(session: Any, opened: Opened) -> None:
+def test_work_of_a_killed_process_is_repeated(session: Any, opened: Opened) -> None:
     evaluations = [Evaluation(opened, ScanSequence(("int8",), 2, index % 5)) for index in range(20)]
     found: dict[int, Evaluated] = {}
     with ProcessPool(2) as pool:
@@ -98,7 +98,7 @@ def test_the_work_of_a_killed_process_is_done_again(session: Any, opened: Opened
         assert result.host
 
 
-def test_processes_that_end_again_and_again_are_told(tmp_path: Path) -> None:
+def test_processes_that_keep_dying_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "net.py"
     file.write_text("import os\nos._exit(3)\n")
     opened = Opened(f"{file}:Net", de.Options(device="cpu"), "", "")
@@ -107,19 +107,19 @@ def test_processes_that_end_again_and_again_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["weights", "inputs"])
-def test_another_model_or_other_inputs_are_refused_by_name(what: str, opened: Opened, pool: ProcessPool) -> None:
+def test_worker_refuses_another_model_or_other_inputs(what: str, opened: Opened, pool: ProcessPool) -> None:
     other = dataclasses.replace(opened, **{what: "0" * 64})
     with pytest.raises(de.UserError, match=rf"process \d+ on .* has other {what} for {opened.model}"):
         list(pool.results([Evaluation(other, RecipeDrift(de.Recipe(), de.RunSettings()))]))
 
 
-def test_a_model_that_is_not_there_is_told_with_the_process(opened: Opened, pool: ProcessPool) -> None:
+def test_missing_model_is_reported_with_the_process(opened: Opened, pool: ProcessPool) -> None:
     gone = dataclasses.replace(opened, model="/nowhere/at/all")
     with pytest.raises(de.UserError, match=r"process \d+ on .* can't open the model: /nowhere/at/all: no such folder"):
         list(pool.results([Evaluation(gone, RecipeDrift(de.Recipe(), de.RunSettings()))]))
 
 
-def test_cancelled_work_stops_and_the_processes_go_on_with_the_next(opened: Opened, pool: ProcessPool) -> None:
+def test_processes_continue_after_cancelled_work(opened: Opened, pool: ProcessPool) -> None:
     evaluations = [Evaluation(opened, ScanSequence(("int8",), 2, index % 5)) for index in range(50)]
     seen: list[object] = []
     found = pool.results(evaluations, cancelled=lambda: bool(seen))
@@ -130,7 +130,7 @@ def test_cancelled_work_stops_and_the_processes_go_on_with_the_next(opened: Open
     assert len(list(pool.results(evaluations[:3]))) == 3
 
 
-def test_the_model_is_opened_once_in_a_process(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_opens_the_model_once(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     times: list[object] = []
     opens = opening.open_session
     monkeypatch.setattr(opening, "open_session", lambda *given: times.append(given) or opens(*given))
@@ -140,7 +140,7 @@ def test_the_model_is_opened_once_in_a_process(opened: Opened, monkeypatch: pyte
     assert len(times) == 1
 
 
-def test_processes_end_with_the_one_that_started_them(opened: Opened, tmp_path: Path) -> None:
+def test_worker_processes_end_with_their_parent(opened: Opened, tmp_path: Path) -> None:
     file = tmp_path / "evaluation.pickle"
     file.write_bytes(pickle.dumps(Evaluation(opened, RecipeDrift(de.Recipe(), de.RunSettings()))))
     program = (
@@ -159,7 +159,7 @@ def test_processes_end_with_the_one_that_started_them(opened: Opened, tmp_path: 
     assert worker.wait(timeout=60) is None
 
 
-def test_no_more_processes_are_started_than_memory_holds() -> None:
+def test_number_of_processes_is_limited_by_memory() -> None:
     free = psutil.virtual_memory().available
     assert fitting(1, 10 * free) == 1
     assert fitting(64, free) == 1
@@ -167,7 +167,7 @@ def test_no_more_processes_are_started_than_memory_holds() -> None:
     assert fitting(10_000, 0) < 10_000
 
 
-def test_processes_share_what_memory_there_is() -> None:
+def test_processes_share_the_cache_memory() -> None:
     try:
         share_memory(4)
         quarter = memory_budget()
@@ -176,13 +176,13 @@ def test_processes_share_what_memory_there_is() -> None:
     assert 3 < memory_budget() / quarter < 5
 
 
-def test_an_error_of_a_kernel_comes_out_of_another_process_as_it_was() -> None:
+def test_kernel_error_survives_pickling() -> None:
     error = KernelError("mlp", "linear", "float64", "mps", "float32", "not implemented")
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), vars(again)) == (str(error), vars(error))
 
 
-def test_what_is_sent_is_the_same_in_any_folder(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_is_the_same_from_any_folder(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     assert source.path is not None
     monkeypatch.chdir(source.path.parent)
     (source.path.parent / "net.py").write_text("from torch import nn\nclass Net(nn.Linear): pass\n")
@@ -203,7 +203,7 @@ def test_what_is_sent_is_the_same_in_any_folder(source: Source, monkeypatch: pyt
     )  # fmt: skip
 
 
-def test_causes_over_processes_are_those_of_one(
+def test_causes_over_processes_equal_those_in_one(
     session: Any, opened: Opened, pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session.apply(de.Recipe.of([de.Rule.parse("*=bfloat16"), de.Rule.parse("*.mlp=int8")]))
@@ -221,7 +221,7 @@ def test_causes_over_processes_are_those_of_one(
     assert dataclasses.replace(work.causes(session, over), seconds=0.0) == dataclasses.replace(here, seconds=0.0)
 
 
-def test_an_export_is_compared_over_processes_and_a_changed_value_found(
+def test_export_compared_over_processes_finds_a_changed_value(
     session: Any, source: Source, tmp_path: Path, pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session.apply(de.Recipe.of([de.Rule.parse("*.mlp=fp8"), de.Rule.parse("*.o_proj=int8")]))
@@ -252,16 +252,14 @@ def test_an_export_is_compared_over_processes_and_a_changed_value_found(
     assert len(there.differences) == 1
 
 
-def test_an_export_that_is_another_there_is_refused(
-    session: Any, source: Source, tmp_path: Path, pool: ProcessPool
-) -> None:
+def test_worker_refuses_another_export(session: Any, source: Source, tmp_path: Path, pool: ProcessPool) -> None:
     session.export(tmp_path / "out")
     asked = Exported(str(source.path), de.Options(device="cpu"), tmp_path / "out", "0" * 64)
     with pytest.raises(de.UserError, match=r"process \d+ on .* has another export or another source"):
         list(pool.results([Evaluation(asked, CompareTensors((0,)))]))
 
 
-def test_results_of_another_torch_are_said_and_for_bits_refused(
+def test_results_of_another_torch_are_noted_or_refused(
     session: Any, source: Source, opened: Opened, tmp_path: Path
 ) -> None:
     class Elsewhere:

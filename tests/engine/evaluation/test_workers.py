@@ -13,7 +13,7 @@ from dtype_engine.evaluation.pool import ProcessPool, assigned, visible_gpus
 from dtype_engine.evaluation.workers import Workers, parse_workers
 
 
-def test_the_gpus_are_those_that_the_process_sees() -> None:
+def test_visible_gpus_are_found() -> None:
     assert visible_gpus(3, {}) == ("0", "1", "2")
     assert visible_gpus(2, {"CUDA_VISIBLE_DEVICES": "5, 7"}) == ("5", "7")
     assert visible_gpus(1, {"CUDA_VISIBLE_DEVICES": "GPU-8932,GPU-17"}) == ("GPU-8932",)
@@ -32,7 +32,7 @@ def test_each_process_has_a_gpu_of_its_own() -> None:
     assert untouched == {"HOME": "/"}
 
 
-def test_no_more_workers_than_gpus_work_or_memory() -> None:
+def test_number_of_workers_is_limited_by_gpus_work_and_memory() -> None:
     said: list[str] = []
     with Workers(8, said.append) as workers:
         assert workers.pool(0, ("0", "1")).workers == 2
@@ -47,7 +47,7 @@ def test_no_more_workers_than_gpus_work_or_memory() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "many", "http://x", "99999999", "1.5", ""])
-def test_what_can_be_no_workers_is_refused(text: str) -> None:
+def test_invalid_workers_are_refused(text: str) -> None:
     with pytest.raises(de.UserError, match="give a number of processes, or tcp://HOST:PORT"):
         parse_workers(text)
     assert [parse_workers(text) for text in ("1", "64", "tcp://10.0.0.1:8786")] == [1, 64, "tcp://10.0.0.1:8786"]
@@ -55,7 +55,7 @@ def test_what_can_be_no_workers_is_refused(text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="there is no GPU here")
-def test_a_process_sees_its_gpu_alone() -> None:
+def test_process_sees_only_its_gpu() -> None:
     gpus = visible_gpus(torch.cuda.device_count())
     with ProcessPool(1, gpus) as pool:
         executor = pool._started()

@@ -174,7 +174,9 @@ ENDLESS = ("fifo", "fifo for an index", "device")
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_file_is_one_line_and_status_2(tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_file_exits_with_one_line_and_status_2(
+    tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     HOSTILE[what](tmp_path)
     if what in ENDLESS:
         command = [sys.executable, "-c", "from dtype_engine.cli import main; main()", "inspect", str(tmp_path)]
@@ -190,7 +192,7 @@ def test_a_hostile_file_is_one_line_and_status_2(tmp_path: Path, what: str, caps
     assert line.isprintable(), ascii(line)
 
 
-def test_names_from_a_file_reach_the_terminal_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_from_files_are_escaped_for_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.safetensors").write_bytes(good("a\x1b]0;owned\x07\n\u202e[bold]" + "n" * 100_000 + ".weight"))
     assert run_program(cli, "dtype-engine", ["inspect", str(tmp_path / "x.safetensors")]) == 0
     out = capsys.readouterr().out
@@ -209,7 +211,7 @@ def test_names_from_a_file_reach_the_terminal_as_text(tmp_path: Path, capsys: py
     ],
     ids=["a method", "a target", "blocks"],
 )  # fmt: skip
-def test_a_quantization_config_is_text_or_refused_in_one_line(
+def test_quantization_config_is_shown_as_text_or_refused(
     make_llama: Callable[..., Path], declared: dict[str, object], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     import torch

@@ -45,8 +45,8 @@ RECIPE = de.Recipe().then(de.Rule.parse("*.mlp=bf16"))
 
 
 @pytest.mark.parametrize("model", ["/etc/passwd", "/dev/zero", "..", "a\0b", "tcp://host/x", "file:///etc/passwd"])
-def test_a_worker_that_is_handed_other_paths_gives_nothing_of_them(model: str, tmp_path: Path) -> None:
-    """No model is there; one that is has another fingerprint (`test_another_model_or_other_inputs_are_refused_by_name`)."""
+def test_worker_reveals_nothing_of_other_paths(model: str, tmp_path: Path) -> None:
+    """No model is there; one that is has another fingerprint (`test_worker_refuses_another_model_or_other_inputs`)."""
     opened = Opened(model, de.Options(device="cpu", prompts=("hello",)), "w" * 64, "i" * 64)
     with pytest.raises(UserError, match=r"^process \d+ on .* can't open the model: ") as told:
         evaluate(Evaluation(opened, RecipeDrift(de.Recipe(), de.RunSettings())))
@@ -63,14 +63,14 @@ def test_a_worker_that_is_handed_other_paths_gives_nothing_of_them(model: str, t
 @pytest.mark.parametrize(
     "model", ["org/..", "org/../../x", "models--org--name", "org/name@../../x", "%2e%2e/x", "-x", "org\\name", "org/\x1b[2J", "a\n"]
 )  # fmt: skip
-def test_an_id_leads_to_its_folder_of_the_cache_alone(model: str) -> None:
+def test_model_id_opens_only_its_cache_folder(model: str) -> None:
     with pytest.raises(UserError, match="no such folder or file, and no Hugging Face model of this name") as told:
         locate(model)
     assert str(told.value).isprintable()
 
 
 @pytest.mark.parametrize("revision", ["../../../outside", "/etc", "\x1b[2J", "x" * 5000, ""])
-def test_a_revision_in_the_cache_leads_nowhere_else(
+def test_cached_revision_cannot_escape_its_folder(
     revision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What stands in `refs/main` names a folder of `snapshots`."""
@@ -85,7 +85,7 @@ def test_a_revision_in_the_cache_leads_nowhere_else(
 
 
 @pytest.mark.parametrize("token", ["../x", "a/b", "..", "", "x" * 300, "\x1b", "-x"])
-def test_a_token_of_an_engine_is_no_path(token: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_session_token_cannot_be_a_path(token: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["stdio", "--linger", "10m", "--session", token]) == BAD_INPUT
     assert capsys.readouterr().err == ("dtype-engine: Invalid value for '--session': at most 40 letters and digits\n")
 
@@ -132,7 +132,7 @@ ARRAYS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("what", ARRAYS)
-def test_an_array_is_what_its_header_says_or_is_refused(
+def test_npz_array_matches_its_header_or_is_refused(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content, says = ARRAYS[what]
@@ -147,13 +147,13 @@ def test_an_array_is_what_its_header_says_or_is_refused(
 
 
 @pytest.mark.parametrize("content", [pickled(), b"PK\3\4", b""])
-def test_what_is_no_npz_is_not_offered_to_be_unpickled(content: bytes, tmp_path: Path) -> None:
+def test_file_that_is_not_npz_is_never_unpickled(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.npz").write_bytes(content)
     with pytest.raises(UserError, match=r"x\.npz is not an \.npz file, or it is cut short"):
         read_tensors(tmp_path / "x.npz")
 
 
-def test_arrays_of_any_order_and_compression_are_read_as_numpy_reads_them(tmp_path: Path) -> None:
+def test_npz_arrays_are_read_as_numpy_reads_them(tmp_path: Path) -> None:
     given = {
         "a": np.arange(6, dtype=">f2").reshape(2, 3), "b": np.asfortranarray(np.arange(6.0).reshape(2, 3)), "c": np.array(5),
         "../../d": np.zeros((0, 4), np.int8), "9" * 5000 + ".e": np.ones(1, np.uint16),
@@ -181,7 +181,7 @@ LINES: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("what", LINES)
-def test_a_line_of_jsonl_that_is_a_bomb_is_named(what: str, tmp_path: Path) -> None:
+def test_jsonl_bomb_is_reported_by_line(what: str, tmp_path: Path) -> None:
     content, says = LINES[what]
     (tmp_path / "x.jsonl").write_text(content)
 
@@ -193,7 +193,7 @@ def test_a_line_of_jsonl_that_is_a_bomb_is_named(what: str, tmp_path: Path) -> N
         reading()
 
 
-def test_texts_are_bounded_before_they_are_read(tmp_path: Path) -> None:
+def test_text_size_is_checked_before_reading(tmp_path: Path) -> None:
     """100 GB without a block on the disk, in this process: whoever reads them has no memory left."""
     path = tmp_path / "x.jsonl"
     with open(path, "wb") as file:
@@ -220,7 +220,7 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_file_is_written_as_a_whole_or_stays_as_it_was(tmp_path: Path) -> None:
+def test_files_are_written_completely_or_not_at_all(tmp_path: Path) -> None:
     """Reports, recipes, saved scans and sessions are written by this one function."""
     path = tmp_path / "old.html"
     path.write_text("old")
@@ -235,12 +235,12 @@ def test_a_file_is_written_as_a_whole_or_stays_as_it_was(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("target", ["\0", "/proc/self/x/y", "/dev/full/x", "/dev/null"])
-def test_what_can_be_no_file_is_one_sentence(target: str) -> None:
+def test_unwritable_path_is_one_sentence(target: str) -> None:
     with pytest.raises(UserError, match=r"can't write |there is no folder |exists; name another file"):
         check_target(Path(target))
 
 
-def test_a_full_device_for_the_answer_is_one_sentence() -> None:
+def test_full_output_device_is_one_sentence() -> None:
     code = f"import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); {preloaded.COMMAND}"
     done = preloaded.run(code, "inspect", "--json")
     assert done.returncode == BAD_INPUT
@@ -250,7 +250,7 @@ def test_a_full_device_for_the_answer_is_one_sentence() -> None:
 # -- an engine that is halted ------------------------------------------------------------------------------------------
 
 
-def test_what_is_cancelled_before_the_engine_saw_it_is_over() -> None:
+def test_request_cancelled_before_the_engine_runs_ends() -> None:
     """An engine whose thread has not run since, as one that was halted."""
     told: list[events.Event] = []
     worker = Worker(locate(None), de.Options(), told.append)
@@ -261,7 +261,7 @@ def test_what_is_cancelled_before_the_engine_saw_it_is_over() -> None:
 
 
 @pytest.mark.slow
-def test_a_halted_engine_goes_on_and_leaves_no_half_export(tmp_path: Path) -> None:
+def test_paused_engine_resumes_without_a_partial_export(tmp_path: Path) -> None:
     """By SIGSTOP: what was cancelled meanwhile ends in `Idle`, also where the engine's thread never saw it. Halted once more while
     it writes, and left then, as by q, SIGTERM or the end of the terminal, it leaves nothing that has the export's name.
     """

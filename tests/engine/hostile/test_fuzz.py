@@ -13,7 +13,7 @@ OPENING = (*fuzz_inputs.KINDS, *fuzz_events.KINDS, *fuzz_quantized.KINDS)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", fuzz.KINDS)
-def test_damaged_files_are_read_or_refused_in_one_line(kind: str) -> None:
+def test_fuzzed_files_are_read_or_refused_in_one_line(kind: str) -> None:
     cases = FEW if kind in OPENING else CASES
     seen = fuzz.run_all(cases, (kind,))[kind]
     assert seen.failures == []
@@ -24,7 +24,7 @@ def test_damaged_files_are_read_or_refused_in_one_line(kind: str) -> None:
     assert 0 < seen.most_bytes < fuzz.MOST_BYTES
 
 
-def test_a_case_comes_back_by_its_number() -> None:
+def test_fuzz_case_is_reproducible_by_number() -> None:
     good = [b"version: 1\nrules: []\n", b"\x80\x02}."]
     for kind in fuzz.KINDS:
         if kind not in ("session", "scan", "tokenizer", "processor", "event", "quantized"):

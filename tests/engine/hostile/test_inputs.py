@@ -29,7 +29,7 @@ ASKED: dict[str, tuple[str, str, dict[str, Any], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ASKED)
-def test_what_inputs_ask_for_is_bounded(tmp_path: Path, what: str) -> None:
+def test_work_requested_by_inputs_is_limited(tmp_path: Path, what: str) -> None:
     name, file, changes, says = ASKED[what]
     folder = checkpoint_folders.save(name, tmp_path / "model")
     (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))

@@ -55,7 +55,7 @@ def with_link(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.slow
-def test_no_file_of_another_folder_is_opened_by_a_link(tmp_path: Path) -> None:
+def test_links_open_no_file_of_another_folder(tmp_path: Path) -> None:
     folders = [with_link(tmp_path / str(number), name) for number, name in enumerate(NAMES)]
     done = preloaded.run(OPENING, *map(str, folders))
     assert done.returncode == 0, done.stderr
@@ -67,7 +67,7 @@ def test_no_file_of_another_folder_is_opened_by_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_template_that_is_a_link_to_elsewhere_is_named(tmp_path: Path) -> None:
+def test_chat_template_linked_outside_is_named(tmp_path: Path) -> None:
     folder = with_link(tmp_path / "model", "chat_template.jinja")
     chat = tmp_path / "chat.jsonl"
     chat.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}))
@@ -103,7 +103,7 @@ def test_links_within_the_folder_and_to_the_blobs_of_the_cache_are_followed(tmp_
 @pytest.mark.parametrize(
     "name", ["README.md", "model-00001-of-00002.safetensors", "runs", ".cache", "gone.json", "picture.PNG"]
 )
-def test_links_that_no_tokenizer_is_read_from_may_lead_elsewhere(tmp_path: Path, name: str) -> None:
+def test_links_that_tokenizers_do_not_read_are_allowed(tmp_path: Path, name: str) -> None:
     folder, outside = tmp_path / "model", tmp_path / "outside"
     folder.mkdir()
     if name == "runs":
@@ -117,7 +117,7 @@ def test_links_that_no_tokenizer_is_read_from_may_lead_elsewhere(tmp_path: Path,
 @pytest.mark.parametrize(
     "name", ["bpe.codes", "dict.txt", "source.spm", "prophetnet.tokenizer", "no_suffix", "tokenizer"]
 )
-def test_links_that_a_tokenizer_may_be_read_from_are_refused(tmp_path: Path, name: str) -> None:
+def test_links_that_tokenizers_may_read_are_refused(tmp_path: Path, name: str) -> None:
     folder, outside = tmp_path / "model", tmp_path / "outside"
     folder.mkdir()
     outside.mkdir()

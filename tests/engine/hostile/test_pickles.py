@@ -57,7 +57,7 @@ finally:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", BOMBS)
-def test_what_a_pickle_makes_is_bounded(tmp_path: Path, what: str) -> None:
+def test_memory_of_unpickling_is_limited(tmp_path: Path, what: str) -> None:
     path = tmp_path / "x.pth"
     BOMBS[what](path)
     done = preloaded.run(CODE, "inspect", str(path))
@@ -69,7 +69,7 @@ def test_what_a_pickle_makes_is_bounded(tmp_path: Path, what: str) -> None:
     assert int(most) < 1_500_000  # KiB
 
 
-def test_the_steps_of_what_torch_writes_are_few(tmp_path: Path) -> None:
+def test_pickles_of_torch_stay_below_the_step_limit(tmp_path: Path) -> None:
     """By both of its formats: the bound is far above what a model of so many tensors takes."""
     tensors = {f"layers.{number}.mlp.gate_proj.weight": torch.ones(1) for number in range(1000)}
     for old in (False, True):
@@ -83,13 +83,13 @@ def test_the_steps_of_what_torch_writes_are_few(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parts", [5000, 100_000])
-def test_a_name_of_many_parts_is_refused(tmp_path: Path, parts: int) -> None:
+def test_tensor_name_with_many_parts_is_refused(tmp_path: Path, parts: int) -> None:
     torch.save({".".join(["a"] * parts): torch.ones(1), "b": torch.ones(1)}, tmp_path / "x.pth")
     with pytest.raises(UserError, match="parts, which no module has"):
         open_checkpoint(tmp_path / "x.pth").tree()
 
 
-def test_a_name_of_some_parts_is_read(tmp_path: Path) -> None:
+def test_tensor_name_with_some_parts_is_read(tmp_path: Path) -> None:
     name = ".".join(["a"] * 150)
     torch.save({name: torch.ones(1)}, tmp_path / "x.pth")
     tree = open_checkpoint(tmp_path / "x.pth").tree()
@@ -97,7 +97,7 @@ def test_a_name_of_some_parts_is_read(tmp_path: Path) -> None:
     assert len(tree.modules) == 150
 
 
-def test_tensors_for_the_forward_pass_are_bounded_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_pass_tensor_files_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 
     from dtype_engine.runtime.inputs.tensor_files import read_tensors

@@ -35,7 +35,7 @@ def changed(folder: Path, file: str, more: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_a_number_that_no_pipeline_has_is_named_by_its_entry(tmp_path: Path, name: str) -> None:
+def test_impossible_number_in_a_pipeline_is_named(tmp_path: Path, name: str) -> None:
     family, part, file, more, words = CASES[name]
     folder = save_pipeline(family, tmp_path)
     changed(folder, file, more)
@@ -44,7 +44,7 @@ def test_a_number_that_no_pipeline_has_is_named_by_its_entry(tmp_path: Path, nam
 
 
 @pytest.mark.slow
-def test_the_size_of_a_picture_is_limited_by_that_of_its_latents(tmp_path: Path) -> None:
+def test_picture_size_is_limited_by_its_latents(tmp_path: Path) -> None:
     """Where a VAE has few steps between latents and pixels, latents of 256 x 256 would take hours."""
     folder = save_pipeline("sd15", tmp_path)
     changed(folder, "unet/config.json", {"sample_size": 10**5})

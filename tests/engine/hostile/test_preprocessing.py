@@ -20,7 +20,7 @@ from dtype_engine.runtime.model.silence_libraries import without_panic_message
 
 
 @pytest.mark.parametrize("kind", PANICS)
-def test_a_tokenizer_that_panics_is_one_sentence(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_panic_is_one_sentence(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The panic's own message goes to the file descriptor, so that is what is looked at."""
     command = ["drift", str(with_panicking_tokenizer(kind, tmp_path / "model")), "--cast", "*=bf16"]
     assert run(cli, "dtype-engine", command) == 0
@@ -62,9 +62,7 @@ def test_a_text_that_makes_a_tokenizer_panic_is_named(tmp_path: Path) -> None:
         ("wav2vec2", {"sampling_rate": [1]}, "wav2vec2: its inputs can't be made: TypeError: "),
     ],
 )
-def test_a_processor_that_fails_is_why_there_are_no_inputs(
-    name: str, change: dict[str, Any], why: str, tmp_path: Path
-) -> None:
+def test_processor_failure_explains_missing_inputs(name: str, change: dict[str, Any], why: str, tmp_path: Path) -> None:
     folder = checkpoint_folders.save(name, tmp_path / name)
     path = folder / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -73,7 +71,7 @@ def test_a_processor_that_fails_is_why_there_are_no_inputs(
     session.cast("*", "bfloat16")
 
 
-def test_a_chat_template_that_fails_is_named(tmp_path: Path) -> None:
+def test_failing_chat_template_is_named(tmp_path: Path) -> None:
     folder = checkpoint_folders.save("llama", tmp_path / "llama")
     (folder / "chat_template.jinja").write_text("{{ messages.nothing.at_all }}")
     with pytest.raises(de.UserError, match="the chat template of llama refuses this conversation"):
@@ -85,19 +83,19 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("raised", [ValueError("no"), Panic("no"), SystemExit("no"), MemoryError(), RecursionError()])
-def test_whatever_foreign_code_raises_is_a_sentence_of_the_file(raised: BaseException) -> None:
+def test_errors_of_foreign_code_become_one_sentence(raised: BaseException) -> None:
     with pytest.raises(de.UserError, match=r"^file: "), failures_as(de.UserError, "file"):
         raise raised
 
 
 @pytest.mark.parametrize("ours", [KeyboardInterrupt(), GeneratorExit(), de.Cancelled(), de.NoForward("as it is")])
-def test_what_is_ours_stays_as_it_is(ours: BaseException) -> None:
+def test_own_errors_pass_through_unchanged(ours: BaseException) -> None:
     with pytest.raises(type(ours)) as caught, failures_as(de.UserError, "file"):
         raise ours
     assert caught.value is ours
 
 
-def test_only_a_block_that_fails_loses_its_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_standard_error_is_dropped_only_if_the_block_fails(capfd: pytest.CaptureFixture[str]) -> None:
     with without_panic_message(), without_panic_message():
         os.write(2, b"a warning\n")
     with contextlib.suppress(Panic), without_panic_message():

@@ -36,7 +36,7 @@ from dtype_tui.state.session_store import read_session
 RULES = 'rules:\n  - {pattern: "*", dtype: bf16}\n'
 
 
-def test_a_recipe_does_not_choose_what_code_runs(
+def test_recipe_cannot_choose_code_to_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = tmp_path / "ran"
@@ -98,7 +98,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("what", TEXTS)
-def test_a_hostile_recipe_is_one_line_that_names_it(tmp_path: Path, what: str) -> None:
+def test_hostile_recipe_is_one_line_with_its_name(tmp_path: Path, what: str) -> None:
     text, says = TEXTS[what]
     path = tmp_path / "r.yaml"
     path.write_text(text)
@@ -138,7 +138,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("reader", READERS)
-def test_nothing_waits_for_a_file_that_is_none(tmp_path: Path, reader: str, special: str) -> None:
+def test_special_files_never_block(tmp_path: Path, reader: str, special: str) -> None:
     """The test's own timeout is what a hang would meet."""
     path = tmp_path / "x.safetensors"
     SPECIAL[special](path)
@@ -147,7 +147,7 @@ def test_nothing_waits_for_a_file_that_is_none(tmp_path: Path, reader: str, spec
     assert "\n" not in str(caught.value)
 
 
-def test_lines_of_a_text_end_the_same_wherever_it_was_written(tmp_path: Path) -> None:
+def test_line_ends_of_texts_are_normalized(tmp_path: Path) -> None:
     from dtype_engine.core.input_limits import InputLimits
     from dtype_engine.core.regular_files import read_text
 
@@ -167,13 +167,13 @@ def test_lines_of_a_text_end_the_same_wherever_it_was_written(tmp_path: Path) ->
         '{"version": 2, "fingerprint": [1]}',
     ],
 )
-def test_what_is_no_saved_scan_is_said(tmp_path: Path, content: str) -> None:
+def test_invalid_saved_scan_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "scan.json").write_text(content)
     with pytest.raises(UserError, match=r"scan\.json"):
         read_scan(tmp_path / "scan.json", Fingerprint("", "", (), ""), None)
 
 
-def test_a_saved_scan_with_nan_in_place_of_a_drift_is_refused(tmp_path: Path) -> None:
+def test_saved_scan_with_nan_scores_is_refused(tmp_path: Path) -> None:
     nan, path, key = float("nan"), tmp_path / "scan.json", ("a", "int8")
     made = Fingerprint("", "", ("int8",), "")
     whole = SequenceScores(1.0, {key: 0.5}, {key: nan}, True, [TopKSample(0, 0.1, [nan], 0.2)], {})
@@ -193,13 +193,13 @@ def test_a_saved_scan_with_nan_in_place_of_a_drift_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["a\u3164b", "a\u115fb", "a\u1160b", "a\uffa0b"])
-def test_letters_that_are_not_drawn_are_shown_as_escapes(name: str) -> None:
+def test_invisible_letters_are_escaped(name: str) -> None:
     assert printable(name) == f"a\\u{ord(name[1]):04x}b"
     assert printable("한글 ㄱ") == "한글 ㄱ"
 
 
 @pytest.mark.parametrize("model", ["x" * 5000, "a/" * 3000, "~nobody-of-this-name/x", "x" * 5000 + ":Net", "a\0b"])
-def test_what_can_be_no_path_is_said(model: str) -> None:
+def test_impossible_path_is_refused_briefly(model: str) -> None:
     with pytest.raises(UserError) as caught:
         locate(model)
     assert len(str(caught.value)) < 500
@@ -214,7 +214,7 @@ def test_what_can_be_no_path_is_said(model: str) -> None:
      (OverflowError(), "unexpected OverflowError;"),
      (KeyError("q8_0"), "unexpected KeyError: 'q8_0'")],
 )  # fmt: skip
-def test_an_error_that_nobody_thought_of_is_one_line_and_status_2(
+def test_unexpected_error_is_one_line_and_status_2(
     error: Exception, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @click.command()
@@ -232,7 +232,7 @@ def test_an_error_that_nobody_thought_of_is_one_line_and_status_2(
     assert "in failing" in capsys.readouterr().err
 
 
-def test_the_program_itself_ends_so(tmp_path: Path) -> None:
+def test_installed_program_never_waits_for_a_pipe(tmp_path: Path) -> None:
     """A pipe for a recipe and one for a scan, by the installed program."""
     os.mkfifo(tmp_path / "pipe")
     code = "from dtype_engine.cli import main; main()"
@@ -248,7 +248,7 @@ def test_the_program_itself_ends_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "a/" * 3000 + "x.html", "~nobody-of-this-name/x.md"])
-def test_what_can_be_no_file_is_not_written(path: str) -> None:
+def test_invalid_target_path_is_not_written(path: str) -> None:
     with pytest.raises(UserError) as caught:
         check_target(Path(path))
     assert str(caught.value).startswith("can't write ")
@@ -256,6 +256,6 @@ def test_what_can_be_no_file_is_not_written(path: str) -> None:
 
 
 @pytest.mark.parametrize("size", ["9" * 400, "9" * 5000 + "GiB", "9" * 400 + "%"])
-def test_a_budget_beyond_all_numbers_is_refused(size: str) -> None:
+def test_absurd_budget_is_refused(size: str) -> None:
     with pytest.raises(UserError, match="larger than any model"):
         parse_bytes(size, 1000)

@@ -51,7 +51,7 @@ def _plan(tree: Tree, *rules: str) -> dict[str, str]:
         ("llama.cpp", ["*.kv_cache.v=f16"], "-ctv f16"),
     ],
 )  # fmt: skip
-def test_the_options_of_a_runtime(runtime: str, rules: list[str], flags: str) -> None:
+def test_runtime_options_for_cache_formats(runtime: str, rules: list[str], flags: str) -> None:
     tree = _tree()
     served = cache_serving(tree, _plan(tree, *rules), runtime)
     assert " ".join(served.flags) == flags
@@ -74,7 +74,7 @@ def test_the_options_of_a_runtime(runtime: str, rules: list[str], flags: str) ->
         ("llama.cpp", ["*.kv_cache=fp8"], "llama.cpp has no KV cache in fp8"),
     ],
 )
-def test_what_a_runtime_can_not_do(runtime: str, rules: list[str], why: str) -> None:
+def test_unsupported_cache_formats_of_a_runtime_are_reported(runtime: str, rules: list[str], why: str) -> None:
     tree = _tree()
     served = cache_serving(tree, _plan(tree, *rules), runtime)
     assert served.flags == ()
@@ -83,7 +83,7 @@ def test_what_a_runtime_can_not_do(runtime: str, rules: list[str], why: str) -> 
     assert set(served.problems[0].tensors) <= set(tree.caches)
 
 
-def test_lint_and_conversions_know_caches() -> None:
+def test_lint_and_conversions_cover_caches() -> None:
     tree = _tree()
     plan = make_plan(tree, Recipe.of([Rule.parse("*.kv_cache=fp8@tensor"), Rule.parse("*.1.*.kv_cache.v=nvfp4")]))
     lint = lint_serving(Context(tree, plan), "vllm")
@@ -140,7 +140,7 @@ def test_lint_and_conversions_know_caches() -> None:
         ),
     ],
 )
-def test_declared_formats_are_a_preset(quantization: dict[str, object], rules: list[str]) -> None:
+def test_declared_cache_formats_are_a_preset(quantization: dict[str, object], rules: list[str]) -> None:
     tree = _tree({"quantization_config": quantization})
     recipe = preset("kv-declared").recipe(tree)
     assert [str(rule) for rule in recipe.rules] == rules

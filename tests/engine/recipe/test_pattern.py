@@ -29,12 +29,12 @@ def fnmatches(name: str, glob: str) -> bool:
 @example("*.lm", "lm")
 @example("**.l?", "lm")
 @example("*.*a*b", "ab")
-def test_globs_without_braces_are_fnmatch(glob: str, name: str) -> None:
+def test_globs_without_braces_match_like_fnmatch(glob: str, name: str) -> None:
     assert compile_pattern(glob).matches(name) == fnmatches(name, glob.strip())
 
 
 @given(NAMES, NAMES)
-def test_a_leading_star_and_dot_stand_for_any_module_and_for_none(name: str, module: str) -> None:
+def test_leading_star_dot_matches_any_or_no_parent(name: str, module: str) -> None:
     pattern = compile_pattern(f"*.{generalisations(name)[0]}")
     assert pattern.matches(name)
     assert pattern.matches(f"{module}.{name}")
@@ -43,7 +43,7 @@ def test_a_leading_star_and_dot_stand_for_any_module_and_for_none(name: str, mod
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 60))
-def test_ranges_take_just_their_numbers(first: int, last: int, number: int) -> None:
+def test_ranges_match_only_their_numbers(first: int, last: int, number: int) -> None:
     pattern = compile_pattern(f"layers.{{{first}..{last}}}.mlp")
     assert pattern.matches(f"layers.{number}.mlp") == (min(first, last) <= number <= max(first, last))
 
@@ -54,20 +54,20 @@ def test_ranges_take_just_their_numbers(first: int, last: int, number: int) -> N
     ),
     NAMES,
 )
-def test_choices_are_the_union_of_their_expansions(groups: list[list[str]], name: str) -> None:
+def test_choices_match_the_union_of_their_expansions(groups: list[list[str]], name: str) -> None:
     text = "_".join("{" + ",".join(group) + "}" for group in groups)
     expanded = ["_".join(parts) for parts in itertools.product(*groups)]
     assert compile_pattern(text).matches(name) == any(fnmatchcase(name, glob) for glob in expanded)
 
 
-def test_braces_nest_and_zeros_are_kept() -> None:
+def test_braces_nest_and_leading_zeros_are_kept() -> None:
     assert compile_pattern("*.{q,{k,v}_proj}").matches("a.v_proj")
     assert compile_pattern("block{00..12}").matches("block07")
     assert not compile_pattern("block{00..12}").matches("block7")
 
 
 @given(NAMES, NAMES)
-def test_a_literal_name_takes_itself_and_what_is_below_it_and_nothing_else(name: str, other: str) -> None:
+def test_literal_name_matches_itself_and_its_children_only(name: str, other: str) -> None:
     pattern = compile_pattern(generalisations(name)[0])
     assert pattern.selects(other) == (other == name or other.startswith(name + "."))
 
@@ -81,18 +81,18 @@ def test_a_literal_name_takes_itself_and_what_is_below_it_and_nothing_else(name:
         (r"re:.*mlp\.gate", "layers.1.mlp.gate.weight", "layers.1.mlp.gate_proj.weight"),
     ],
 )
-def test_the_classic_confusions_do_not_happen(pattern: str, taken: str, left: str) -> None:
+def test_similar_names_are_not_confused(pattern: str, taken: str, left: str) -> None:
     assert compile_pattern(pattern).selects(taken)
     assert not compile_pattern(pattern).selects(left)
 
 
 @given(NAMES)
-def test_every_generalisation_takes_the_node_it_came_from(name: str) -> None:
+def test_every_generalization_matches_its_origin(name: str) -> None:
     for pattern in generalisations(name):
         assert compile_pattern(pattern).selects(name), pattern
 
 
-def test_generalisations_go_from_one_to_its_kind() -> None:
+def test_generalizations_widen_from_one_to_all() -> None:
     assert generalisations("model.layers.3.mlp", "LlamaMLP") == [
         "model.layers.3.mlp",
         "model.layers.*.mlp",
@@ -102,7 +102,7 @@ def test_generalisations_go_from_one_to_its_kind() -> None:
     assert generalisations("") == ["*"]
 
 
-def test_classes_are_matched_whole_or_by_glob() -> None:
+def test_class_patterns_match_whole_names_or_globs() -> None:
     assert compile_pattern("type:Linear").matches_class("Linear")
     assert not compile_pattern("type:Linear").matches_class("Linear8bit")
     assert compile_pattern("type:*Norm").matches_class("LlamaRMSNorm") is True
@@ -110,7 +110,7 @@ def test_classes_are_matched_whole_or_by_glob() -> None:
     assert not compile_pattern("*").matches_class("Linear")
 
 
-def test_only_a_rule_that_means_it_singles_a_tensor_out() -> None:
+def test_only_specific_patterns_match_a_buffer_exactly() -> None:
     buffer = "model.rotary_emb.inv_freq"
     for pattern in ("*.inv_freq", buffer, "*inv*", "re:.*freq", "model.rotary_emb.{inv_freq,other}"):
         assert compile_pattern(pattern).matches_exactly(buffer), pattern
@@ -122,7 +122,7 @@ def test_only_a_rule_that_means_it_singles_a_tensor_out() -> None:
     ("text", "position"),
     [("a.{b", 2), ("a}.b", 1), ("", 0), ("re:", 0), ("re:a(", 5), ("{1..999999999}", 0), ("{" * 30 + "}" * 30, 20)],
 )
-def test_bad_patterns_say_where(text: str, position: int) -> None:
+def test_pattern_errors_give_the_position(text: str, position: int) -> None:
     with pytest.raises(PatternError) as caught:
         compile_pattern(text)
     assert caught.value.position == position
@@ -131,7 +131,7 @@ def test_bad_patterns_say_where(text: str, position: int) -> None:
 
 @pytest.mark.slow
 @given(st.text(max_size=30))
-def test_any_text_is_a_pattern_or_a_pattern_error(text: str) -> None:
+def test_any_text_is_a_pattern_or_raises_pattern_error(text: str) -> None:
     with contextlib.suppress(PatternError):
         compile_pattern(text).selects("model.layers.1.mlp")
 
@@ -140,7 +140,7 @@ STARRED = st.lists(st.sampled_from(["*", "*", "?", "a", "b", ".", "{a,bb}", "{b,
 
 
 @given(STARRED.map("".join), st.text(alphabet="ab.190", max_size=12))
-def test_what_stays_where_it_was_found_first_matches_the_same(glob: str, name: str) -> None:
+def test_globs_with_choices_match_like_their_expansions(glob: str, name: str) -> None:
     choices = [["a", "bb"] if part == "{a,bb}" else ["b", "a*"] if part == "{b,a*}" else ["9", "10", "11"]
                if part == "{9..11}" else [part] for part in re.findall(r"\{[^}]*\}|\[[^]]*\]|.", glob)]  # fmt: skip
     if glob:
@@ -151,7 +151,7 @@ def test_what_stays_where_it_was_found_first_matches_the_same(glob: str, name: s
 
 
 @given(st.integers(-1200, 1200), st.integers(-1200, 1200), st.booleans(), st.integers(-1300, 1300))
-def test_ranges_are_their_numbers_with_signs_and_zeros(first: int, last: int, padded: bool, number: int) -> None:
+def test_padded_and_signed_ranges_match_their_numbers(first: int, last: int, padded: bool, number: int) -> None:
     ends = [f"{end:05d}" if padded else str(end) for end in (first, last)]
     matches = compile_pattern(f"x{{{ends[0]}..{ends[1]}}}").matches
     written = f"x{number:05d}" if padded else f"x{number}"
@@ -166,7 +166,7 @@ BOMBS = ["re:(.*)*(.*)*Z", "re:(a|a)*b", "re:(?:.?){300}(?:.?){300}Z", "re:(.*?)
 
 
 @pytest.mark.parametrize("text", BOMBS)
-def test_no_pattern_takes_longer_than_its_limit(text: str) -> None:
+def test_pattern_matching_time_is_limited(text: str) -> None:
     """The test's own timeout is what a hang would meet."""
     names = ["a" * 2000, "1" * 500, "ab." * 300 + "Z!", "model.layers.3.mlp.gate_proj.weight.abcZ!"]
     with contextlib.suppress(TooSlow), time_limit(0.1):
@@ -174,13 +174,13 @@ def test_no_pattern_takes_longer_than_its_limit(text: str) -> None:
             compile_pattern(text).matches(name)
 
 
-def test_a_pattern_that_takes_too_long_is_a_sentence_that_names_it() -> None:
+def test_too_slow_pattern_is_named_in_the_error() -> None:
     slow = "re:(.*?)*?(.*?)*?(.*?)*?Z"
     with pytest.raises(TooSlow, match=re.escape(f"{slow!r} takes too long to match")), time_limit(0.05):
         compile_pattern(slow).matches("aZ!" * 40)
 
 
-def test_globs_with_many_stars_are_answered_not_refused() -> None:
+def test_globs_with_many_stars_match_quickly() -> None:
     many = "*a*a*a*a*a*a*a*a*a*a*b"
     assert not compile_pattern(many).matches("a" * 100_000)
     assert compile_pattern(many).matches("a" * 100_000 + "b")
@@ -198,7 +198,7 @@ def test_globs_with_many_stars_are_answered_not_refused() -> None:
         ("a" * 200_001, "too long"),
     ],
 )
-def test_what_is_too_much_to_compile_is_refused(text: str, says: str) -> None:
+def test_too_large_pattern_is_refused(text: str, says: str) -> None:
     with pytest.raises(PatternError, match=says) as caught:
         compile_pattern(text)
     assert len(str(caught.value)) < 500
@@ -206,6 +206,6 @@ def test_what_is_too_much_to_compile_is_refused(text: str, says: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["{0..100000}{0..100000}{0..100000}", ",".join(["{0..99999}"] * 300)])
-def test_ranges_cost_as_much_as_their_digits(text: str) -> None:
+def test_range_cost_grows_with_its_digits(text: str) -> None:
     assert compile_pattern(text).matches(re.sub(r"\{0\.\.(\d+)\}", r"\1", text))
     assert not compile_pattern(text).matches("x")

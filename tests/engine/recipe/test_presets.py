@@ -63,14 +63,14 @@ def planned(name: str, tree: Tree = MOE) -> dict[str, str]:
     return dict(make_plan(tree, recipe).dtypes)
 
 
-def test_all_bf16_needs_no_classes() -> None:
+def test_all_bf16_preset_needs_no_classes() -> None:
     headers = from_tensors(TensorInfo(tensor.name, tensor.shape, tensor.dtype) for tensor in MOE.tensors.values())
     assert set(planned("all-bf16", headers).values()) == {"bfloat16"}
     with pytest.raises(UserError, match=r"matches module classes.*config\.json.*file\.py:Name --weights"):
         preset("fp16-but-norms").recipe(headers)
 
 
-def test_norms_are_leaves_with_norm_in_their_class() -> None:
+def test_norms_preset_finds_leaves_with_norm_in_their_class() -> None:
     found = planned("fp16-but-norms")
     assert {name for name, dtype in found.items() if dtype == "float32"} == {
         name for name in MOE.tensors if name.endswith(("norm.inner.weight", "model.norm.weight"))
@@ -78,7 +78,7 @@ def test_norms_are_leaves_with_norm_in_their_class() -> None:
     assert set(found.values()) == {"float16", "float32"}
 
 
-def test_fp8_goes_to_linears_and_packed_experts() -> None:
+def test_fp8_linears_preset_casts_linears_and_packed_experts() -> None:
     found = planned("fp8-linears")
     low = {name for name, dtype in found.items() if dtype == "float8_e4m3fn"}
     assert low == {
@@ -87,13 +87,13 @@ def test_fp8_goes_to_linears_and_packed_experts() -> None:
     assert {found[name] for name in found.keys() - low} == {"bfloat16"}
 
 
-def test_modelopt_keeps_head_and_routers() -> None:
+def test_modelopt_preset_keeps_head_and_routers() -> None:
     found = planned("modelopt")
     low = {name for name, dtype in found.items() if dtype == "float8_e4m3fn"}
     assert low == {name for name in MOE.tensors if name.endswith(("q_proj.weight", "fc.weight", "down_proj"))}
 
 
-def test_norms_and_head_leave_the_rest_as_stored() -> None:
+def test_norms_and_head_preset_leaves_the_rest_as_stored() -> None:
     half = Tree(
         [TensorInfo(tensor.name, tensor.shape, "float16") for tensor in MOE.tensors.values()],
         {name: module.class_name for name, module in MOE.modules.items() if module.class_name},
@@ -104,7 +104,7 @@ def test_norms_and_head_leave_the_rest_as_stored() -> None:
     }
 
 
-def test_islands_are_named_without_taking_their_neighbours() -> None:
+def test_islands_preset_matches_no_neighbors() -> None:
     recipe = preset("islands-fp32").recipe(MOE)
     assert {name for taken in make_plan(MOE, recipe).selections for name in taken.tensors} == {
         "model.layers.1.mlp.gate.weight", "model.layers.3.mlp.gate.weight"
@@ -114,14 +114,14 @@ def test_islands_are_named_without_taking_their_neighbours() -> None:
         preset("islands-fp32").recipe(bare)
 
 
-def test_an_unknown_preset_gets_the_nearest() -> None:
+def test_unknown_preset_suggests_the_nearest() -> None:
     with pytest.raises(UserError, match="did you mean all-bf16"):
         preset("all-bf61")
 
 
 @pytest.mark.slow
 @given(st.sets(st.sampled_from(sorted(name for name in MOE.modules if name))))
-def test_patterns_that_cover_modules_take_nothing_else(modules: set[str]) -> None:
+def test_module_patterns_match_nothing_else(modules: set[str]) -> None:
     ordered = [name for name in MOE.modules if name in modules]
     wanted = {tensor.name for name in modules for tensor in MOE.below(name)}
     plan = make_plan(MOE, Recipe.of(Rule(pattern, "float16") for pattern in covering(MOE, ordered)))
@@ -129,7 +129,7 @@ def test_patterns_that_cover_modules_take_nothing_else(modules: set[str]) -> Non
 
 
 @pytest.mark.slow
-def test_islands_of_a_real_architecture(tmp_path: Path) -> None:
+def test_islands_preset_on_t5(tmp_path: Path) -> None:
     import transformers
 
     config = transformers.T5Config(
@@ -142,7 +142,7 @@ def test_islands_of_a_real_architecture(tmp_path: Path) -> None:
     assert len(make_plan(tree, recipe).selections[0]) == 4
 
 
-def test_described_trees_are_the_loaded_ones_in_the_stored_dtypes(make_llama: Callable[..., Path]) -> None:
+def test_described_tree_equals_the_loaded_tree(make_llama: Callable[..., Path]) -> None:
     from dtype_engine.runtime.model.load import load
 
     for folder in (
@@ -158,14 +158,14 @@ def test_described_trees_are_the_loaded_ones_in_the_stored_dtypes(make_llama: Ca
         assert found.model_type == "llama"
 
 
-def test_kinds_have_the_bases_of_a_class(make_llama: Callable[..., Path]) -> None:
+def test_class_kinds_include_base_classes(make_llama: Callable[..., Path]) -> None:
     kinds = describe(locate(str(make_llama())), Options(device="cpu")).kinds
     assert "PreTrainedModel" in kinds["LlamaForCausalLM"]
     assert kinds["Linear"] == frozenset()
 
 
 @pytest.mark.slow
-def test_presets_as_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_are_listed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["recipe", "presets", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [entry["name"] for entry in found["presets"]] == list(PRESETS)
@@ -177,7 +177,7 @@ def test_presets_as_a_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_preset_comes_before_recipe_and_casts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_preset_rules_precede_recipe_and_casts(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--preset", "fp8-linears", "--cast", "*.mlp=f16", "--json"]
     assert run(cli, "dtype-engine", ["inspect", *arguments]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -224,13 +224,13 @@ def test_recipe_files_keep_settings_and_figures(
         assert got == value or (isinstance(value, float) and math.isnan(value) and math.isnan(got))  # type: ignore[arg-type]
 
 
-def test_files_of_before_read_as_ever(tmp_path: Path) -> None:
+def test_old_recipe_files_are_read_as_before(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text("version: 1\nrules:\n  - {pattern: '*', dtype: half}\n")
     assert read_recipe_file(path) == RecipeFile(Recipe((Rule("*", "float16"),)))
 
 
-def test_a_file_with_all_entries_of_an_earlier_program_reads_the_same_and_is_written_the_same() -> None:
+def test_complete_old_recipe_file_round_trips() -> None:
     """saved/recipe.yaml was written before msgspec read such files."""
     path = Path(__file__).parent / "saved" / "recipe.yaml"
     found = read_recipe_file(path)
@@ -282,7 +282,7 @@ def test_a_file_with_all_entries_of_an_earlier_program_reads_the_same_and_is_wri
         ("notes: 3", "unknown entry 'notes'"),
     ],
 )
-def test_wrong_entries_are_told(tmp_path: Path, entry: str, says: str) -> None:
+def test_invalid_recipe_entries_are_named(tmp_path: Path, entry: str, says: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(f"version: 1\nrules: []\n{entry}\n")
     with pytest.raises(UserError, match=says) as caught:
@@ -291,7 +291,7 @@ def test_wrong_entries_are_told(tmp_path: Path, entry: str, says: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_follows_the_settings_of_its_recipe_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_uses_the_settings_of_its_recipe_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "r.yaml"
     file.write_text(write_recipe(Recipe((Rule("*.mlp", "bfloat16"),)), settings=RunSettings(autocast="bfloat16")))
     assert run(cli, "dtype-engine", ["drift", "--recipe", str(file), "--json"]) == 0

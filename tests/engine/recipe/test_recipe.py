@@ -76,7 +76,7 @@ def taken_by_definition(pattern: str, tensor: TensorInfo) -> bool:
 
 
 @given(RECIPES)
-def test_the_last_rule_that_matches_wins(recipe: Recipe) -> None:
+def test_last_matching_rule_decides(recipe: Recipe) -> None:
     plan = make_plan(TREE, recipe)
     deciders: list[int | None] = []
     for tensor in TREE.tensors.values():
@@ -100,7 +100,7 @@ def test_the_last_rule_that_matches_wins(recipe: Recipe) -> None:
 
 
 @given(RECIPES)
-def test_planned_bytes_are_the_sum_over_distinct_saved_tensors(recipe: Recipe) -> None:
+def test_planned_bytes_sum_over_saved_tensors(recipe: Recipe) -> None:
     plan = make_plan(TREE, recipe)
     total = 0
     for tensor in TREE.tensors.values():
@@ -118,12 +118,12 @@ def test_planned_bytes_are_the_sum_over_distinct_saved_tensors(recipe: Recipe) -
 
 
 @given(RECIPES, RULES)
-def test_dropping_an_earlier_rule_of_the_same_pattern_changes_nothing(recipe: Recipe, rule: Rule) -> None:
+def test_dropping_a_shadowed_rule_changes_nothing(recipe: Recipe, rule: Rule) -> None:
     assert make_plan(TREE, recipe.then(rule)).dtypes == make_plan(TREE, Recipe((*recipe.rules, rule))).dtypes
 
 
 @given(st.lists(st.one_of(RECIPES, st.sampled_from(["undo", "redo"])), max_size=20))
-def test_history_is_a_list_with_a_place_in_it(steps: list[Recipe | str]) -> None:
+def test_undo_history_behaves_like_a_list(steps: list[Recipe | str]) -> None:
     history, model, at = History(Recipe()), [Recipe()], 0
     for step in steps:
         if step == "undo":
@@ -138,13 +138,13 @@ def test_history_is_a_list_with_a_place_in_it(steps: list[Recipe | str]) -> None
         assert history.current == model[at]
 
 
-def test_a_rule_by_any_name_of_a_tied_weight_casts_the_one_tensor() -> None:
+def test_rule_by_any_tied_name_casts_the_tensor() -> None:
     plan = make_plan(TREE, Recipe((Rule("head", "float16"),)))
     assert plan.dtypes["a.0.weight"] == "float16"
     assert plan.planned_bytes == plan.stored_bytes - 4 * 3 * 2
 
 
-def test_rules_that_take_nothing_are_told_with_the_nearest_name() -> None:
+def test_rule_without_matches_suggests_the_nearest_name() -> None:
     with pytest.raises(UserError, match=r"'a\.2' matches nothing in this model; the nearest is a\."):
         require_matches(TREE, Recipe((Rule("a.2", "float16"),)))
     with pytest.raises(UserError, match="never cast"):
@@ -162,7 +162,7 @@ def test_rules_that_take_nothing_are_told_with_the_nearest_name() -> None:
         (TensorInfo("m.a", (2,), "float32", "non-persistent buffer"), "only a rule with its own name casts"),
     ],
 )
-def test_a_rule_that_casts_nothing_is_told_the_reason(tensor: TensorInfo, why: str) -> None:
+def test_rule_that_casts_nothing_says_why(tensor: TensorInfo, why: str) -> None:
     with pytest.raises(UserError, match=rf"matches only tensors that it does not cast \(first {tensor.name}: .*{why}"):
         require_matches(Tree([tensor]), Recipe((Rule("*", "bfloat16"),)))
 
@@ -171,7 +171,7 @@ def test_a_rule_that_casts_nothing_is_told_the_reason(tensor: TensorInfo, why: s
     ("typed", "meant"),
     [("*.mpl", "*.mlp"), ("*.MLP", "*.mlp"), ("Model.Layers.0.mlp", "model.layers.0.mlp"), ("model.layers.*.mpl", "")],
 )
-def test_a_mistyped_pattern_is_told_with_the_nearest_pattern(typed: str, meant: str) -> None:
+def test_mistyped_pattern_suggests_the_nearest(typed: str, meant: str) -> None:
     names = [f"model.layers.{layer}.{part}.weight" for layer in range(3) for part in ("mlp.up", "mlp.down", "norm")]
     tree = Tree([TensorInfo(name, (4, 4), "float32") for name in names])
     with pytest.raises(UserError) as refused:
@@ -179,13 +179,13 @@ def test_a_mistyped_pattern_is_told_with_the_nearest_pattern(typed: str, meant: 
     assert str(refused.value).endswith(f"the nearest is {meant or 'model.layers.*.mlp'}")
 
 
-def test_a_range_with_a_hyphen_is_told_as_one_with_two_dots() -> None:
+def test_hyphen_range_suggests_two_dots() -> None:
     tree = Tree([TensorInfo(f"layers.{layer}.weight", (4, 4), "float32") for layer in range(3)])
     with pytest.raises(UserError, match=r"a range is written with two dots: layers\.\{0\.\.1\}$"):
         require_matches(tree, Recipe((Rule("layers.{0-1}", "float16"),)))
 
 
-def test_a_star_before_a_module_of_the_model_itself_matches_it_and_a_mistyped_name_is_told_the_right_one() -> None:
+def test_star_before_a_top_level_module_matches_it() -> None:
     tree = Tree([TensorInfo(name, (4, 4), "float32") for name in ("lin.weight", "head.weight", "blocks.0.up.weight")])
     require_matches(tree, Recipe((Rule("*.lin", "float16"),)))
     assert select(tree, "*.lin").tensors == ("lin.weight",)
@@ -193,7 +193,7 @@ def test_a_star_before_a_module_of_the_model_itself_matches_it_and_a_mistyped_na
         require_matches(tree, Recipe((Rule("*.haed", "float16"),)))
 
 
-def test_rules_by_class_wait_until_classes_are_known() -> None:
+def test_class_rules_wait_for_known_classes() -> None:
     plan = make_plan(Tree(TREE.tensors.values()), Recipe((Rule("type:Linear", "float16"),)))
     assert plan.pending_classes == (0,)
     assert plan.unmatched == []
@@ -202,12 +202,12 @@ def test_rules_by_class_wait_until_classes_are_known() -> None:
 @pytest.mark.parametrize(
     ("text", "rule"), [("*.mlp=bf16", Rule("*.mlp", "bfloat16")), ("re:a=b.*=half", Rule("re:a=b.*", "float16"))]
 )
-def test_rules_are_read_from_one_word(text: str, rule: Rule) -> None:
+def test_rules_are_parsed_from_text(text: str, rule: Rule) -> None:
     assert Rule.parse(text) == rule
 
 
 @pytest.mark.parametrize("text", ["*.mlp", "=bf16", "a=", "a=foo", "{a=bf16"])
-def test_rules_that_can_not_be_read(text: str) -> None:
+def test_invalid_rules_are_refused(text: str) -> None:
     with pytest.raises(UserError):
         Rule.parse(text)
 
@@ -221,9 +221,7 @@ SPEAKABLE = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, 
     ),
     SPEAKABLE,
 )
-def test_recipe_files_come_back_as_written(
-    tmp_path_factory: pytest.TempPathFactory, rules: list[Rule], model: str
-) -> None:
+def test_recipe_files_round_trip(tmp_path_factory: pytest.TempPathFactory, rules: list[Rule], model: str) -> None:
     try:
         recipe = Recipe(tuple(Rule.make(rule.pattern, rule.dtype) for rule in rules))
     except UserError:
@@ -244,7 +242,7 @@ def test_recipe_files_come_back_as_written(
         ("a: [", "not valid YAML in line"),
     ],
 )
-def test_recipe_files_that_are_wrong_name_the_file_and_the_place(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_recipe_file_names_file_and_position(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=says) as caught:
@@ -252,7 +250,7 @@ def test_recipe_files_that_are_wrong_name_the_file_and_the_place(tmp_path: Path,
     assert str(path) in str(caught.value)
 
 
-def test_recipe_files_that_are_no_text(tmp_path: Path) -> None:
+def test_binary_recipe_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="is not text"):
@@ -261,7 +259,7 @@ def test_recipe_files_that_are_no_text(tmp_path: Path) -> None:
         read_recipe_file(tmp_path / "none.yaml")
 
 
-def test_the_same_plan_is_made_once() -> None:
+def test_plans_are_cached() -> None:
     tree, recipe = Tree(TREE.tensors.values(), CLASSES), Recipe.of([Rule("type:Linear", "bfloat16")])
     made = make_plan(tree, recipe)
     assert make_plan(tree, Recipe.of([Rule("type:Linear", "bfloat16")])) is made
@@ -271,7 +269,7 @@ def test_the_same_plan_is_made_once() -> None:
     assert make_plan(TREE, recipe) is not made
 
 
-def test_a_rule_made_without_parsing_takes_every_spelling_of_a_dtype() -> None:
+def test_rule_accepts_every_spelling_of_a_dtype() -> None:
     assert Rule("a.0", "bf16") == Rule("a.0", "torch.bfloat16") == Rule.parse("a.0=bf16")
     assert make_plan(TREE, Recipe.of([Rule("a.0", "bf16")])).dtypes["a.0.weight"] == "bfloat16"
     with pytest.raises(UserError, match=r"unknown dtype 'blfoat16': did you mean bfloat16\?"):

@@ -45,7 +45,7 @@ def found(reading: ServingLint) -> list[tuple[str, str]]:
     return [(finding.effect, finding.why) for finding in reading.findings]
 
 
-def test_a_plan_that_they_take_has_nothing_against_it() -> None:
+def test_lint_finds_nothing_in_a_plan_that_the_runtime_loads() -> None:
     for rules in (
         ["*_proj=nvfp4"],
         ["*_proj=int4@g128"],
@@ -94,7 +94,7 @@ def test_fused_siblings_in_several_formats_are_refused(runtime: Runtime) -> None
     assert "compressed_tensors/utils.py" in reading.findings[0].source
 
 
-def test_what_no_layout_has_is_refused_with_the_reason() -> None:
+def test_format_without_a_layout_is_refused_with_the_reason() -> None:
     reasons = dict.fromkeys(why for _, why in found(read("*=nvfp4")))
     assert list(reasons) == ["only the weights of linear layers are quantized", "routers are not quantized"]
     assert found(read("*.o_proj=mxfp6_e2m3")) == [("refused", "no checkpoint layout has mxfp6e2")]
@@ -104,7 +104,7 @@ def test_what_no_layout_has_is_refused_with_the_reason() -> None:
     ]
 
 
-def test_int8_for_weights_alone_has_no_layout_that_loads() -> None:
+def test_weight_only_int8_has_no_loadable_layout() -> None:
     (finding,) = read("*.o_proj=int8", activations="none").findings
     assert finding.effect == "refused"
     assert read("*.o_proj=int8").findings == ()
@@ -112,13 +112,13 @@ def test_int8_for_weights_alone_has_no_layout_that_loads() -> None:
     assert read("*.o_proj=int8@g128").findings == ()
 
 
-def test_one_scale_a_tensor_is_another_one_when_fused() -> None:
+def test_per_tensor_scale_differs_after_fusing() -> None:
     reading = read("*.self_attn=fp8@tensor")
     assert [(finding.effect, len(finding.tensors)) for finding in reading.findings] == [("other values", 3)]
     assert read("*.self_attn=fp8").findings == ()
 
 
-def test_shapes_that_kernels_do_not_take() -> None:
+def test_shapes_that_kernels_reject_are_reported() -> None:
     small = tree(heads_out=192)
     assert [effect for effect, _ in found(read("*.self_attn=fp8@128x128", of=small))] == ["refused"]
     assert "q_proj 192, k_proj 192, v_proj 192" in found(read("*.self_attn=fp8@128x128", of=small))[0][1]
@@ -139,7 +139,7 @@ def test_a_fused_layer_without_a_member_has_no_scheme() -> None:
     ]
 
 
-def test_sglang_reads_one_format_for_all_and_no_zero_points() -> None:
+def test_sglang_supports_one_format_and_no_zero_points() -> None:
     mixed = ["*.self_attn=nvfp4", "*.experts=int4@g128"]
     assert read(*mixed).findings == ()
     assert "int4" not in found(read(*mixed, runtime="sglang"))[0][1]
@@ -156,7 +156,7 @@ def test_mx_formats_are_measured_with_activations() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_says_no_by_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lint_command_reports_refusals_by_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text('version: 1\nrules:\n  - {pattern: "*.q_proj", dtype: "nvfp4"}\n')
     arguments = ["recipe", "lint", str(file), "--model", "demo", "--for", "vllm"]

@@ -13,7 +13,7 @@ from dtype_engine.recipe.serving_memory import default_context, largest_context,
 @pytest.mark.parametrize("budget", [0, 999, 1000, 1010, 5000, 12345, 10**6, 10**9])
 @pytest.mark.parametrize(("of_token", "window"), [(7, 10**9), (7, 50), (0, 1)])
 @pytest.mark.parametrize(("linear", "square"), [(0, 0), (3, 0), (3, 2), (0, 1)])
-def test_the_largest_context_fits_and_hardly_more_would(
+def test_largest_context_nearly_fills_the_budget(
     budget: int, of_token: int, window: int, linear: int, square: int
 ) -> None:
     calls: list[int] = []
@@ -35,7 +35,7 @@ def test_the_largest_context_fits_and_hardly_more_would(
     assert largest_context(fixed, None, budget, 4000) == exact
 
 
-def test_the_dtype_of_a_served_model() -> None:
+def test_served_dtype_is_that_of_most_weights() -> None:
     tree = from_tensors([TensorInfo("a.weight", (64, 64), "bfloat16"), TensorInfo("norm.weight", (64,), "float32")])
 
     def dtype(*rules: Rule, named: str | None = None) -> str:
@@ -47,7 +47,7 @@ def test_the_dtype_of_a_served_model() -> None:
     assert dtype(Rule("a", "int8")) == "bfloat16"
 
 
-def test_the_context_is_at_most_that_of_the_model() -> None:
+def test_default_context_is_at_most_that_of_the_model() -> None:
     tree = from_tensors([])
     assert default_context(tree) == 8192
     tree.kv_cache = KVCache(longest=77)

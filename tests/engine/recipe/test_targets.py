@@ -370,7 +370,7 @@ READERS: dict[str, Callable[[Context, Conversion], PresetEffect]] = {
 @pytest.mark.parametrize("target", list(TARGET_SUFFIXES))
 @given(context=CONTEXTS)
 @settings(max_examples=60, deadline=None)
-def test_the_target_reads_what_the_plan_says(target: str, context: Context) -> None:
+def test_target_reads_the_planned_dtypes(target: str, context: Context) -> None:
     written = target_named(target).convert(context)
     outcome = READERS[target](context, written)
     left_out = {name: entry for entry in written.left_out if entry.part == "dtype" for name in entry.tensors}
@@ -395,7 +395,7 @@ def converted(target: str, tree: Tree, *rules: Rule, model_type: str = "llama") 
     return target_named(target).convert(Context(tree, make_plan(tree, Recipe(rules)), "m", model_type))
 
 
-def test_quantised_activations_are_written_or_said() -> None:
+def test_quantized_activations_are_written_or_noted() -> None:
     """llm-compressor has them; a note says where a recipe of another tool leaves them wide."""
     plan = make_plan(LLAMA, Recipe((Rule("*.q_proj", "float8_e4m3fn"),)))
     for activations in ("none", "weights"):
@@ -409,7 +409,7 @@ def test_quantised_activations_are_written_or_said() -> None:
             assert ("activations stay wide" in notes) is (activations == "weights")
 
 
-def test_modelopt_itself_quantises_by_the_recipe() -> None:
+def test_modelopt_quantizes_by_the_recipe() -> None:
     """Where it is installed: read by the hook that the note has. On a CPU it has no kernels for NVFP4 and MX."""
     mtq = pytest.importorskip("modelopt.torch.quantization")
     from dtype_engine.runtime.numerics.quantize import values_in
@@ -444,7 +444,7 @@ def test_layer_1_is_not_layer_10_and_a_gate_is_not_a_gate_proj() -> None:
     assert gate.left_out[0].tensors == ("model.layers.0.mlp.gate.weight", "model.layers.2.mlp.gate.weight")
 
 
-def test_a_plan_that_is_regular_needs_few_patterns() -> None:
+def test_regular_plan_needs_few_patterns() -> None:
     rules = (Rule("*", "bfloat16"), Rule("*.{self_attn,mlp}", "float8_e4m3fn"), Rule("*.bias", "bfloat16"))
     for target in ("torchao", "llm-compressor", "diffusers"):
         assert len(converted(target, LLAMA, *rules).patterns) <= 4
@@ -454,7 +454,7 @@ def test_a_plan_that_is_regular_needs_few_patterns() -> None:
     )
 
 
-def test_what_a_target_can_not_express_is_listed() -> None:
+def test_inexpressible_rules_of_a_target_are_listed() -> None:
     low = Rule("*.mlp", "float8_e5m2")
     rules = (low, Rule("*.q_proj", "int8"), Rule("*.input_layernorm", "float64"), Rule("lm_head", "int8"))
     for target in TARGET_SUFFIXES:
@@ -478,7 +478,7 @@ UNIVERSES = st.sets(NAMES.map(".".join), min_size=1, max_size=30)
 
 @pytest.mark.slow
 @given(UNIVERSES, st.data())
-def test_compressed_patterns_take_exactly_what_was_wanted(universe: set[str], data: st.DataObject) -> None:
+def test_compressed_patterns_match_exactly_the_wanted_names(universe: set[str], data: st.DataObject) -> None:
     wanted = data.draw(st.sets(st.sampled_from(sorted(universe))))
     for patterns, matches in (
         (regexes(sorted(wanted), universe), lambda pattern, name: re.fullmatch(pattern, name) is not None),
@@ -490,7 +490,7 @@ def test_compressed_patterns_take_exactly_what_was_wanted(universe: set[str], da
 
 
 @pytest.mark.parametrize("kept", [{}, {"norm": "float32", "q_proj": "float16"}])
-def test_the_python_for_transformers_loads_bit_for_bit(make_llama: Callable[..., Path], kept: dict[str, str]) -> None:
+def test_transformers_script_loads_bit_for_bit(make_llama: Callable[..., Path], kept: dict[str, str]) -> None:
     import dtype_engine as de
 
     folder = make_llama(dtype="bfloat16", dtypes=kept)
@@ -510,7 +510,7 @@ def test_the_python_for_transformers_loads_bit_for_bit(make_llama: Callable[...,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["float16", "bfloat16"])
-def test_islands_are_loaded_as_we_say(tmp_path: Path, base: str) -> None:
+def test_islands_load_as_documented(tmp_path: Path, base: str) -> None:
     import transformers
 
     config = transformers.T5Config(
@@ -534,7 +534,7 @@ def read(target: str, tree: Tree, *rules: Rule, model_type: str = "llama") -> An
     return lint(Context(tree, make_plan(tree, Recipe(rules)), "m", model_type), target_named(target))
 
 
-def test_lint_finds_what_searching_takes_besides() -> None:
+def test_lint_finds_extra_matches_of_the_target() -> None:
     found = read("diffusers", LLAMA, Rule("model.layers.1", "int8")).rules[0]
     assert found.only_here == ()
     assert {name.split(".")[2] for name in found.only_there} == {"10", "11"}
@@ -545,7 +545,7 @@ def test_lint_finds_what_searching_takes_besides() -> None:
 
 
 @pytest.mark.parametrize("target", ["torchao", "llm-compressor", "llama.cpp", "diffusers", "transformers", "comfyui"])
-def test_lint_says_that_a_glob_is_no_expression(target: str) -> None:
+def test_lint_reports_a_glob_given_as_a_regex(target: str) -> None:
     found = read(target, LLAMA, Rule("*.mlp", "int8"))
     assert found.differs
     assert len(found.rules[0].only_here) >= 24
@@ -560,7 +560,7 @@ def test_lint_reads_quantizer_names_and_classes() -> None:
     assert not read("comfyui", LLAMA, Rule("model.layers.1.mlp.up_proj", "int8")).differs
 
 
-def test_lint_tells_whose_rule_would_win() -> None:
+def test_lint_says_which_rule_the_target_applies() -> None:
     rules = (Rule("re:.*proj", "int8"), Rule("re:.*\\.mlp\\.\\w+_proj", "float8_e4m3fn"))
     there_first = read("torchao", LLAMA, *rules)
     assert not any(rule.differs for rule in there_first.rules)
@@ -575,7 +575,7 @@ def test_lint_tells_whose_rule_would_win() -> None:
 @pytest.mark.parametrize("target", list(TARGET_SUFFIXES))
 @given(context=CONTEXTS)
 @settings(max_examples=25, deadline=None)
-def test_lint_adds_up(target: str, context: Context) -> None:
+def test_lint_counts_add_up(target: str, context: Context) -> None:
     for rule, taken in zip(lint(context, target_named(target)).rules, context.plan.selections, strict=True):
         assert rule.here == len(taken)
         assert rule.here - rule.beyond - len(rule.only_here) == rule.there - len(rule.only_there)
@@ -608,7 +608,7 @@ def recipe_file(tmp_path: Path, *rules: str, model: str | None = None) -> str:
 
 
 @pytest.mark.slow
-def test_convert_writes_for_the_model_that_the_recipe_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_uses_the_model_of_the_recipe_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = recipe_file(tmp_path, "*=bf16", "type:Linear=fp8", "lm_head=bf16", model=DEMO)
     assert run(cli, "dtype-engine", ["recipe", "convert", file, "--to", "llm-compressor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -633,7 +633,7 @@ def test_convert_writes_for_the_model_that_the_recipe_names(tmp_path: Path, caps
 
 
 @pytest.mark.slow
-def test_lint_says_no_by_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lint_reports_differences_by_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = recipe_file(tmp_path, "*.mlp=fp8")
     arguments = ["recipe", "lint", file, "--model", DEMO, "--for"]
     assert run(cli, "dtype-engine", [*arguments, "torchao"]) == 1
@@ -658,7 +658,7 @@ def test_lint_says_no_by_its_exit_status(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_a_rule_that_takes_nothing_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rule_without_matches_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = recipe_file(tmp_path, "*.no_such=fp8")
     assert run(cli, "dtype-engine", ["recipe", "convert", file, "--to", "torchao", "--model", DEMO]) == 2
     assert "matches nothing" in capsys.readouterr().err

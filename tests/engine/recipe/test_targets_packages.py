@@ -76,7 +76,7 @@ def torchao_dtype(tensor: torch.Tensor) -> str:
     return str(data.dtype).removeprefix("torch.") + ("@tensor" if scale.numel() == 1 else "")
 
 
-def test_torchao_quantises_as_planned() -> None:
+def test_torchao_quantizes_as_planned() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     from torchao.core.config import config_from_dict
 
@@ -91,7 +91,7 @@ def test_torchao_quantises_as_planned() -> None:
     assert model(torch.tensor([[1, 2]])).isfinite().all()
 
 
-def test_torchao_writes_what_we_write() -> None:
+def test_torchao_config_round_trips() -> None:
     config_io = pytest.importorskip("torchao.core.config")
     rules = (*RULES, Rule("embed", "int8"), Rule("layers.8.gate_proj", "float8_e5m2"))
     _, written = converted("torchao", Net(), *rules)
@@ -100,7 +100,7 @@ def test_torchao_writes_what_we_write() -> None:
 
 
 @pytest.mark.parametrize("dtype", torchao.GROUPED)
-def test_torchao_has_our_integers_in_groups(dtype: str) -> None:
+def test_torchao_integers_equal_ours(dtype: str) -> None:
     """Its own JSON is ours, and its values are, but for the digits of its scales: in files they are in bfloat16. A value that lies
     near the middle of two codes may be the other one for that.
     """
@@ -125,7 +125,7 @@ def test_torchao_has_our_integers_in_groups(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["nvfp4", *torchao.SCALING])
-def test_torchao_has_our_floats_in_blocks(dtype: str) -> None:
+def test_torchao_block_floats_equal_ours(dtype: str) -> None:
     """Its own JSON is ours, and its values are; of NVFP4 but for a few near the middle of two, since it divides what is stored in
     bfloat16 in bfloat16. With quantized activations that runs on no machine without sm100.
     """
@@ -192,7 +192,7 @@ def scheme(module: nn.Module) -> str | None:
     return low + {"tensor": "@tensor", "channel": ""}[_text(found.weights.strategy)]
 
 
-def test_compressed_tensors_takes_the_planned_modules() -> None:
+def test_compressed_tensors_quantizes_the_planned_modules() -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     model = Net()
     context, written = converted("llm-compressor", model)
@@ -242,7 +242,7 @@ def test_diffusers_casts_as_planned() -> None:
     assert model(torch.tensor([[1, 2]])).dtype == torch.bfloat16
 
 
-def test_modelopt_turns_on_the_planned_quantizers() -> None:
+def test_modelopt_enables_the_planned_quantizers() -> None:
     modelopt = pytest.importorskip("modelopt.torch.quantization")
     model = Net()
     rules = (*RULES, Rule("embed", "int8"))
@@ -269,7 +269,7 @@ def test_modelopt_turns_on_the_planned_quantizers() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
-def test_gguf_knows_the_names_of_a_model_type_of_transformers(model_type: str) -> None:
+def test_gguf_name_map_is_found_by_model_type(model_type: str) -> None:
     from dtype_engine.recipe.targets.llama_cpp import name_map
 
     lookup = name_map("net", model_type, 12)
@@ -289,7 +289,7 @@ def test_gguf_knows_the_names_of_a_model_type_of_transformers(model_type: str) -
     assert {name: lookup(name) for name in names} == names
 
 
-def test_llama_cpp_lines_fit_the_names_of_gguf() -> None:
+def test_llama_cpp_lines_match_gguf_names() -> None:
     import gguf
     import transformers
 

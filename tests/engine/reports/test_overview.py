@@ -118,7 +118,7 @@ def output(sqnr_db: float = 40.0, **more: Any) -> OutputDrift:
         (output(math.nan, nonfinite=4), "broken", "red", "4 of 10 values"),
     ],
 )
-def test_a_verdict_is_a_word_with_its_figures_and_a_colour(
+def test_verdict_has_a_word_figures_and_a_color(
     measured: Any, drift: OutputDrift, word: str, grade: str, figure: str
 ) -> None:
     report = dataclasses.replace(measured[1], output=drift, modules=())
@@ -135,7 +135,7 @@ def test_a_verdict_is_a_word_with_its_figures_and_a_colour(
     assert re.search(rf"\.dtype-{grade} {{ border-left-color: #\w{{6}}; }}", style)
 
 
-def test_what_was_not_measured_has_no_colour_and_says_why() -> None:
+def test_missing_measurement_has_no_color_and_says_why() -> None:
     tree = Tree([TensorInfo("a.w", (4, 4), "float32")])
     made = build_report(tree, make_plan(tree, Recipe()), "m", RunSettings(), None, {}, "it has no forward pass")
     size, drift, parameters = Outline(as_html(made)).tiles
@@ -145,7 +145,7 @@ def test_what_was_not_measured_has_no_colour_and_says_why() -> None:
     assert made.summary == "m takes 64 B as it is stored; its drift was not measured: it has no forward pass."
 
 
-def test_values_that_are_not_finite_are_named_with_their_place(measured: Any) -> None:
+def test_nonfinite_values_are_named_with_their_place(measured: Any) -> None:
     found = NonFiniteDiagnosis(
         "activation", "a.b", "a.b", "pow", "float16", 65504.0, (), 700.0, 4.9e5, ("head=bfloat16",)
     )
@@ -158,7 +158,7 @@ def test_values_that_are_not_finite_are_named_with_their_place(measured: Any) ->
     assert headings.index("Where values stop being finite") == headings.index("Memory") + 1
 
 
-def test_the_size_is_planned_of_stored() -> None:
+def test_size_tile_compares_planned_and_stored() -> None:
     assert size_tile(100 * MIB, 57 * MIB).details == ("43 % less",)
     assert size_tile(100 * MIB, 57 * MIB).value == "57.00 MiB of 100.00 MiB"
     assert size_tile(100 * MIB, 150 * MIB).details == ("50 % more",)
@@ -166,7 +166,7 @@ def test_the_size_is_planned_of_stored() -> None:
     assert size_tile(5, 5).value == "5 B"
 
 
-def test_the_third_tile_is_the_speed_if_it_was_measured(measured: Any) -> None:
+def test_speed_tile_appears_if_measured(measured: Any) -> None:
     rows = tuple(
         SpeedRow(what, "bf16", seconds, seconds, seconds, 3, None, False)
         for what, seconds in (("reference", 0.2), ("candidate", 0.1))
@@ -178,7 +178,7 @@ def test_the_third_tile_is_the_speed_if_it_was_measured(measured: Any) -> None:
     assert third_tile(planned, None).details == ("bf16 97 % · f16 3 %",)
 
 
-def test_the_sentence_says_what_the_rules_cost(measured: Any) -> None:
+def test_summary_says_what_the_rules_cost(measured: Any) -> None:
     session, drift = measured
     stored = sum(tensor.numel * 4 for tensor in session.tree.tensors.values())
     assert report_of(measured).summary.startswith(
@@ -190,7 +190,7 @@ def test_the_sentence_says_what_the_rules_cost(measured: Any) -> None:
     assert "blocks.0=bfloat16, blocks.1=bfloat16, blocks.2=bfloat16 and 2 more, net takes" in text
 
 
-def test_both_formats_have_the_tiles_the_sentence_and_the_sections_in_one_order(measured: Any) -> None:
+def test_html_and_markdown_have_the_same_sections(measured: Any) -> None:
     made = report_of(measured)
     page, text = Outline(as_html(made)), as_markdown(made)
     assert page.headings == ORDER
@@ -220,7 +220,7 @@ def test_a_module_without_weights_is_listed_only_among_the_worst(measured: Any) 
         assert f"`{name}`" not in rest
 
 
-def test_a_page_suits_a_phone_and_paper(measured: Any) -> None:
+def test_html_page_suits_phones_and_printing(measured: Any) -> None:
     text = as_html(report_of(measured))
     assert 'name="viewport" content="width=device-width, initial-scale=1"' in text
     assert set(Outline(text).boxes) == {"wide"}
@@ -233,7 +233,7 @@ def test_a_page_suits_a_phone_and_paper(measured: Any) -> None:
     assert all('width="100%"' in picture for picture in re.findall(r"<svg[^>]*>", text))
 
 
-def test_a_notebook_has_the_same_tiles(measured: Any) -> None:
+def test_notebook_shows_the_same_tiles(measured: Any) -> None:
     _, drift = measured
     shown = Outline(drift_html(drift)).tiles
     assert shown == Outline(as_html(report_of(measured))).tiles[:2]
@@ -241,7 +241,7 @@ def test_a_notebook_has_the_same_tiles(measured: Any) -> None:
     assert "<style>" not in as_fragment(dataclasses.replace(report_of(measured), tiles=()))
 
 
-def test_an_image_classifier_has_classes_and_a_text_model_tokens(measured: Any) -> None:
+def test_classifier_counts_classes_and_text_model_tokens(measured: Any) -> None:
     from transformers import ViTConfig, ViTForImageClassification
 
     torch.manual_seed(0)

@@ -83,7 +83,7 @@ class Page(html.parser.HTMLParser):
             self.rows[-1][-1] += data
 
 
-def test_a_page_has_the_figures_of_the_run(measured: Any, tmp_path: Path) -> None:
+def test_html_page_has_the_figures_of_the_run(measured: Any, tmp_path: Path) -> None:
     session, drift = measured
     text = render(
         build_report(session.tree, session.plan, "TinyNet", RunSettings(), drift, versions()), tmp_path / "report.html"
@@ -108,7 +108,7 @@ def test_a_page_has_the_figures_of_the_run(measured: Any, tmp_path: Path) -> Non
             assert any(row[0] == reading.name and f"{reading.max_abs:.3e}" in row for row in page.rows), reading.name
 
 
-def test_a_page_reaches_for_nothing_and_runs_nothing(measured: Any, tmp_path: Path) -> None:
+def test_html_page_loads_and_runs_nothing(measured: Any, tmp_path: Path) -> None:
     session, drift = measured
     text = render(
         build_report(session.tree, session.plan, "x", RunSettings(), drift, versions()), tmp_path / "report.html"
@@ -125,7 +125,7 @@ def test_a_page_reaches_for_nothing_and_runs_nothing(measured: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["report.html", "report.md"])
-def test_names_are_text(name: str, tmp_path: Path) -> None:
+def test_names_in_reports_are_escaped(name: str, tmp_path: Path) -> None:
     tree = Tree(
         [TensorInfo(f"{NASTY}.w", (4, 4), "float32", "parameter"), TensorInfo("b.w", (3,), "float32", "parameter")],
         {"": NASTY, NASTY: NASTY},
@@ -149,7 +149,7 @@ def test_names_are_text(name: str, tmp_path: Path) -> None:
             assert before == after
 
 
-def test_every_text_of_every_block_is_escaped(tmp_path: Path) -> None:
+def test_text_of_every_block_is_escaped(tmp_path: Path) -> None:
     """Also those that no report has hostile text in today."""
     blocks = (
         NASTY, Identifier(NASTY), Table((NASTY, "b"), ((NASTY, Identifier(NASTY)),), 1),
@@ -165,7 +165,7 @@ def test_every_text_of_every_block_is_escaped(tmp_path: Path) -> None:
     assert text.count('class="n"') == 2
 
 
-def test_every_figure_of_a_page_is_in_the_markdown_too(measured: Any, tmp_path: Path) -> None:
+def test_every_figure_of_the_html_is_in_the_markdown(measured: Any, tmp_path: Path) -> None:
     session, drift = measured
     made = build_report(session.tree, session.plan, "TinyNet", RunSettings(), drift, versions())
     page = Page(render(made, tmp_path / "r.html"))
@@ -174,7 +174,7 @@ def test_every_figure_of_a_page_is_in_the_markdown_too(measured: Any, tmp_path: 
         assert f"| {' | '.join(row)} |" in text
 
 
-def test_a_large_tree_is_an_outline_and_a_table_with_an_end(tmp_path: Path) -> None:
+def test_large_tree_is_shown_as_outline_and_limited_table(tmp_path: Path) -> None:
     tensors = [
         TensorInfo(f"model.layers.{layer}.mlp.experts.{expert}.w", (2, 2), "bfloat16", "parameter")
         for layer in range(60) for expert in range(64)
@@ -186,7 +186,7 @@ def test_a_large_tree_is_an_outline_and_a_table_with_an_end(tmp_path: Path) -> N
     assert "2,022 more modules are left out here" in text
 
 
-def test_a_report_from_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_command_writes_a_page(make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, file = make_llama(), tmp_path / "r.html"
     casts = [part for cast in CASTS for part in ("--cast", cast)]
     assert run(cli, "dtype-engine", ["report", str(source), *casts, "--speed", "-o", str(file)]) == 0
@@ -206,7 +206,7 @@ def test_a_report_from_the_command_line(make_llama: Any, tmp_path: Path, capsys:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["llama", "r.html"]
 
 
-def test_a_saved_recipe_has_the_figures_and_gives_the_same_run(
+def test_saved_recipe_reproduces_its_figures(
     make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, file = make_llama(), tmp_path / "recipe.yaml"
@@ -237,7 +237,7 @@ def test_a_saved_recipe_has_the_figures_and_gives_the_same_run(
     assert file.read_text() == text  # the same run writes the same file: a difference is a difference
 
 
-def test_a_recipe_on_another_model_says_what_takes_nothing(
+def test_recipe_for_another_model_lists_rules_without_matches(
     make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "recipe.yaml"
@@ -255,7 +255,7 @@ def test_a_recipe_on_another_model_says_what_takes_nothing(
     assert f"{file} was made for other, and this is llama" in capsys.readouterr().err
 
 
-def test_what_rules_take_is_said_in_the_file(measured: Any) -> None:
+def test_recipe_file_says_what_its_rules_match(measured: Any) -> None:
     session, drift = measured
     text = recipe_text(session.tree, session.plan, "TinyNet", RunSettings(), drift)
     total = session.tree.stored_bytes
@@ -265,14 +265,14 @@ def test_what_rules_take_is_said_in_the_file(measured: Any) -> None:
     assert "  # decibels" in text
 
 
-def test_a_name_that_says_no_format_is_refused(measured: Any) -> None:
+def test_report_name_without_a_format_is_refused(measured: Any) -> None:
     session, drift = measured
     with pytest.raises(UserError, match=r"\.html or \.md"):
         render(build_report(session.tree, session.plan, "x", RunSettings(), drift, {}), Path("report"))
 
 
 @pytest.mark.parametrize("name", ["r.html", "r.md"])
-def test_a_report_says_where_values_stop_being_finite_and_what_helps(name: str, tmp_path: Path) -> None:
+def test_report_says_where_values_become_nonfinite_and_what_helps(name: str, tmp_path: Path) -> None:
     found = NonFiniteDiagnosis(
         "activation", "a.b", "a.b", "pow", "float16", 65504.0, (), 700.0, 4.9e5, ("a.{2,3}=bfloat16", "head=bfloat16")
     )  # fmt: skip
@@ -283,7 +283,7 @@ def test_a_report_says_where_values_stop_being_finite_and_what_helps(name: str, 
         assert words in text.replace("\\", ""), words
 
 
-def test_the_written_report_of_a_recipe_that_overflows_has_its_remedy(tmp_path: Path) -> None:
+def test_report_of_an_overflowing_recipe_has_its_remedy(tmp_path: Path) -> None:
     source = tmp_path / "net.py"
     source.write_text(
         "import torch\n\nclass Net(torch.nn.Module):\n"

@@ -19,7 +19,7 @@ from dtype_engine.results.drift import ModuleDrift, worst_modules
     [(0, "0"), (999, "999"), (1000, "1 k"), (999_949, "999.9 k"), (999_950, "1 M"), (671_026_419_200, "671 B"),
      (6_740_000_000, "6.7 B"), (10**12, "1 T"), (10**15, "1000 T")],
 )  # fmt: skip
-def test_counts(count: int, shown: str) -> None:
+def test_counts_are_shortened(count: int, shown: str) -> None:
     assert human_count(count) == shown
 
 
@@ -34,7 +34,7 @@ def test_a_signed_number_has_no_negative_zero(value: float, shown: str) -> None:
 
 
 @given(st.integers(0, 10**15))
-def test_a_count_is_right_to_two_digits(count: int) -> None:
+def test_short_counts_keep_two_digits(count: int) -> None:
     number, _, unit = human_count(count).partition(" ")
     assert unit in ("", "k", "M", "B", "T")
     assert float(number) * 1000 ** " kMBT".index(unit or " ") == pytest.approx(count, rel=0.051, abs=0.5)
@@ -47,7 +47,7 @@ def test_columns_are_as_wide_as_their_widest_cell() -> None:
     assert table_lines([]) == []
 
 
-def test_the_worst_modules_come_first_and_those_that_agree_not_at_all() -> None:
+def test_worst_modules_come_first() -> None:
     figures: dict[str, tuple[float | None, int]] = {
         "same": (math.inf, 0),
         "other tokens": (None, 0),
@@ -62,7 +62,7 @@ def test_the_worst_modules_come_first_and_those_that_agree_not_at_all() -> None:
     assert [each.name for each in worst_modules(drifts)] == ["many", "one", "zeros", "bad", "nothing left", "good"]
 
 
-def test_a_module_that_passes_on_what_one_inside_it_made_is_not_named_twice() -> None:
+def test_module_that_returns_an_inner_output_is_not_listed_twice() -> None:
     drifts = [
         ModuleDrift(name, sqnr, 0.5, 0)
         for name, sqnr in (("layer", 30.0), ("layer.mlp", 20.0), ("layer.mlp.down", 20.0), ("layer.mlp2", 20.0))
@@ -70,7 +70,7 @@ def test_a_module_that_passes_on_what_one_inside_it_made_is_not_named_twice() ->
     assert [each.name for each in worst_modules(drifts)] == ["layer.mlp.down", "layer.mlp2", "layer"]
 
 
-def test_the_worst_of_many_modules_that_drift_alike() -> None:
+def test_many_equally_bad_modules_are_sorted_quickly() -> None:
     """As in a model that is broken from its first layer on. To compare each with each takes minutes."""
     names = [
         f"layer.{layer}.expert.{expert}{part}" for layer in range(60) for expert in range(256) for part in ("", ".up")
@@ -79,7 +79,7 @@ def test_the_worst_of_many_modules_that_drift_alike() -> None:
     assert worst == {name for name in names if name.endswith(".up")}
 
 
-def test_a_change_of_bytes_says_which_way() -> None:
+def test_byte_changes_say_less_or_more() -> None:
     assert [change_text(*pair) for pair in ((200, 90), (100, 300), (5, 5), (0, 7))] == [
         "55.0 % less",
         "200.0 % more",
@@ -88,12 +88,12 @@ def test_a_change_of_bytes_says_which_way() -> None:
     ]
 
 
-def test_counts_of_things_and_shares_with_their_error() -> None:
+def test_plurals_and_percentages_with_errors() -> None:
     assert [plural(count, "value") for count in (0, 1, 1200)] == ["0 values", "1 value", "1,200 values"]
     assert [percent_with_error(0.9912, error) for error in (0.0008, None)] == ["99.12 ± 0.08 %", "99.12 %"]
 
 
-def test_a_reading_of_weights_alone_says_so() -> None:
+def test_weights_only_comparison_says_so() -> None:
     from tests.helpers.recording_engine import report
 
     from dtype_engine.recipe import Recipe
@@ -104,7 +104,7 @@ def test_a_reading_of_weights_alone_says_so() -> None:
     assert "weights only" in drift_text(dataclasses.replace(found, weights_only=True))
 
 
-def test_values_that_were_not_counted_are_not_said_to_be_kept() -> None:
+def test_uncounted_values_are_not_called_kept() -> None:
     from tests.helpers.recording_engine import report
 
     from dtype_engine.recipe import Recipe
@@ -116,7 +116,7 @@ def test_values_that_were_not_counted_are_not_said_to_be_kept() -> None:
     assert "lost       not counted: the values that the casts make infinite or zero" in text
 
 
-def test_over_how_many_sequences_modules_were_compared_is_told_where_it_was_not_all() -> None:
+def test_partial_module_comparison_gives_the_number_of_sequences() -> None:
     from tests.helpers.recording_engine import report
 
     from dtype_engine.recipe import Recipe
@@ -129,7 +129,7 @@ def test_over_how_many_sequences_modules_were_compared_is_told_where_it_was_not_
         assert "30.00 dB  max" in text
 
 
-def test_the_rules_of_a_search_are_whole_however_long_they_are() -> None:
+def test_search_report_prints_long_rules_in_full() -> None:
     from dtype_engine.reports.text_scan import search_text
     from dtype_engine.results.scan import SearchReport
 

@@ -29,7 +29,7 @@ def _labels(text: str) -> list[str]:
     ]
 
 
-def test_alike_layers_fold_behind_the_first_of_them() -> None:
+def test_alike_layers_are_folded() -> None:
     tree = _tree()
     text = tree_text(tree, make_plan(tree, Recipe()), "net", TreeView(fold=True))
     lines = [line.strip() for line in text.splitlines()]
@@ -38,7 +38,7 @@ def test_alike_layers_fold_behind_the_first_of_them() -> None:
     assert _labels(text).count("mlp") == 3  # of the layers 0, 4 and 5
 
 
-def test_a_cast_sets_a_layer_apart() -> None:
+def test_cast_layer_is_shown_apart_from_alike_layers() -> None:
     tree = _tree(odd=None)
     plan = make_plan(tree, Recipe((Rule("layers.2", "bfloat16"),)))
     text = tree_text(tree, plan, "net", TreeView(fold=True))
@@ -47,7 +47,7 @@ def test_a_cast_sets_a_layer_apart() -> None:
     assert "like" not in tree_text(tree, plan, "net", TreeView())
 
 
-def test_depth_and_order() -> None:
+def test_depth_and_sort_options_of_inspect() -> None:
     tree = _tree(layers=2)
     plan = make_plan(tree, Recipe())
     assert _labels(tree_text(tree, plan, "net", TreeView(depth=0))) == ["net"]
@@ -57,7 +57,7 @@ def test_depth_and_order() -> None:
     assert _labels(text) == ["net", "head", "embed", "layers"]
 
 
-def test_the_largest_modules_and_what_is_left() -> None:
+def test_largest_modules_and_the_rest_are_listed() -> None:
     tree = _tree()
     text = largest_text(tree, make_plan(tree, Recipe()), 2).splitlines()
     assert text[1].split()[0] == "embed"
@@ -73,7 +73,7 @@ def test_kinds_add_up_in_planned_dtypes() -> None:
     assert text[2].split()[:5] == ["MLP", "bf16", "100", "200", "B"]
 
 
-def test_one_view_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_views_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["inspect", "demo", "--top", "3", "--by", "kind"]) == 2
     assert "exclude each other" in capsys.readouterr().err
     assert run(cli, "dtype-engine", ["inspect", "demo", "--json", "--top", "3"]) == 2

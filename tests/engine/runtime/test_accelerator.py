@@ -81,7 +81,7 @@ def wide(make_llama: Callable[..., Path]) -> Path:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", NAMES)
-def test_drift_is_that_of_plain_torch_by_hand(name: str, dtype: str) -> None:
+def test_accelerator_drift_equals_that_of_plain_torch(name: str, dtype: str) -> None:
     module, inputs = architectures.make(name)
     by_hand = copy.deepcopy(module)
     expected = run_plainly(module, inputs)
@@ -98,7 +98,7 @@ def test_drift_is_that_of_plain_torch_by_hand(name: str, dtype: str) -> None:
     assert report.output.sqnr_db == pytest.approx(sqnr(expected, found), rel=1e-6)
 
 
-def test_weights_in_fp8_compute_in_float32() -> None:
+def test_fp8_weights_compute_in_float32() -> None:
     module, inputs = architectures.make("llama")
     by_hand = copy.deepcopy(module)
     session = de.open(module, inputs=inputs)
@@ -126,7 +126,7 @@ class Masked(nn.Module):
 
 
 @on_cuda
-def test_a_number_that_the_device_refuses_is_rounded_as_on_the_cpu() -> None:
+def test_number_that_the_device_refuses_is_rounded_like_on_the_cpu() -> None:
     module, x = Masked(), torch.ones(4, 4)
     with torch.no_grad():
         expected = x + torch.where(torch.ones(4, 4).bool().tril(), module.bias.bfloat16(), -math.inf).softmax(-1)
@@ -136,7 +136,7 @@ def test_a_number_that_the_device_refuses_is_rounded_as_on_the_cpu() -> None:
 
 
 @on_cuda
-def test_autocast_is_torchs_own() -> None:
+def test_autocast_on_an_accelerator_equals_that_of_torch() -> None:
     module, inputs = architectures.make("llama")
     session = de.open(module, inputs=inputs, options=de.Options(settings=de.RunSettings(autocast="bfloat16")))
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -144,7 +144,7 @@ def test_autocast_is_torchs_own() -> None:
     assert torch.equal(candidate_output(session), expected)
 
 
-def test_text_is_that_of_transformers(make_llama: Callable[..., Path]) -> None:
+def test_generated_text_equals_that_of_transformers(make_llama: Callable[..., Path]) -> None:
     import transformers
 
     folder = make_llama()
@@ -161,7 +161,7 @@ def test_text_is_that_of_transformers(make_llama: Callable[..., Path]) -> None:
         assert list(continued.ids) == expected[0, ids.shape[1] :].tolist()
 
 
-def test_a_scan_agrees_with_the_cpu_and_with_each_weight_alone(make_llama: Callable[..., Path]) -> None:
+def test_accelerator_scan_agrees_with_the_cpu(make_llama: Callable[..., Path]) -> None:
     folder = str(make_llama(num_hidden_layers=1))
     scores = {}
     for device in (DEVICE, "cpu"):
@@ -173,7 +173,7 @@ def test_a_scan_agrees_with_the_cpu_and_with_each_weight_alone(make_llama: Calla
         assert scores[DEVICE, exact] == pytest.approx(scores["cpu", exact], rel=2e-2, abs=1e-9)
 
 
-def test_an_export_is_byte_for_byte_that_of_the_cpu(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_export_is_byte_for_byte_that_of_the_cpu(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     folder = str(make_llama())
     for device in (DEVICE, "cpu"):
         session = de.open(folder, options=de.Options(device=device))
@@ -185,12 +185,12 @@ def test_an_export_is_byte_for_byte_that_of_the_cpu(make_llama: Callable[..., Pa
     assert ours == cpus
 
 
-def test_what_does_not_fit_is_named_and_the_session_goes_on(wide: Path) -> None:
+def test_module_that_does_not_fit_is_named_and_the_session_continues(wide: Path) -> None:
     session = de.open(str(wide), options=de.Options(sequence_length=64, sequences=1))
     before = session.drift().output
     session.use_inputs(session.options)  # which forgets what was kept
-    del session._meter
-    session._meter = None
+    del session._drift.meter
+    session._drift.meter = None
     with room_for(10 << 20), pytest.raises(NoForward, match=f"^lm_head: not enough memory on {DEVICE}"):
         session.drift()
     assert session.drift().output == before
@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_named_and_the_session_goes_on(wide: Path) -> None:
     assert session.drift().output.sqnr_db > 20
 
 
-def test_a_byte_too_many_names_the_module(wide: Path) -> None:
+def test_one_byte_too_little_memory_names_the_module(wide: Path) -> None:
     if DEVICE != "fake":
         pytest.skip("only the fake accelerator counts every byte")
 
@@ -220,7 +220,7 @@ def test_a_byte_too_many_names_the_module(wide: Path) -> None:
         measure()
 
 
-def test_a_cast_that_does_not_fit_names_the_weight_and_is_taken_back(wide: Path) -> None:
+def test_cast_that_does_not_fit_names_the_weight_and_is_reverted(wide: Path) -> None:
     session = de.open(str(wide))
     before = {name: weight.tensor.data_ptr() for name, weight in session.model.weights.items()}
     embedding = "model.embed_tokens.weight in bfloat16: not enough memory on"
@@ -233,14 +233,14 @@ def test_a_cast_that_does_not_fit_names_the_weight_and_is_taken_back(wide: Path)
     assert session.undo()
 
 
-def test_a_model_that_does_not_fit_is_refused_in_a_sentence(wide: Path) -> None:
+def test_model_that_does_not_fit_is_refused_in_one_sentence(wide: Path) -> None:
     size = (wide / "model.safetensors").stat().st_size
     with room_for(int(0.6 * size)), pytest.raises(de.UserError, match=f"^the model: not enough memory on {DEVICE}"):
         de.open(str(wide))
     de.open(str(wide))
 
 
-def test_a_scan_of_a_model_larger_than_the_memory_holds_pieces_of_its_largest_weight(
+def test_scan_over_memory_holds_parts_of_the_largest_weight(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if DEVICE != "fake":
@@ -258,7 +258,7 @@ def test_a_scan_of_a_model_larger_than_the_memory_holds_pieces_of_its_largest_we
     assert scores[0] == scores[1]
 
 
-def test_a_scan_needs_no_room_for_float32_copies_of_all_weights(make_llama: Callable[..., Path]) -> None:
+def test_scan_needs_no_float32_copies_of_all_weights(make_llama: Callable[..., Path]) -> None:
     if DEVICE != "fake":
         pytest.skip("only the fake accelerator counts every byte")
     folder = make_llama(num_hidden_layers=16, hidden_size=128, dtype="bfloat16")
@@ -271,7 +271,7 @@ def test_a_scan_needs_no_room_for_float32_copies_of_all_weights(make_llama: Call
     assert scores[0] == scores[1]
 
 
-def test_memory_is_given_back_after_casts_and_counted_as_torch_counts_it(wide: Path) -> None:
+def test_memory_is_freed_after_casts_and_counted_like_torch(wide: Path) -> None:
     session = de.open(str(wide), options=SHORT)
     session.drift()
     device = torch.get_device_module(DEVICE)
@@ -288,7 +288,7 @@ def test_memory_is_given_back_after_casts_and_counted_as_torch_counts_it(wide: P
     assert memory.device_peak_bytes > memory.device_allocated_bytes >= memory.resident_bytes
 
 
-def test_a_tensor_that_an_operation_resizes_is_given_back_as_it_was_counted() -> None:
+def test_resized_tensor_is_freed_with_its_counted_size() -> None:
     device = torch.get_device_module(DEVICE)
     gc.collect()
     before = device.memory_allocated()
@@ -339,7 +339,7 @@ def test_speed_has_a_time_for_each_row(make_llama: Callable[..., Path]) -> None:
     assert all(0 < row.fastest <= row.seconds <= row.slowest for row in rows)
 
 
-def test_tf32_that_a_process_allows_changes_no_figure() -> None:
+def test_tf32_setting_of_the_process_changes_no_figure() -> None:
     """Convolutions use it on CUDA unless told otherwise."""
     module, inputs = architectures.make("torch_convolutional")
     found = []
@@ -358,7 +358,7 @@ def test_tf32_that_a_process_allows_changes_no_figure() -> None:
 
 
 @pytest.mark.parametrize("missing", [True, False])
-def test_a_kernel_that_is_missing_is_named_with_the_nearest_dtype(missing: bool, monkeypatch: Any) -> None:
+def test_missing_kernel_is_named_with_the_nearest_dtype(missing: bool, monkeypatch: Any) -> None:
     if DEVICE != "fake":
         pytest.skip("only the fake accelerator lacks kernels that one can name")
     monkeypatch.setattr(fake_accelerator.device, "missing", {("addmm", torch.float16)} if missing else set())
@@ -370,7 +370,7 @@ def test_a_kernel_that_is_missing_is_named_with_the_nearest_dtype(missing: bool,
 
 @on_cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU here")
-def test_the_second_of_several_devices_is_used_alone(make_llama: Callable[..., Path]) -> None:
+def test_second_device_is_used_alone(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama()), options=de.Options(device="cuda:1", sequence_length=32, sequences=1))
     session.cast("*", "bfloat16")
     before = torch.cuda.memory_allocated(0)

@@ -24,7 +24,7 @@ from dtype_engine.runtime.formats import row_blocks
 from dtype_engine.runtime.measure import drift
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.model.load import blocks
-from dtype_engine.runtime.scan import local_errors, scan
+from dtype_engine.runtime.scan import local_errors, sequence_groups
 from dtype_engine.runtime.weights.stacked import StackedSource
 
 LENGTHS = (5, 16, 3, 9)
@@ -61,7 +61,7 @@ def llama(make_llama: Callable[..., Path]) -> Path:
     return make_llama(dtype="bfloat16", **SIZES)
 
 
-def test_figures_are_those_of_a_run_in_memory_and_each_weight_is_read_once(llama: Path) -> None:
+def test_over_memory_figures_equal_those_in_memory_and_weights_are_read_once(llama: Path) -> None:
     inside, over = opened(llama, None, reference_bytes=0), opened(llama, 1 << 21, reference_bytes=0)
     visits = over.model.visits
     assert visits is not None
@@ -79,7 +79,7 @@ def test_figures_are_those_of_a_run_in_memory_and_each_weight_is_read_once(llama
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux has it")
-def test_small_weights_are_read_without_what_lies_around_them(llama: Path) -> None:
+def test_small_weights_are_read_without_their_surroundings(llama: Path) -> None:
     """The system may read 8 MiB around a page. Around a norm, these are dropped before their block needs them, and read again."""
     over = opened(llama, 1 << 21)
     smaps = Path("/proc/self/smaps").read_text()
@@ -92,7 +92,7 @@ def test_small_weights_are_read_without_what_lies_around_them(llama: Path) -> No
         assert "rr" in flags, weight.info.name  # "random read advise"
 
 
-def test_experts_that_loading_stacks(tmp_path: Path) -> None:
+def test_stacked_experts_run_over_memory(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.MixtralConfig(**SIZES, num_hidden_layers=2, num_local_experts=4)
     transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "moe")
@@ -128,7 +128,7 @@ def test_experts_are_cast_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert over.generate(3)[0].candidate.ids == inside.generate(3)[0].candidate.ids
 
 
-def test_the_cast_of_one_weight_can_be_stopped(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cast_of_one_weight_can_be_cancelled(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_blocks, "CHUNK", 1 << 11)  # so that this weight has as many blocks as a large one
     over = opened(llama, 1 << 21, (2,))
     over.cast("model.layers.0.mlp.up_proj", "nvfp4")
@@ -148,7 +148,7 @@ def test_the_cast_of_one_weight_can_be_stopped(llama: Path, monkeypatch: pytest.
     visits.leave()
 
 
-def test_a_scan_can_be_stopped_while_it_casts_one_weight(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_can_be_cancelled_while_casting_one_weight(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [0, 0]
 
     def scan(number: int) -> None:
@@ -165,7 +165,7 @@ def test_a_scan_can_be_stopped_while_it_casts_one_weight(llama: Path, monkeypatc
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="only that is interrupted")
-def test_an_interrupt_stops_at_the_next_weight_of_a_block(llama: Path) -> None:
+def test_interrupt_stops_at_the_next_weight_of_a_block(llama: Path) -> None:
     over = opened(llama, 1 << 21)
     visits, asked = over.model.visits, [0]
     assert visits is not None
@@ -185,7 +185,7 @@ def test_an_interrupt_stops_at_the_next_weight_of_a_block(llama: Path) -> None:
     assert asked[0] < 8  # a layer has seven weights, and more modules
 
 
-def test_an_encoder_and_a_decoder_with_shared_weights(tmp_path: Path) -> None:
+def test_encoder_and_decoder_share_weights_over_memory(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.T5Config(
         vocab_size=512, d_model=256, d_kv=32, d_ff=512, num_layers=2, num_heads=8, decoder_start_token_id=0
@@ -199,9 +199,7 @@ def test_an_encoder_and_a_decoder_with_shared_weights(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_only_sequences_that_compare_modules_share_the_memory_for_outputs(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_memory_is_shared_by_comparing_sequences_only(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All eight run side by side. A few of them compare modules, whose outputs take more than an eighth of the memory."""
     reports = []
     for limit in (None, 1 << 21):
@@ -217,7 +215,7 @@ def test_only_sequences_that_compare_modules_share_the_memory_for_outputs(
     assert reports[1].output == reports[0].output
 
 
-def test_a_scan_has_the_same_scores_and_can_be_resumed(
+def test_over_memory_scan_has_the_same_scores_and_resumes(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_errors, "PIECE", 1 << 16)  # the head has two pieces
@@ -236,12 +234,10 @@ def test_a_scan_has_the_same_scores_and_can_be_resumed(
     assert visits.bytes_read == before
 
 
-def test_only_as_many_sequences_are_scanned_side_by_side_as_have_room(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_number_of_parallel_sequences_is_limited_by_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = opened(llama, None, MORE).scan(["int8"], draws=1).scores()
     over, after = opened(llama, 1 << 21, MORE), list[int]()
-    monkeypatch.setattr(scan, "cache_budget", lambda device: 2_000_000)
+    monkeypatch.setattr(sequence_groups, "cache_budget", lambda device: 2_000_000)
     found = over.scan(["int8"], draws=1, on_estimate=lambda report: after.append(report.sequences))
     assert found.scores() == expected
     # What a graph takes at least: each linear layer's input and output in float32.
@@ -253,7 +249,7 @@ def test_only_as_many_sequences_are_scanned_side_by_side_as_have_room(
     assert all(least * sum(MORE[begin:end]) < 2_000_000 for begin, end in zip(begins, after, strict=True))
 
 
-def test_the_first_picture_tells_how_many_run_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_picture_decides_how_many_run_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture of 64 x 64 pixels has 12,288 numbers, and its 17 patches make a small graph."""
     config = transformers.ViTConfig(
         hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=16
@@ -263,7 +259,7 @@ def test_the_first_picture_tells_how_many_run_side_by_side(tmp_path: Path, monke
     pictures = [{"pixel_values": torch.randn(1, 3, 64, 64)} for _ in range(6)]
     session, after = de.open(str(tmp_path), options=options, inputs=pictures), list[int]()
     assert session.model.visits is not None
-    monkeypatch.setattr(scan, "cache_budget", lambda device: 8_000_000)
+    monkeypatch.setattr(sequence_groups, "cache_budget", lambda device: 8_000_000)
     session.scan(["int8"], draws=1, on_estimate=lambda report: after.append(report.sequences))
     assert after == [1, 6]
 
@@ -283,7 +279,7 @@ def quantized(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_a_backward_pass_asks_for_the_blocks_in_its_own_order(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_pass_loads_blocks_in_its_own_order(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = opened(llama, 1 << 21)
     visits = session.model.visits
     assert visits is not None
@@ -299,7 +295,7 @@ def test_a_backward_pass_asks_for_the_blocks_in_its_own_order(llama: Path, monke
     assert asked <= 1.05 * visits.bytes_read
 
 
-def test_causes_another_checkpoint_and_a_quantized_one(make_llama: Callable[..., Path]) -> None:
+def test_over_memory_causes_for_stored_and_quantized_models(make_llama: Callable[..., Path]) -> None:
     stored, coded = (make_llama(name, dtype="bfloat16", **SIZES) for name in ("stored", "coded"))
     quantized(coded)
     for limit in (None, 1 << 21):
@@ -313,7 +309,7 @@ def test_causes_another_checkpoint_and_a_quantized_one(make_llama: Callable[...,
     assert found == inside
 
 
-def test_an_export_with_scales_and_codes(llama: Path, tmp_path: Path) -> None:
+def test_over_memory_export_with_scales_and_codes(llama: Path, tmp_path: Path) -> None:
     source = opened(llama, None)
     source.apply(de.Recipe.of(map(de.Rule.parse, (*RECIPES[1], "lm_head=bfloat16"))))
     source.export(tmp_path / "coded")
@@ -328,9 +324,7 @@ def test_an_export_with_scales_and_codes(llama: Path, tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_a_model_that_changes_its_state_runs_one_sequence_after_the_other(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stateful_model_runs_one_sequence_after_the_other(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = transformers.models.llama.modeling_llama.LlamaMLP.forward
 
     def counting(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -344,7 +338,7 @@ def test_a_model_that_changes_its_state_runs_one_sequence_after_the_other(
     assert measured(over, RECIPES[0]) == measured(inside, RECIPES[0])
 
 
-def test_a_saved_drift_continues_after_its_last_group(
+def test_saved_drift_continues_after_its_last_group(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drift, "MOST_UNSAVED", 3)
@@ -371,7 +365,7 @@ def test_a_saved_drift_continues_after_its_last_group(
         again.drift(save=file)
 
 
-def test_it_can_be_stopped_within_a_block_and_goes_on(llama: Path) -> None:
+def test_pass_can_be_cancelled_within_a_block_and_repeated(llama: Path) -> None:
     over = opened(llama, 1 << 21)
     over.cast("*", "float16")
     asked = iter(range(10**9))
@@ -386,7 +380,7 @@ def opened_drift(llama: Path) -> Any:
     return inside.drift().output
 
 
-def test_an_export_is_that_of_a_run_in_memory(llama: Path, tmp_path: Path) -> None:
+def test_over_memory_export_equals_that_in_memory(llama: Path, tmp_path: Path) -> None:
     for limit, name in ((None, "inside"), (1 << 21, "over")):
         session = opened(llama, limit)
         session.apply(de.Recipe.of(map(de.Rule.parse, RECIPES[1])))
@@ -395,14 +389,14 @@ def test_an_export_is_that_of_a_run_in_memory(llama: Path, tmp_path: Path) -> No
     assert files[0] == files[1]
 
 
-def test_it_is_refused_with_an_estimate(llama: Path) -> None:
+def test_model_over_memory_is_refused_with_an_estimate(llama: Path) -> None:
     with pytest.raises(NoForward) as refused:
         de.open(str(llama), options=de.Options(max_memory={"cpu": 1 << 20}))
     assert "this machine may use 1.00 MiB of memory" in str(refused.value)
     assert "--over-memory runs it from the disk" in str(refused.value)
 
 
-def test_a_model_on_a_hub_is_not_run_on_placeholders(llama: Path, tmp_path: Path) -> None:
+def test_hub_headers_alone_are_not_run(llama: Path, tmp_path: Path) -> None:
     with (
         hub_of(tmp_path / "cache", org__name=llama),
         pytest.raises(NoForward, match="only the headers of hf://org/name"),
@@ -410,13 +404,13 @@ def test_a_model_on_a_hub_is_not_run_on_placeholders(llama: Path, tmp_path: Path
         de.open("hf://org/name", options=de.Options(over_memory=True))
 
 
-def test_without_an_architecture_the_disk_is_not_offered(llama: Path) -> None:
+def test_running_from_disk_is_not_offered_without_an_architecture(llama: Path) -> None:
     (llama / "config.json").unlink()
     with pytest.raises(NoForward, match=r"Planning, patterns, weights and export work$"):
         de.open(str(llama), options=de.Options(max_memory={"cpu": 1 << 20}))
 
 
-def test_pickled_weights_are_refused_with_a_way_out(llama: Path, tmp_path: Path) -> None:
+def test_pickled_weights_over_memory_are_refused_with_a_way_out(llama: Path, tmp_path: Path) -> None:
     state = load_file(llama / "model.safetensors")
     (llama / "model.safetensors").unlink()
     torch.save(state, llama / "pytorch_model.bin")
@@ -427,7 +421,7 @@ def test_pickled_weights_are_refused_with_a_way_out(llama: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("limit", [100, 1000])
-def test_a_module_of_python_code_obeys_the_limit(tmp_path: Path, limit: int) -> None:
+def test_python_module_obeys_the_memory_limit(tmp_path: Path, limit: int) -> None:
     """A linear layer of 5 x 6 weights and 5 biases takes 140 bytes."""
     net = "import torch\nNet = lambda: torch.nn.Linear(6, 5)\nexample_inputs = lambda: (torch.ones(1, 6),)\n"
     (tmp_path / "net.py").write_text(net)
@@ -442,7 +436,7 @@ def test_a_module_of_python_code_obeys_the_limit(tmp_path: Path, limit: int) -> 
             de.open(model, options=options, inputs=inputs)
 
 
-def test_bytes_of_experts_count_as_they_are_read(tmp_path: Path) -> None:
+def test_bytes_read_from_experts_are_counted(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.MixtralConfig(**SIZES, num_hidden_layers=1, num_local_experts=4)
     transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "moe")
@@ -456,7 +450,7 @@ def test_bytes_of_experts_count_as_they_are_read(tmp_path: Path) -> None:
     assert opened(tmp_path / "moe", None).memory().read_bytes is None
 
 
-def test_a_model_of_diffusers_is_refused(tmp_path: Path) -> None:
+def test_diffusers_model_over_memory_is_refused(tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     diffusers.AutoencoderKL(norm_num_groups=8).save_pretrained(tmp_path / "vae")
     with pytest.raises(
@@ -466,7 +460,7 @@ def test_a_model_of_diffusers_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_quarter_of_a_models_memory_on_cuda(make_llama: Callable[..., Path]) -> None:
+def test_model_runs_in_a_quarter_of_its_memory_on_cuda(make_llama: Callable[..., Path]) -> None:
     # Much larger than the workspaces of cuBLAS, of which each thread has one: 32 MiB on Hopper.
     folder = make_llama(
         dtype="bfloat16", **SIZES | {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 12}

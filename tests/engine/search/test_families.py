@@ -22,7 +22,7 @@ from dtype_engine.search.pareto import Constraints
 from dtype_engine.search.solve import solve
 
 
-def test_all_names_are_formats() -> None:
+def test_formats_of_all_families_are_castable() -> None:
     for family in FAMILIES.values():
         assert all(name in dtypes.CASTABLE_DTYPES for name in family.dtypes)
 
@@ -34,7 +34,7 @@ def llama_session(make_llama: Callable[..., Path], **config: Any) -> de.Session:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["vllm", "sglang"])
-def test_a_search_keeps_to_what_the_runtime_takes(family: str, make_llama: Callable[..., Path]) -> None:
+def test_search_uses_only_formats_of_the_runtime(family: str, make_llama: Callable[..., Path]) -> None:
     session = llama_session(make_llama, dtype="bfloat16", intermediate_size=200, num_hidden_layers=2)
     session.scan(FAMILIES[family].dtypes, draws=2)
     front = session.front(Constraints(formats=family))
@@ -111,7 +111,7 @@ def test_plain_transformers_loads_every_point_of_the_default_front(
     assert seen & set(dtypes.STORAGE_DTYPES)
 
 
-def test_experts_have_one_format_where_transformers_reads_no_other(tmp_path: Path) -> None:
+def test_experts_have_one_format_if_transformers_reads_no_other(tmp_path: Path) -> None:
     session = de.open(str(save_experts(tmp_path / "experts")), inputs={"input_ids": torch.arange(3, 19)[None]})
     packed = {name for name in session.tree.tensors if ".experts." in name}
     assert set(Loadable(session.tree, "transformers", ("int4@g32", "bfloat16")).alike) == packed
@@ -119,7 +119,7 @@ def test_experts_have_one_format_where_transformers_reads_no_other(tmp_path: Pat
     assert Loadable(session.tree, "vllm", ("int4@g128",)).alike == ()
 
 
-def test_tied_embeddings_get_scales_only_if_the_user_asks_for_own_formats(make_llama: Callable[..., Path]) -> None:
+def test_tied_embeddings_get_scales_only_with_own_formats(make_llama: Callable[..., Path]) -> None:
     session = llama_session(make_llama, tie_word_embeddings=True, num_hidden_layers=1)
     session.scan(("int8",), draws=1)
     tied = "model.embed_tokens.weight"
@@ -135,7 +135,7 @@ def test_tied_embeddings_get_scales_only_if_the_user_asks_for_own_formats(make_l
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
-def test_a_dtype_that_no_weight_may_have_is_refused_before_the_scan(make_llama: Callable[..., Path]) -> None:
+def test_dtype_that_no_weight_may_have_is_refused_before_the_scan(make_llama: Callable[..., Path]) -> None:
     tree = llama_session(make_llama, num_hidden_layers=1).tree
     with pytest.raises(
         UserError, match=r"fp8e5: transformers loads no such weight, first .*: no checkpoint layout has fp8e5"
@@ -147,7 +147,7 @@ def test_a_dtype_that_no_weight_may_have_is_refused_before_the_scan(make_llama: 
     require_loadable(tree, "own", dtypes.CASTABLE_DTYPES)
 
 
-def test_a_module_of_python_code_is_loaded_by_this_program() -> None:
+def test_python_module_is_loaded_by_this_program() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     session = de.open(net, inputs=(torch.ones(2, 16),))
     session.scan(("float8_e5m2",), draws=1)
@@ -156,7 +156,7 @@ def test_a_module_of_python_code_is_loaded_by_this_program() -> None:
     assert set(front.solution_at(0).dtypes.values()) >= {"float8_e5m2"}
 
 
-def test_rows_that_no_block_divides_get_what_has_no_blocks(make_llama: Callable[..., Path]) -> None:
+def test_rows_that_no_block_divides_get_formats_without_blocks(make_llama: Callable[..., Path]) -> None:
     session = llama_session(make_llama, dtype="bfloat16", intermediate_size=200, num_hidden_layers=1)
     loadable = Loadable(session.tree, "vllm", FAMILIES["vllm"].dtypes)
     down, embedding = "model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight"

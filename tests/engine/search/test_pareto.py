@@ -51,7 +51,7 @@ def everything(items: list[Item]) -> list[tuple[int, float]]:
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(CHOICES, min_size=1, max_size=6), st.integers(0, 320))
-def test_a_byte_budget_is_met_as_well_as_can_be(table: list[list[tuple[int, float]]], budget: int) -> None:
+def test_best_recipe_within_a_byte_budget_is_found(table: list[list[tuple[int, float]]], budget: int) -> None:
     items = items_of(table)
     best = min((score for size, score in everything(items) if size <= budget), default=None)
     found = ParetoFront(items).best_within(budget)
@@ -64,7 +64,7 @@ def test_a_byte_budget_is_met_as_well_as_can_be(table: list[list[tuple[int, floa
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(CHOICES, min_size=1, max_size=6), st.floats(1e-9, 3e3))
-def test_a_limit_on_drift_is_met_as_small_as_can_be(table: list[list[tuple[int, float]]], most: float) -> None:
+def test_smallest_recipe_within_a_drift_limit_is_found(table: list[list[tuple[int, float]]], most: float) -> None:
     items = items_of(table)
     best = min((size for size, score in everything(items) if score <= most), default=None)
     found = ParetoFront(items).smallest_reaching(most)
@@ -76,7 +76,7 @@ def test_a_limit_on_drift_is_met_as_small_as_can_be(table: list[list[tuple[int, 
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(CHOICES, min_size=1, max_size=5))
-def test_no_mix_is_better_than_a_point_of_the_front(table: list[list[tuple[int, float]]]) -> None:
+def test_no_combination_beats_the_pareto_front(table: list[list[tuple[int, float]]]) -> None:
     items = items_of(table)
     front = ParetoFront(items)
     sizes = [point.bytes for point in front.points]
@@ -129,7 +129,7 @@ WANTED = st.one_of(
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(WANTED)
-def test_the_rules_stand_for_exactly_the_plan(wanted: list[str]) -> None:
+def test_minimized_rules_give_exactly_the_plan(wanted: list[str]) -> None:
     tree = tree_of()
     asked = dict(zip(NAMES, wanted, strict=True))
     recipe = minimize(tree, asked)
@@ -156,7 +156,7 @@ def test_rules_are_few_and_readable(tmp_path: Path) -> None:
     assert len(minimize(tree, dict.fromkeys(NAMES, "float32"))) == 0
 
 
-def test_a_dtype_that_no_rule_names_is_left_as_stored() -> None:
+def test_dtype_without_a_rule_is_left_as_stored() -> None:
     stored = "gptq:int4@g32"
     kept = {name for name in NAMES if ".1.mlp." in name}
     tree = Tree(
@@ -179,7 +179,7 @@ def combine_scores(tree: Tree, kinds: tuple[str, ...] = ("bfloat16", "int8")) ->
     }
 
 
-def test_what_is_kept_stays_and_groups_share_a_dtype() -> None:
+def test_kept_weights_stay_and_groups_share_a_dtype() -> None:
     tree = tree_of()
     constraints = Constraints(
         keep=("type:RMSNorm",), groups=("*.{q,k,v}_proj", "*.experts"), only=(("head", ("bfloat16",)),)
@@ -203,7 +203,7 @@ def test_what_is_kept_stays_and_groups_share_a_dtype() -> None:
     assert all(len({middle.dtypes[name] for name in group}) == 1 for group in groups)
 
 
-def test_constraints_that_make_no_sense_are_refused() -> None:
+def test_contradictory_constraints_are_refused() -> None:
     tree = tree_of()
     with pytest.raises(de.UserError, match="matches nothing"):
         make_items(tree, combine_scores(tree), Constraints(keep=("*.missing",)))
@@ -219,7 +219,7 @@ def test_constraints_that_make_no_sense_are_refused() -> None:
         )
 
 
-def test_what_is_not_finite_is_not_chosen() -> None:
+def test_infinite_scores_are_not_chosen() -> None:
     tree = tree_of()
     scores = combine_scores(tree) | {(name, "int8"): math.inf for name in NAMES}
     found = ParetoFront(make_items(tree, scores)).best_within(10**9)
@@ -235,7 +235,7 @@ def scanned() -> Any:
     return session
 
 
-def test_a_found_recipe_keeps_its_word(scanned: Any) -> None:
+def test_found_recipe_meets_its_budget_and_prediction(scanned: Any) -> None:
     for share in (0.3, 0.45, 0.7):
         budget = int(share * scanned.tree.stored_bytes)
         report = scanned.search(budget, measure=True)
@@ -249,7 +249,7 @@ def test_a_found_recipe_keeps_its_word(scanned: Any) -> None:
     assert most.planned_bytes < scanned.tree.stored_bytes
 
 
-def test_a_limit_that_cannot_be_met(scanned: Any) -> None:
+def test_unreachable_limit_is_refused(scanned: Any) -> None:
     with pytest.raises(de.UserError, match="nothing fits in 10 bytes"):
         scanned.search(10)
     with pytest.raises(de.UserError, match="either a budget"):
@@ -257,7 +257,7 @@ def test_a_limit_that_cannot_be_met(scanned: Any) -> None:
     assert scanned.search(max_drift=0.0).predicted == 0.0
 
 
-def test_on_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_on_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from dtype_engine.cli import cli
     from dtype_engine.cli.program import run
 
@@ -314,13 +314,13 @@ def test_on_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.Cap
     ("text", "size"),
     [("12GiB", 12 * 2**30), ("500MB", 500 * 10**6), ("1.5k", 1536), ("45%", 450), ("7", 7), ("2 b", 2)],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes_are_parsed(text: str, size: int) -> None:
     from dtype_engine.search.constraints import parse_bytes
 
     assert parse_bytes(text, 1000) == size
 
 
-def test_norms_biases_and_routers_get_scales_only_where_asked_for() -> None:
+def test_norms_biases_and_routers_get_scales_only_on_request() -> None:
     tree = from_tensors(
         [
             TensorInfo("mlp.gate.weight", (4, 64), "bfloat16"),
@@ -338,14 +338,14 @@ def test_norms_biases_and_routers_get_scales_only_where_asked_for() -> None:
     assert smallest(Constraints(only=(("*norm", ("int8",)),))) == wide | {"norm.weight": "int8"}
 
 
-def test_a_stored_dtype_that_only_its_file_format_knows_is_a_choice() -> None:
+def test_stored_dtype_of_a_file_format_is_a_choice() -> None:
     """An engine elsewhere can tell of a scan of such a model."""
     blocks = TensorInfo("a.weight", (64, 256), "q4_k", packed_bytes=64 * 144)
     front = make_front(from_tensors([blocks]), {("a.weight", "bfloat16"): 0.1})
     assert [(point.bytes, point.predicted) for point in front.points] == [(2 * 64 * 256, 0.1)]
 
 
-def test_a_scanned_dtype_that_only_a_file_format_knows_is_no_choice_for_other_weights() -> None:
+def test_dtype_of_a_file_format_is_no_choice_for_other_weights() -> None:
     tree = from_tensors(
         [
             TensorInfo("a.weight", (64, 256), "fp8:e4m3@128x128", packed_bytes=64 * 256 + 8),

@@ -35,7 +35,7 @@ def scanned() -> ScanReport:
     return ScanReport("m", "cpu", "float32", "", NATS, False, 4, 1, 1, ("bfloat16", "int8"), 1.0, 1.0, tuple(weights))
 
 
-def test_a_node_is_the_sum_over_its_weights_and_a_tied_one_counts_once() -> None:
+def test_node_score_sums_its_weights_and_ties_count_once() -> None:
     sums = aggregate_by_node(tree(), scanned().scores(), "int8")
     assert sums[""] == 1 + 2 + 3 + 4 + 5 + 6
     assert sums["emb"] == sums["head"] == sums["head.weight"] == 1
@@ -44,7 +44,7 @@ def test_a_node_is_the_sum_over_its_weights_and_a_tied_one_counts_once() -> None
     assert sums["layers"] == 2 + 3 + 4 + 5
 
 
-def test_the_map_sums_experts_and_keeps_what_is_in_no_layer() -> None:
+def test_layer_map_sums_experts_and_keeps_tensors_outside_layers() -> None:
     found = layer_map(tree(), scanned().scores(), "int8")
     assert found.layers == ("layers.0", "layers.1")
     assert found.kinds == ("attn.q", "experts.*.w")
@@ -56,7 +56,7 @@ def test_the_map_sums_experts_and_keeps_what_is_in_no_layer() -> None:
     assert found.rest == (("emb.weight", 1.0), ("norm.weight", 6.0))
 
 
-def test_rankings() -> None:
+def test_weights_are_ranked() -> None:
     rows = ranking(tree(), scanned(), "int8")
     assert [row.score.score for row in rows] == [6, 5, 4, 3, 2, 1]
     assert len(ranking(tree(), scanned())) == 12  # float32 costs nothing and is not ranked
@@ -67,7 +67,7 @@ def test_rankings() -> None:
     assert first.per_byte == 1.5 / 8
 
 
-def test_a_prediction_is_the_sum_over_the_plan_and_what_is_not_scanned_is_named() -> None:
+def test_prediction_sums_over_the_plan_and_names_unscanned_weights() -> None:
     report = scanned()
     plan = make_plan(tree(), Recipe((Rule("layers.0", "int8"), Rule("*.q", "bfloat16"))))
     found = predict(tree(), plan, report, report.scores())
@@ -78,7 +78,7 @@ def test_a_prediction_is_the_sum_over_the_plan_and_what_is_not_scanned_is_named(
         predict(tree(), other, report, report.scores())
 
 
-def test_limits_line_by_line() -> None:
+def test_typed_search_limits_are_parsed() -> None:
     limits = SearchConstraints()
     for line in ("keep *norm*", "alike *.{q,k}", "only bf16,int8", "only head=bf16", "budget 50%", "budget 25%"):
         limits = limits.with_line(line, 1000)
@@ -94,7 +94,7 @@ def test_limits_line_by_line() -> None:
 
 
 @pytest.mark.parametrize("line", ["", "keep", "clear x", "budget many", "only bf17", "hold *", "only x="])
-def test_a_limit_that_can_not_be_read_says_so(line: str) -> None:
+def test_invalid_search_limit_is_refused(line: str) -> None:
     with pytest.raises(UserError):
         SearchConstraints().with_line(line, 1000)
 

@@ -27,7 +27,7 @@ def with_losses(*losses: ValueLoss) -> list[events.Event]:
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_a_tensor_without_elements_loses_no_values(index: int) -> None:
+def test_empty_tensor_loses_no_values(index: int) -> None:
     check_event(with_losses(ValueLoss("w", "float16", overflowed=1, vanished=0, elements=1))[index])
     with pytest.raises(ValueError, match="w loses values and has none"):
         check_event(with_losses(ValueLoss("w", "float16", overflowed=1, vanished=0, elements=0))[index])

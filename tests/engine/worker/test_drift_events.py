@@ -12,7 +12,7 @@ from dtype_engine.worker.commands import AttributeDrift, Cancel, SetRecipe
 BRAIN = Recipe((Rule("*", "bfloat16"),))
 
 
-def test_the_floor_is_told_once_and_causes_when_asked(short: RecordedEngine) -> None:
+def test_noise_floor_is_reported_once_and_causes_on_request(short: RecordedEngine) -> None:
     floor = short.wait_for(events.NoiseFloorMeasured)
     short.wait_for(events.Idle)
     short.worker.request(SetRecipe(BRAIN))
@@ -27,7 +27,7 @@ def test_the_floor_is_told_once_and_causes_when_asked(short: RecordedEngine) -> 
     assert all(one.recipe == BRAIN and set(one.found.report.causes) <= set(causes.report.causes) for one in told)
 
 
-def test_causes_stop_and_the_next_question_is_answered(short: RecordedEngine) -> None:
+def test_cancelled_causes_do_not_block_the_next_request(short: RecordedEngine) -> None:
     short.wait_for(events.NoiseFloorMeasured)
     short.worker.request(SetRecipe(BRAIN))
     short.measured(BRAIN)

@@ -14,7 +14,7 @@ from dtype_engine.worker import events
 from dtype_engine.worker.worker import Worker
 
 
-def test_the_screen_and_the_worker_read_the_headers_once(
+def test_screen_and_worker_read_the_headers_once(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[Path] = []

@@ -18,12 +18,12 @@ def _as_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(imports, "_thread", None)
 
 
-def test_what_a_model_needs_is_there_when_it_has_finished() -> None:
+def test_imported_modules_are_there_after_finishing() -> None:
     begun = "import sys; from dtype_engine.worker import imports; imports.begin_imports(); imports.finish_imports()"
     subprocess.run([sys.executable, "-c", f"{begun}; assert {OPENING!r} in sys.modules"], check=True)
 
 
-def test_what_can_not_be_imported_is_nobodys_error_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_background_import_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[object] = []
     monkeypatch.setattr(threading, "excepthook", heard.append)
     monkeypatch.setitem(sys.modules, OPENING, None)  # an ImportError
@@ -32,5 +32,5 @@ def test_what_can_not_be_imported_is_nobodys_error_yet(monkeypatch: pytest.Monke
     assert not heard
 
 
-def test_without_a_beginning_there_is_nothing_to_wait_for() -> None:
+def test_finishing_without_a_background_import_returns() -> None:
     imports.finish_imports()

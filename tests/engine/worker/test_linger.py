@@ -70,7 +70,7 @@ def far(folder: Path) -> Iterator[Far]:
         time.sleep(0.1)
 
 
-def test_what_is_measured_while_the_line_is_cut_arrives_afterwards_and_once(far: Far) -> None:
+def test_results_during_a_lost_connection_arrive_once_afterwards(far: Far) -> None:
     recorded = far.recorded
     recorded.wait_for(events.Measured)
     (far.folder / "down-for-now").touch()
@@ -92,7 +92,7 @@ def test_what_is_measured_while_the_line_is_cut_arrives_afterwards_and_once(far:
     assert not recorded.of(events.EngineEnded)
 
 
-def test_a_line_that_is_cut_again_and_again_loses_and_repeats_nothing(far: Far) -> None:
+def test_repeatedly_lost_connection_loses_and_repeats_nothing(far: Far) -> None:
     recorded, recipe = far.recorded, Recipe()
     recipes = []
     for pattern in ("*.0.mlp", "*.1.mlp", "*.2.mlp", "*.3.mlp", "*.4.mlp"):
@@ -108,7 +108,7 @@ def test_a_line_that_is_cut_again_and_again_loses_and_repeats_nothing(far: Far) 
     assert measured == recipes
 
 
-def test_an_engine_that_dies_is_told_and_another_takes_its_place(far: Far) -> None:
+def test_dead_engine_is_reported_and_replaced(far: Far) -> None:
     recorded = far.recorded
     recorded.wait_for(events.Measured)
     recorded.worker.request(SetRecipe(RECIPE))
@@ -120,7 +120,7 @@ def test_an_engine_that_dies_is_told_and_another_takes_its_place(far: Far) -> No
     assert len(far.logs()) == 1, "nothing of the dead one is left"
 
 
-def test_it_is_started_anew_although_it_lingers(far: Far) -> None:
+def test_lingering_engine_is_replaced_on_restart(far: Far) -> None:
     recorded = far.recorded
     recorded.wait_for(events.Measured)
     first = engine_process(far)
@@ -133,7 +133,7 @@ def test_it_is_started_anew_although_it_lingers(far: Far) -> None:
     assert not Path(f"/proc/{first}").exists()
 
 
-def test_exports_are_written_there_and_recipes_here(far: Far, tmp_path: Path) -> None:
+def test_exports_are_written_remotely_and_recipes_locally(far: Far, tmp_path: Path) -> None:
     recorded = far.recorded
     recorded.worker.request(SetRecipe(RECIPE))
     recorded.measured(RECIPE)
@@ -158,7 +158,7 @@ def engine_process(far: Far) -> int:
     raise AssertionError("no engine runs")
 
 
-def test_it_ends_when_nobody_comes_back(folder: Path) -> None:
+def test_lingering_engine_ends_without_a_client(folder: Path) -> None:
     far = Far(folder, (ENGINE,), linger="2s")
     far.recorded.worker.start()
     far.recorded.wait_for(events.Measured)
@@ -181,7 +181,7 @@ def relay(folder: Path, session: str, **more: str) -> subprocess.Popen[bytes]:
     )
 
 
-def test_a_folder_that_others_may_enter_is_refused(folder: Path) -> None:
+def test_socket_folder_with_open_permissions_is_refused(folder: Path) -> None:
     engines = folder / "state/dtype-tui/engines"
     engines.mkdir(parents=True)
     for mode in (0o777, 0o750, 0o701):
@@ -194,7 +194,7 @@ def test_a_folder_that_others_may_enter_is_refused(folder: Path) -> None:
         assert not list(engines.iterdir())
 
 
-def test_a_link_in_place_of_the_folder_is_refused(folder: Path) -> None:
+def test_linked_socket_folder_is_refused(folder: Path) -> None:
     (folder / "elsewhere").mkdir(mode=0o700)
     (folder / "state/dtype-tui").mkdir(parents=True)
     (folder / "state/dtype-tui/engines").symlink_to(folder / "elsewhere")
@@ -204,7 +204,7 @@ def test_a_link_in_place_of_the_folder_is_refused(folder: Path) -> None:
     assert b"can't use" in errors
 
 
-def test_a_stale_socket_is_replaced_and_tokens_do_not_meet(folder: Path) -> None:
+def test_stale_socket_is_replaced_and_tokens_are_separate(folder: Path) -> None:
     engines = folder / "state/dtype-tui/engines"
     engines.mkdir(parents=True, mode=0o700)
     with socket.socket(socket.AF_UNIX) as stale:
@@ -241,7 +241,7 @@ def test_a_stale_socket_is_replaced_and_tokens_do_not_meet(folder: Path) -> None
         (["--linger", "10m", "--session", "../x"], "letters and digits"),
     ],
 )
-def test_bad_options_are_one_line(arguments: list[str], words: str) -> None:
+def test_invalid_options_are_one_line(arguments: list[str], words: str) -> None:
     done = subprocess.run([ENGINE, "stdio", *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 2
     assert words in done.stderr, shlex.join(arguments)

@@ -60,7 +60,7 @@ REQUESTS: list[messages.Request] = [
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
-def test_a_request_arrives_as_it_was_sent(request_: messages.Request) -> None:
+def test_request_survives_encoding(request_: messages.Request) -> None:
     arrived = messages.decode_request(messages.encode_request(request_))
     assert arrived == request_
     assert type(arrived) is type(request_)
@@ -118,7 +118,7 @@ def assert_same(arrived: Any, sent: Any) -> None:
             assert repr(_plain(got)) == repr(_plain(value)), name  # nan is not equal to itself
 
 
-def test_every_event_of_a_real_worker_arrives_as_it_was_sent() -> None:
+def test_every_event_of_a_real_worker_survives_encoding() -> None:
     """What a worker says while it opens, measures, traces, attributes, times, writes, scans, reads values and fails."""
     with RecordedWorker(options=Options(prompts=("import os\n",))) as recorded:
         recorded.wait_for(events.Idle)
@@ -180,12 +180,12 @@ def made_up(hint: Any, name: str = "") -> Any:
 
 
 @pytest.mark.parametrize("kind", events.Event.__subclasses__(), ids=lambda kind: kind.__name__)
-def test_an_event_of_every_type_crosses(kind: Any) -> None:
+def test_event_of_every_type_survives_encoding(kind: Any) -> None:
     event = made_up(kind)
     assert_same(crossed(event), event)
 
 
-def test_a_live_tree_crosses_with_classes_ties_and_the_order_of_layers() -> None:
+def test_live_tree_survives_encoding() -> None:
     with RecordedWorker() as recorded:
         ready = recorded.wait_for(events.ModelReady)
     assert ready.tree.has_classes
@@ -193,7 +193,7 @@ def test_a_live_tree_crosses_with_classes_ties_and_the_order_of_layers() -> None
     assert_same(crossed(ready), ready)
 
 
-def test_a_tree_crosses_with_what_is_seldom_in_one() -> None:
+def test_unusual_tree_survives_encoding() -> None:
     tree = Tree(
         [
             TensorInfo("a.b", (2, 3), "float32", aliases=("c.b",)),
@@ -206,7 +206,7 @@ def test_a_tree_crosses_with_what_is_seldom_in_one() -> None:
     assert_same(crossed(events.HeadersRead(tree)), events.HeadersRead(tree))
 
 
-def test_a_large_tree_comes_in_parts_that_are_small() -> None:
+def test_large_tree_is_sent_in_small_parts() -> None:
     tree = from_tensors(
         TensorInfo(f"layers.{i}.mlp.experts.{j}.w", (64, 64), "bfloat16") for i in range(40) for j in range(100)
     )
@@ -269,7 +269,7 @@ def test_all_text_of_an_event_is_escaped_except_names(kind: Any, monkeypatch: py
     assert SAFE in [text for _, text in found]
 
 
-def test_a_message_that_is_a_name_of_the_tree_is_escaped() -> None:
+def test_message_that_equals_a_tensor_name_is_escaped() -> None:
     name = "layer\x1b]0;owned\x07"
     decoder = messages.AnswerDecoder()
     tree = from_tensors([TensorInfo(f"{name}.weight", (1,), "float32")])
@@ -286,7 +286,7 @@ def test_a_message_that_is_a_name_of_the_tree_is_escaped() -> None:
 
 
 @pytest.mark.parametrize("rule", [("*", 3), (["*"], "float16"), (None, "float16")])
-def test_a_recipe_of_what_is_no_rule_is_refused(rule: tuple[Any, Any]) -> None:
+def test_invalid_rules_in_a_message_are_refused(rule: tuple[Any, Any]) -> None:
     recipe = {"rules": [dict(zip(("pattern", "dtype"), rule, strict=True))]}
     with pytest.raises(WireError):
         messages.AnswerDecoder().decode(msgspec.msgpack.encode(["CastingProgress", recipe, 1, 2]))
@@ -302,7 +302,7 @@ LONG_LISTS = (
 
 
 @pytest.mark.parametrize(("kind", "path"), LONG_LISTS, ids=lambda each: getattr(each, "__name__", None))
-def test_a_list_that_the_app_would_show_whole_is_bounded(kind: Any, path: tuple[str, ...]) -> None:
+def test_lists_that_the_app_shows_are_limited(kind: Any, path: tuple[str, ...]) -> None:
     """The app would draw it for minutes and take no key."""
 
     def with_entries(value: Any, fields: tuple[str, ...], times: int) -> Any:
@@ -320,7 +320,7 @@ def test_a_list_that_the_app_would_show_whole_is_bounded(kind: Any, path: tuple[
         decode(with_entries(made_up(kind), path, 3000))
 
 
-def test_a_recipe_arrives_as_it_is_whatever_its_patterns_hold() -> None:
+def test_recipe_arrives_unchanged_whatever_its_patterns() -> None:
     recipe = Recipe((Rule.parse("*.layer\x1b[[]2J.*=bf16"), Rule.parse("re:\u202e.*=f16")))
     assert crossed(events.CastingProgress(recipe, 1, 2)).recipe == recipe
 
@@ -345,7 +345,7 @@ VALUES = st.recursive(
 
 
 @given(st.sampled_from(WORDS), st.lists(VALUES, max_size=8))
-def test_a_made_up_message_is_an_event_or_a_wire_error(word: str, fields: list[Any]) -> None:
+def test_random_message_is_an_event_or_a_wire_error(word: str, fields: list[Any]) -> None:
     try:
         data = msgspec.msgpack.encode([word, *fields])
     except (OverflowError, ValueError):
@@ -358,7 +358,7 @@ def test_a_made_up_message_is_an_event_or_a_wire_error(word: str, fields: list[A
 
 
 @given(st.binary(max_size=200), st.booleans())
-def test_bytes_that_are_no_stream_of_messages_end_it(data: bytes, compressed: bool) -> None:
+def test_random_bytes_end_the_stream(data: bytes, compressed: bool) -> None:
     pieces: Iterator[bytes] = iter([frames.MARK + data])
     reader = FrameReader(lambda count: next(pieces, b""))
     try:
@@ -370,7 +370,7 @@ def test_bytes_that_are_no_stream_of_messages_end_it(data: bytes, compressed: bo
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_messages_cross_a_stream_in_any_pieces(compressed: bool) -> None:
+def test_messages_survive_a_stream_in_any_pieces(compressed: bool) -> None:
     written = bytearray(b"Welcome to host!\r\nLast login: never\n")
     writer = FrameWriter(written.extend, compressed)
     sent = [b"", b"x" * 70_000, bytes(range(256))]
@@ -384,7 +384,7 @@ def test_messages_cross_a_stream_in_any_pieces(compressed: bool) -> None:
     assert reader.next() is None
 
 
-def test_a_message_too_long_or_a_bomb_is_refused() -> None:
+def test_oversized_message_and_compression_bomb_are_refused() -> None:
     pieces = iter([frames.MARK + (frames.MOST_BYTES + 1).to_bytes(4, "big")])
     reader = FrameReader(lambda count: next(pieces, b""))
     assert reader.find_mark(False)
@@ -398,7 +398,7 @@ def test_a_message_too_long_or_a_bomb_is_refused() -> None:
         _ = reader.find_mark(True) and [*iter(reader.next, None)]
 
 
-def test_a_tree_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_tree_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "_MOST_OF_A_TREE", 1100)
     part = messages.encode_request(messages.TreePart(True, (), (("a" * 300, "Net", None),)))
     decoder, complete = messages.AnswerDecoder(), events.HeadersRead(from_tensors([]))
@@ -411,11 +411,11 @@ def test_a_tree_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         decoder.decode(part)
 
 
-def test_a_stream_without_the_mark_is_given_up() -> None:
+def test_stream_without_the_mark_is_given_up() -> None:
     reader = FrameReader(lambda count: b"y" * count)
     with pytest.raises(WireError, match="no mark"):
         reader.find_mark(False)
 
 
-def test_the_demo_is_found_by_the_name_that_the_app_sends() -> None:
+def test_demo_is_found_by_the_name_that_the_app_sends() -> None:
     assert locate(None).title == locate("demo").title

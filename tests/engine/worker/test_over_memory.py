@@ -24,7 +24,7 @@ BF16 = Recipe((Rule.parse("*=bf16"),))
 
 
 @pytest.mark.parametrize("floor", ["auto", "always"])
-def test_the_noise_floor_is_measured_only_on_request(
+def test_over_memory_noise_floor_is_measured_only_on_request(
     make_llama: Callable[..., Path], floor: Literal["auto", "always"]
 ) -> None:
     folder = make_llama(vocab_size=512, hidden_size=256, intermediate_size=512)
@@ -41,7 +41,7 @@ def test_the_noise_floor_is_measured_only_on_request(
     assert lost == report.lost
 
 
-def test_a_finished_drift_is_kept_if_the_count_of_lost_values_is_stopped(
+def test_finished_drift_is_kept_if_counting_losses_is_cancelled(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over memory the count reads all weights once more, which takes as long as a pass."""
@@ -84,7 +84,7 @@ def broken(folder: Path, code: str) -> tuple[str]:
 
 
 @pytest.mark.parametrize("over_memory", [False, True])
-def test_a_finished_drift_is_kept_if_a_metric_fails(
+def test_finished_drift_is_kept_if_a_metric_fails(
     make_llama: Callable[..., Path], tmp_path: Path, over_memory: bool
 ) -> None:
     folder = make_llama(vocab_size=512, hidden_size=256, intermediate_size=512)
@@ -105,7 +105,7 @@ def test_a_finished_drift_is_kept_if_a_metric_fails(
     assert report.lost == ()
 
 
-def test_no_figures_are_kept_of_files_that_change_meanwhile(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_results_are_dropped_if_files_change_meanwhile(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     folder = make_llama()
     metrics = broken(tmp_path, f"os.utime('{folder}/model.safetensors', (1, 1))\n    return 1.0")
     with RecordedEngine("thread", str(folder), Options(metrics=metrics, sequences=2, floor="never")) as recorded:
@@ -114,7 +114,7 @@ def test_no_figures_are_kept_of_files_that_change_meanwhile(make_llama: Callable
     assert "after it was opened" in failed.message
 
 
-def test_lost_values_are_counted_where_no_pass_can_run(tmp_path: Path) -> None:
+def test_losses_are_counted_if_no_pass_can_run(tmp_path: Path) -> None:
     """No inputs can be made for the model, so no measurement counts them."""
     torch.manual_seed(0)
     config = transformers.PatchTSTConfig(

@@ -42,7 +42,7 @@ def start() -> Iterator[Start]:
         recorded.worker.close()
 
 
-def test_it_measures_what_was_asked_for_before_it_was_there_and_writes(start: Start, tmp_path: Path) -> None:
+def test_requests_before_the_start_are_measured_and_written(start: Start, tmp_path: Path) -> None:
     recorded = start()
     recorded.worker.request(SetRecipe(RECIPE))
     measured = recorded.measured(RECIPE)
@@ -55,7 +55,7 @@ def test_it_measures_what_was_asked_for_before_it_was_there_and_writes(start: St
     assert "*.mlp" in (tmp_path / "r.yaml").read_text()
 
 
-def test_what_a_signal_means_is_said() -> None:
+def test_signals_are_explained() -> None:
     """Which the walk of `tests/terminal/test_engine_deaths.py` sees of an engine that each has ended."""
     assert "cut short" in signal_words(signal.SIGBUS)
     assert "a library in it crashed (SIGSEGV)" in signal_words(signal.SIGSEGV)
@@ -63,7 +63,7 @@ def test_what_a_signal_means_is_said() -> None:
     assert signal_words(64)
 
 
-def test_its_death_is_told_and_another_takes_its_place(start: Start) -> None:
+def test_dead_engine_process_is_reported_and_replaced(start: Start) -> None:
     recorded = start()
     recorded.worker.request(SetRecipe(RECIPE))
     recorded.wait_for(events.Memory)
@@ -78,7 +78,7 @@ def test_its_death_is_told_and_another_takes_its_place(start: Start) -> None:
     assert not recorded.of(events.ImplicitCastsTraced)
 
 
-def test_it_is_started_again_while_it_imports(start: Start, tmp_path: Path) -> None:
+def test_engine_killed_while_importing_is_restarted(start: Start, tmp_path: Path) -> None:
     recorded = start(EngineCommand(preloaded.after(COMMAND, preloaded.ENGINE, tmp_path / "started")))
     recorded.wait_for(events.LoadingProgress)
     first = recorded.child
@@ -88,7 +88,7 @@ def test_it_is_started_again_while_it_imports(start: Start, tmp_path: Path) -> N
     assert not recorded.of(events.EngineEnded)
 
 
-def test_it_ends_with_the_app(start: Start) -> None:
+def test_engine_ends_with_the_app(start: Start) -> None:
     recorded = start(EngineCommand())
     recorded.wait_for(events.LoadingProgress)
     child = recorded.child
@@ -100,7 +100,7 @@ def test_it_ends_with_the_app(start: Start) -> None:
     assert not recorded.of(events.EngineEnded)
 
 
-def test_what_was_dropped_before_it_was_written_is_not_waited_for(start: Start, tmp_path: Path) -> None:
+def test_requests_dropped_before_sending_are_not_awaited(start: Start, tmp_path: Path) -> None:
     elsewhere = EngineCommand(preloaded.command("from dtype_engine.worker.stdio import main; main()"), name="host")
     recorded = start(elsewhere)
     recorded.worker.save(ReportRequest(tmp_path / "one.html"))
@@ -114,7 +114,7 @@ def test_what_was_dropped_before_it_was_written_is_not_waited_for(start: Start, 
     assert not recorded.of(events.EngineEnded)
 
 
-def test_a_model_that_is_not_there_is_told(start: Start) -> None:
+def test_missing_model_is_reported(start: Start) -> None:
     recorded = start(model="/nowhere/at/all")
     assert "/nowhere/at/all" in recorded.wait_for(events.OpenFailed).message
 
@@ -168,7 +168,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", list(HOSTILE))
-def test_whatever_answers_in_its_place_is_one_sentence(start: Start, name: str) -> None:
+def test_hostile_engine_is_one_sentence(start: Start, name: str) -> None:
     program, words = HOSTILE[name]
     if name == "an empty line":
         program = program.replace("sys.stdin.read()\n", "")
@@ -179,11 +179,11 @@ def test_whatever_answers_in_its_place_is_one_sentence(start: Start, name: str) 
     assert len(ended.message) < 500
 
 
-def test_a_command_that_is_none_is_one_sentence(start: Start) -> None:
+def test_invalid_engine_command_is_one_sentence(start: Start) -> None:
     assert "No such file" in start(EngineCommand(("/nowhere/dtype-engine",))).wait_for(events.EngineEnded).message
 
 
-def test_the_pipe_is_not_read_on_while_the_app_is_behind() -> None:
+def test_pipe_reader_waits_while_the_app_is_behind() -> None:
     """What an engine has sent beyond that waits in the pipe, and the engine with it."""
     behind, emitted, ends = threading.Semaphore(0), list[events.Event](), threading.Event()
     endless = python(
@@ -203,7 +203,7 @@ def test_the_pipe_is_not_read_on_while_the_app_is_behind() -> None:
     worker.close(0.1)
 
 
-def test_an_engine_that_reads_no_requests_is_ended(start: Start) -> None:
+def test_engine_that_reads_no_requests_is_ended(start: Start) -> None:
     deaf = python(HELLO + "import time\nput('Hello', PROTOCOL, 'x', [], 0, False)\ntime.sleep(600)")
     recorded = start(deaf)
     wait_until(lambda: recorded.worker._is_connected)

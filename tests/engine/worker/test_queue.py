@@ -84,7 +84,7 @@ def running(command: Command, *waiting: Command) -> Queue:
         ((SetSettings(RunSettings()),), (Measure(read_values=True),)),
     ],
 )
-def test_what_waits(requests: tuple[Request, ...], waiting: tuple[Command, ...]) -> None:
+def test_requests_wait_in_order(requests: tuple[Request, ...], waiting: tuple[Command, ...]) -> None:
     assert after(IDLE, *requests).waiting == waiting
 
 
@@ -106,29 +106,29 @@ def test_what_waits(requests: tuple[Request, ...], waiting: tuple[Command, ...])
         (Measure(), Pause(True), False),
     ],
 )
-def test_what_stops_the_running_command(command: Command, request_: Request, stops: bool) -> None:
+def test_requests_that_stop_the_running_command(command: Command, request_: Request, stops: bool) -> None:
     assert (merge(running(command), request_).stopping == "newer") is stops
 
 
-def test_what_a_newer_recipe_stopped_runs_again_after_it() -> None:
+def test_commands_stopped_by_a_newer_recipe_run_again() -> None:
     queue = finish(merge(running(Scan(("int8",)), MeasureSpeed()), SetRecipe(HALF)), "interrupted")
     assert (queue.recipe, queue.waiting) == (HALF, (Measure(), Scan(("int8",)), MeasureSpeed()))
     assert queue.dropped == ()
 
 
-def test_a_measurement_that_runs_again_does_itself_what_waited_for_its_end() -> None:
+def test_repeated_measurement_includes_its_follow_ups() -> None:
     queue = finish(merge(running(Measure(), ApplyRecipe(), MeasureFloor(), SAVE), SetInputs("a")), "interrupted")
     assert queue.waiting == (SetInputs("a"), Measure(), SAVE)
 
 
-def test_what_was_stopped_gives_way_to_the_same_asked_for_anew() -> None:
+def test_same_request_replaces_the_stopped_one() -> None:
     for first, anew in ((Measure(), SetRecipe(HALF)), (SetInputs("a"), SetInputs("b"))):
         queue = finish(merge(running(first), anew), "interrupted")
         assert [type(command) for command in queue.waiting] == [type(first)]
         assert first not in queue.waiting or isinstance(first, Measure)
 
 
-def test_a_measurement_that_new_inputs_stopped_runs_whether_they_are_taken_or_not() -> None:
+def test_measurement_stopped_by_new_inputs_runs_afterwards() -> None:
     stopped = finish(merge(running(Measure()), SetInputs("a")), "interrupted")
     assert stopped.waiting == (SetInputs("a"), Measure())
     for follow_ups in ((), (Measure(),)):
@@ -136,13 +136,13 @@ def test_a_measurement_that_new_inputs_stopped_runs_whether_they_are_taken_or_no
     assert finish(take(stopped), "failed").waiting == (Measure(),)
 
 
-def test_follow_ups_that_inputs_stopped_go_on_where_they_are_refused_and_else_are_done_anew() -> None:
+def test_follow_ups_stopped_by_inputs_resume_if_these_are_refused() -> None:
     stopped = finish(merge(running(MeasureFloor()), SetInputs("a")), "interrupted")
     assert finish(take(stopped), "done").waiting == (MeasureFloor(),)
     assert finish(take(stopped), "done", (Measure(),)).waiting == (Measure(),)
 
 
-def test_a_recipe_that_plans_the_same_is_measured_only_where_the_one_before_was_not() -> None:
+def test_recipe_with_the_same_plan_is_measured_only_if_needed() -> None:
     assert merge(IDLE, FollowRecipe(HALF)) == replace(IDLE, recipe=HALF, waiting=(ApplyRecipe(),))
     for unmeasured in (
         replace(IDLE, waiting=(Measure(),)),
@@ -160,7 +160,7 @@ def test_a_recipe_that_plans_the_same_is_measured_only_where_the_one_before_was_
     assert merge(failed_then_measured, FollowRecipe(HALF)).waiting == (ApplyRecipe(),)
 
 
-def test_the_user_stops_everything_and_is_told_what() -> None:
+def test_cancel_stops_everything_and_reports_it() -> None:
     queue = merge(running(Measure(), MeasureFloor(), TraceCasts(), SAVE), Cancel())
     assert (queue.waiting, queue.stopping, queue.dropped) == ((), "user", ("flow", "write"))
     assert reported(queue).dropped == ("flow", "write")  # told with what was stopped
@@ -169,28 +169,28 @@ def test_the_user_stops_everything_and_is_told_what() -> None:
     assert (reported(ended).stopped, reported(ended).dropped) == (None, ())
 
 
-def test_what_the_user_stopped_as_it_ended_has_no_follow_ups_but_the_recipe_comes_back() -> None:
+def test_measurement_cancelled_at_its_end_has_no_follow_ups() -> None:
     queue = finish(merge(running(Measure()), Cancel()), "done", (FindLossRemedy(None), MeasureFloor()))
     assert (queue.waiting, queue.stopped) == ((), "losses")
     queue = finish(merge(running(SAVE), Cancel()), "done", (ApplyRecipe(),))
     assert (queue.waiting, queue.stopped) == ((ApplyRecipe(),), None)
 
 
-def test_the_user_stops_what_a_newer_recipe_was_stopping_already() -> None:
+def test_user_can_cancel_what_a_newer_recipe_was_stopping() -> None:
     queue = finish(after(running(Scan(("int8",))), SetRecipe(HALF), Cancel()), "interrupted")
     assert (queue.waiting, queue.stopped, queue.dropped) == ((), "scan", ("measure",))
     queue = finish(after(running(Scan(("int8",))), Cancel(), SetRecipe(HALF)), "interrupted")
     assert (queue.waiting, queue.stopped) == ((Measure(),), "scan")
 
 
-def test_the_user_stops_one_thing_by_its_name() -> None:
+def test_user_can_cancel_one_job_by_name() -> None:
     queue = merge(running(MeasureSpeed(), AttributeDrift(), TraceCasts()), Cancel("causes"))
     assert (queue.stopping, queue.waiting) == ("", (TraceCasts(),))
     queue = merge(running(MeasureSpeed(), TraceCasts()), Cancel("speed"))
     assert (queue.stopping, queue.waiting) == ("user", (TraceCasts(),))
 
 
-def test_a_measurement_of_files_alone_is_named_by_what_it_does() -> None:
+def test_measurement_of_files_alone_is_named_differently() -> None:
     queue = replace(running(WEIGHT), available="files")
     queue = merge(queue, SetRecipe(HALF))
     assert queue.waiting == (Measure(),)
@@ -202,7 +202,7 @@ def test_a_measurement_of_files_alone_is_named_by_what_it_does() -> None:
     assert finish(merge(counting, Cancel("losses")), "interrupted").stopped == "losses"
 
 
-def test_a_pause_outlasts_a_measurement_in_between_but_no_stop() -> None:
+def test_pause_survives_a_measurement_but_not_a_cancel() -> None:
     scan = Scan(("int8",))
     interrupted = finish(after(running(scan), Pause(True), SetRecipe(HALF)), "interrupted")
     assert interrupted.paused
@@ -214,7 +214,7 @@ def test_a_pause_outlasts_a_measurement_in_between_but_no_stop() -> None:
 ASKED = (TraceCasts(), SetInputs("a"), Scan(("int8",)), WEIGHT, SAVE)
 
 
-def test_what_waits_is_bounded() -> None:
+def test_number_of_waiting_requests_is_limited() -> None:
     asked = [InspectWeight(f"w{number}", ("int8",)) for number in range(MOST_INSPECTED + 3)]
     queue = after(replace(IDLE, running=Measure()), *asked)
     assert queue.waiting == tuple(asked[:MOST_INSPECTED])
@@ -232,7 +232,7 @@ def test_what_waits_is_bounded() -> None:
         ("nothing", (), ("inputs", "flow", "scan", "values", "write")),
     ],
 )
-def test_what_can_not_be_done_is_refused_when_that_is_known(
+def test_impossible_requests_are_refused_once_known(
     available: Available, kept: tuple[Command, ...], refused: tuple[str, ...]
 ) -> None:
     waited = opened(after(Queue(), *ASKED), available, "why")
@@ -244,7 +244,7 @@ def test_what_can_not_be_done_is_refused_when_that_is_known(
     assert merge(waited, SetRecipe(HALF)).recipe == HALF
 
 
-def test_each_part_of_a_measurement_is_named_and_stopped_by_itself() -> None:
+def test_each_part_of_a_measurement_is_named_and_cancelled_by_itself() -> None:
     queue = running(MeasureFloor(), FindLossRemedy(None), SAVE)
     assert queue.running is not None
     assert queue.running.name == "floor"
@@ -293,13 +293,13 @@ def queues(draw: st.DrawFn) -> Queue:
 
 
 @given(queues(), st.one_of(commands.filter(lambda command: command.once), changes, cancels))
-def test_asking_twice_is_asking_once(queue: Queue, request_: Request) -> None:
+def test_repeated_request_changes_nothing(queue: Queue, request_: Request) -> None:
     once = merge(queue, request_)
     assert merge(once, request_) == once
 
 
 @given(queues(), st.one_of(commands, changes))
-def test_only_what_is_superseded_goes_and_the_rest_keeps_its_order(queue: Queue, request_: Request) -> None:
+def test_only_superseded_requests_are_dropped(queue: Queue, request_: Request) -> None:
     merged = merge(queue, request_)
     new = request_ if isinstance(request_, Command) else Measure()
     rest = [command for command in queue.waiting if not supersedes(new, command)]
@@ -311,7 +311,7 @@ def test_only_what_is_superseded_goes_and_the_rest_keeps_its_order(queue: Queue,
 
 
 @given(queues())
-def test_what_is_stopped_is_done_later_or_told(queue: Queue) -> None:
+def test_stopped_commands_are_repeated_or_reported(queue: Queue) -> None:
     if queue.running is None:
         return
     ended = finish(queue, "interrupted")
@@ -324,7 +324,7 @@ def test_what_is_stopped_is_done_later_or_told(queue: Queue) -> None:
 
 
 @given(queues())
-def test_what_the_user_drops_is_told(queue: Queue) -> None:
+def test_dropped_requests_are_reported(queue: Queue) -> None:
     cancelled = merge(queue, Cancel())
     assert cancelled.waiting == ()
     asked = [command for command in queue.waiting if not isinstance(command, FollowUp)]
@@ -333,14 +333,14 @@ def test_what_the_user_drops_is_told(queue: Queue) -> None:
 
 
 @given(queues())
-def test_a_measurement_never_waits_beside_what_it_does_itself(queue: Queue) -> None:
+def test_measurement_never_waits_beside_its_own_parts(queue: Queue) -> None:
     measurements = [command for command in queue.waiting if isinstance(command, Measure)]
     assert len(measurements) <= 1
     if measurements:
         assert not [command for command in queue.waiting if isinstance(command, ApplyRecipe | FollowUp)]
 
 
-def test_measuring_in_full_lets_a_measurement_go_on() -> None:
+def test_full_measurement_continues_a_running_one() -> None:
     queue = merge(running(Measure()), Measure(in_full=True))
     assert (queue.in_full, queue.waiting, queue.stopping) == (True, (), "")
     # Not one that a newer recipe has stopped: the next is measured as precisely as was asked for.
@@ -352,7 +352,7 @@ def test_measuring_in_full_lets_a_measurement_go_on() -> None:
 
 
 @pytest.mark.parametrize("command", [TraceCasts(), WEIGHT, SAVE, Measure(), ApplyRecipe()])
-def test_the_floor_makes_way_for_everything(command: Command) -> None:
+def test_noise_floor_yields_to_every_request(command: Command) -> None:
     queue = merge(running(MeasureFloor()), command)
     assert queue.stopping == "newer"
     waiting = finish(queue, "interrupted").waiting

@@ -25,7 +25,7 @@ REFUSED = {"SetInputs", "ExportRequest", "RecipeRequest", "ReportRequest", "Conv
 IN_PART = {"Scan": "runs, but is not saved"}
 
 
-def test_every_request_is_known_as_harmless_or_refused() -> None:
+def test_every_request_is_classified_as_harmless_or_refused() -> None:
     """A new one fails this test until somebody has decided whether it can read or write a file that a viewer names."""
     requests = {kind.__name__ for kind in typing.get_args(messages.Request)}
     assert requests == HARMLESS | REFUSED | IN_PART.keys()
@@ -35,7 +35,7 @@ def test_every_request_is_known_as_harmless_or_refused() -> None:
 
 
 @pytest.mark.parametrize("read_only", [True, False])
-def test_what_names_a_file_is_refused(tmp_path: Path, read_only: bool) -> None:
+def test_requests_with_file_names_are_refused(tmp_path: Path, read_only: bool) -> None:
     """Before the model is open, since the queue would keep it until then."""
     emitted: list[events.Event] = []
     worker = Worker(locate(None), Options(read_only=read_only), emitted.append)
@@ -64,7 +64,7 @@ def test_what_names_a_file_is_refused(tmp_path: Path, read_only: bool) -> None:
         assert waiting == {commands.Measure, commands.Save, commands.SetInputs}
 
 
-def test_it_is_opened_read_only_by_its_options() -> None:
+def test_read_only_engine_is_opened_by_its_options() -> None:
     opened = messages.decode_request(messages.encode_request(control.Open(None, Options(read_only=True), False)))
     assert isinstance(opened, control.Open)
     assert opened.options.read_only
@@ -72,7 +72,7 @@ def test_it_is_opened_read_only_by_its_options() -> None:
 
 
 @pytest.mark.slow
-def test_a_scan_is_not_saved_though_its_app_asks_for_it() -> None:
+def test_read_only_engine_saves_no_scan() -> None:
     before = list(kept_scans_folder().glob("*"))
     options = Options(device="cpu", prompts=("import os",), read_only=True)
     with RecordedEngine("process", options=options) as recorded:

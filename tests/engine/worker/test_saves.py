@@ -69,7 +69,9 @@ def save(recorded: RecordedEngine, request: SaveRequest) -> events.Saved:
     return recorded.wait_for(events.Saved, since=start)
 
 
-def test_what_is_at_a_path_is_told_while_something_runs(recorded: RecordedEngine, folder: Path, tmp_path: Path) -> None:
+def test_existing_target_is_reported_while_something_runs(
+    recorded: RecordedEngine, folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     (tmp_path / "empty").mkdir()
@@ -141,9 +143,7 @@ def test_every_save_request_writes_its_file(recorded: RecordedEngine, folder: Pa
     assert "name a report .html or .md" in save(recorded, ReportRequest(tmp_path / "r.pdf")).sentence
 
 
-def test_a_new_recipe_does_not_stop_what_is_written_for_the_one_before(
-    recorded: RecordedEngine, tmp_path: Path
-) -> None:
+def test_new_recipe_does_not_stop_a_running_export(recorded: RecordedEngine, tmp_path: Path) -> None:
     worker = recorded.worker
     worker.request(SetRecipe(RECIPE))
 
@@ -164,7 +164,7 @@ def test_a_new_recipe_does_not_stop_what_is_written_for_the_one_before(
     assert read_recipe_file(tmp_path / "out" / "recipe.yaml").recipe == RECIPE
 
 
-def test_stopping_an_export_leaves_nothing(recorded: RecordedEngine, tmp_path: Path) -> None:
+def test_cancelled_export_leaves_nothing(recorded: RecordedEngine, tmp_path: Path) -> None:
     if recorded.way == "process":
         pytest.skip("so small an export is done before the word arrives; one in another process is stopped below")
 
@@ -178,9 +178,7 @@ def test_stopping_an_export_leaves_nothing(recorded: RecordedEngine, tmp_path: P
     assert [entry.name for entry in tmp_path.iterdir() if "out" in entry.name] == []
 
 
-def test_after_a_report_for_an_older_recipe_the_model_is_cast_as_the_recipe_in_force_says(
-    recorded: RecordedEngine, tmp_path: Path
-) -> None:
+def test_report_of_an_older_recipe_restores_the_current_casts(recorded: RecordedEngine, tmp_path: Path) -> None:
     if not recorded.of(events.ModelReady):
         pytest.skip("nothing is cast without a live model")
     start = len(recorded.events)
@@ -195,7 +193,7 @@ def test_after_a_report_for_an_older_recipe_the_model_is_cast_as_the_recipe_in_f
     assert (last.stats.resident_bytes or 0) >= (last.stats.stored_bytes or 0) > 0  # under the report's recipe, 40 %
 
 
-def test_a_long_export_stops_and_leaves_nothing(tmp_path: Path, way: Way) -> None:
+def test_cancelled_long_export_leaves_nothing(tmp_path: Path, way: Way) -> None:
     model = sparse_file(tmp_path / "zeros.safetensors", 24)
     with RecordedEngine(way, str(model), Options(device="cpu")) as recorded:
         recorded.worker.request(SetRecipe(RECIPE))
@@ -207,9 +205,7 @@ def test_a_long_export_stops_and_leaves_nothing(tmp_path: Path, way: Way) -> Non
     assert list(tmp_path.iterdir()) == [model]
 
 
-def test_an_export_with_quantised_activations_runs_the_inputs_for_its_own_recipe(
-    recorded: RecordedEngine, tmp_path: Path
-) -> None:
+def test_export_with_quantized_activations_runs_its_own_recipe(recorded: RecordedEngine, tmp_path: Path) -> None:
     recipe = Recipe((Rule("*.q_proj", "nvfp4"),))
     recorded.worker.request(SetSettings(RunSettings(quantize_activations="weights")))
     recorded.worker.request(SetRecipe(recipe))

@@ -26,7 +26,7 @@ HALF = Recipe((Rule("*", "float16"),))
 BRAIN = Recipe((Rule("*", "bfloat16"),))
 
 
-def test_from_opening_to_the_first_measurement(short: RecordedEngine) -> None:
+def test_events_from_opening_to_the_first_measurement(short: RecordedEngine) -> None:
     short.wait_for(events.Idle)
     kinds = [type(event) for event in short.events if not isinstance(event, events.Memory)]
     order = [
@@ -43,7 +43,7 @@ def test_from_opening_to_the_first_measurement(short: RecordedEngine) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no niceness for a thread")
-def test_the_engine_gives_way_to_the_thread_that_answers_keys() -> None:
+def test_engine_yields_to_the_thread_that_answers_keys() -> None:
     """In one process alone: two are the scheduler's."""
     with RecordedWorker() as recorded:
         recorded.wait_for(events.Idle)
@@ -53,7 +53,7 @@ def test_the_engine_gives_way_to_the_thread_that_answers_keys() -> None:
         assert os.getpriority(os.PRIO_PROCESS, engine) == max(NICENESS, own)
 
 
-def test_a_new_recipe_supersedes_the_one_under_way(demo: RecordedEngine) -> None:
+def test_new_recipe_supersedes_a_running_one(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     for _ in range(3):
         start = len(demo.events)
@@ -68,7 +68,7 @@ def test_a_new_recipe_supersedes_the_one_under_way(demo: RecordedEngine) -> None
         assert demo.of(events.Measured, start)[-1].report.rules == ("*=bfloat16",)
 
 
-def test_measurements_belong_to_the_recipe_they_carry(short: RecordedEngine) -> None:
+def test_measurements_carry_their_recipe(short: RecordedEngine) -> None:
     for recipe in (HALF, BRAIN, Recipe()):
         short.worker.request(SetRecipe(recipe))
         event = short.measured(recipe)
@@ -76,7 +76,7 @@ def test_measurements_belong_to_the_recipe_they_carry(short: RecordedEngine) -> 
         assert event.report.memory.planned_bytes == event.report.memory.stored_bytes // (2 if recipe.rules else 1)
 
 
-def test_text_and_times_are_told_for_the_recipe_in_force(short: RecordedEngine) -> None:
+def test_generation_and_speed_use_the_current_recipe(short: RecordedEngine) -> None:
     short.worker.request(SetRecipe(HALF))
     short.worker.request(Generate(3))
     short.worker.request(MeasureSpeed())
@@ -93,7 +93,7 @@ def test_text_and_times_are_told_for_the_recipe_in_force(short: RecordedEngine) 
     short.wait_for(events.Measured, lambda event: event.report.settings == "autocast bfloat16")
 
 
-def test_esc_stops_a_measurement_and_the_session_goes_on(way: Way) -> None:
+def test_esc_cancels_a_measurement_and_the_session_continues(way: Way) -> None:
     with RecordedEngine(way, options=Options(prompts=("import os\n" * 1200,))) as recorded:
         recorded.wait_for(events.ModulesMeasured)
         recorded.worker.request(Cancel())
@@ -104,7 +104,7 @@ def test_esc_stops_a_measurement_and_the_session_goes_on(way: Way) -> None:
         recorded.measured(Recipe())
 
 
-def test_what_waits_while_the_model_opens_is_stopped_and_told(way: Way) -> None:
+def test_requests_cancelled_while_the_model_opens_are_reported(way: Way) -> None:
     recorded = RecordedEngine(way)
     recorded.worker.request(TraceCasts())
     recorded.worker.request(Cancel())
@@ -117,7 +117,7 @@ def test_what_waits_while_the_model_opens_is_stopped_and_told(way: Way) -> None:
         recorded.worker.close()
 
 
-def test_a_model_that_can_not_be_opened_is_told(tmp_path: Path, way: Way) -> None:
+def test_model_that_cannot_be_opened_is_reported(tmp_path: Path, way: Way) -> None:
     path = tmp_path / "broken.py"
     path.write_text("raise ValueError('no such luck')")
     recorded = RecordedEngine(way, f"{path}:Model")
@@ -136,7 +136,7 @@ def test_a_model_that_can_not_be_opened_is_told(tmp_path: Path, way: Way) -> Non
     recorded.worker.close()
 
 
-def test_a_forward_pass_that_fails_leaves_the_session_alive(tmp_path: Path, way: Way) -> None:
+def test_failing_forward_pass_leaves_the_session_alive(tmp_path: Path, way: Way) -> None:
     path = tmp_path / "fails.py"
     path.write_text(
         "import torch\nfrom torch import nn\n"
@@ -154,7 +154,7 @@ def test_a_forward_pass_that_fails_leaves_the_session_alive(tmp_path: Path, way:
         recorded.measured(BRAIN)
 
 
-def test_closing_while_it_works_is_quick(way: Way) -> None:
+def test_closing_a_busy_engine_is_quick(way: Way) -> None:
     with RecordedEngine(way, options=Options(prompts=("import os\n" * 4000,))) as recorded:
         recorded.wait_for(events.ModulesMeasured)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dtype-engine")]

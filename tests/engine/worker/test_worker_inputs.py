@@ -19,13 +19,13 @@ def measured(recorded: RecordedEngine, words: str, since: int = 0) -> events.Mea
     return recorded.wait_for(events.Measured, lambda event: event.report.inputs.startswith(words), since)
 
 
-def test_the_inputs_are_told_when_the_model_is_ready(demo: RecordedEngine) -> None:
+def test_inputs_are_reported_when_the_model_is_ready(demo: RecordedEngine) -> None:
     demo.wait_for(events.InputsReady)
     kinds = [type(event) for event in demo.events]
     assert kinds.index(events.ModelReady) + 1 == kinds.index(events.InputsReady)
 
 
-def test_new_inputs_supersede_a_measurement_and_older_ones(demo: RecordedEngine) -> None:
+def test_new_inputs_supersede_a_measurement_and_older_inputs(demo: RecordedEngine) -> None:
     demo.wait_for(events.ModelReady)
     demo.worker.request(SetRecipe(BRAIN))
     for word in ("one", "two", "three"):
@@ -37,7 +37,7 @@ def test_new_inputs_supersede_a_measurement_and_older_ones(demo: RecordedEngine)
     assert measured(demo, "6 default prompts", start).recipe == BRAIN
 
 
-def test_refused_inputs_leave_everything_as_it_is(demo: RecordedEngine) -> None:
+def test_refused_inputs_change_nothing(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     start = len(demo.events)
     demo.worker.request(SetInputs("nowhere.png"))
@@ -47,7 +47,7 @@ def test_refused_inputs_leave_everything_as_it_is(demo: RecordedEngine) -> None:
     assert not any(isinstance(event, events.Measured | events.InputsReady) for event in demo.events[start:])
 
 
-def test_a_measurement_that_refused_inputs_stopped_begins_again(demo: RecordedEngine) -> None:
+def test_measurement_stopped_by_refused_inputs_starts_again(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     start = len(demo.events)
     demo.worker.request(SetRecipe(HALF))
@@ -56,7 +56,7 @@ def test_a_measurement_that_refused_inputs_stopped_begins_again(demo: RecordedEn
     assert measured(demo, "6 default prompts", start).recipe == HALF
 
 
-def test_inputs_survive_a_recipe_that_comes_right_after_them(demo: RecordedEngine) -> None:
+def test_inputs_survive_a_recipe_sent_right_after_them(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     demo.worker.request(SetInputs("import os\n" * 200))
     demo.worker.request(SetRecipe(HALF))
@@ -64,7 +64,7 @@ def test_inputs_survive_a_recipe_that_comes_right_after_them(demo: RecordedEngin
     demo.wait_for(events.Measured, lambda event: event.recipe == BRAIN and "your prompts" in event.report.inputs)
 
 
-def test_inputs_that_do_not_fit_at_opening_give_way_to_the_defaults(tmp_path: Path, way: Way) -> None:
+def test_unsuitable_inputs_at_opening_fall_back_to_the_defaults(tmp_path: Path, way: Way) -> None:
     (tmp_path / "cat.png").write_bytes(b"never looked at")
     with RecordedEngine(way, options=Options(images=(tmp_path / "cat.png",))) as recorded:
         assert "accepts no pictures" in recorded.wait_for(events.InputsRefused).message

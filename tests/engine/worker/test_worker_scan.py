@@ -9,7 +9,7 @@ from dtype_engine.worker import events
 from dtype_engine.worker.commands import Cancel, Pause, Scan, SetRecipe
 
 
-def test_estimates_stream_a_newer_recipe_comes_first_and_the_scan_goes_on(demo: RecordedEngine) -> None:
+def test_newer_recipe_interrupts_a_scan_which_then_continues(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     start = len(demo.events)
     demo.worker.request(Scan(("int8",)))
@@ -23,7 +23,7 @@ def test_estimates_stream_a_newer_recipe_comes_first_and_the_scan_goes_on(demo: 
     assert counts[-1] == 6
 
 
-def test_a_paused_scan_stops_all_the_same_and_the_next_is_not_paused(short: RecordedEngine) -> None:
+def test_paused_scan_can_be_cancelled_and_the_next_is_not_paused(short: RecordedEngine) -> None:
     short.wait_for(events.Idle)
     start = len(short.events)
     short.worker.request(Pause(True))

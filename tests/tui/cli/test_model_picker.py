@@ -26,7 +26,7 @@ OFFERS = [
 
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24), (60, 15)])
-async def test_every_offer_is_on_the_screen(size: tuple[int, int]) -> None:
+async def test_every_offered_model_is_on_the_screen(size: tuple[int, int]) -> None:
     app = ModelPicker(OFFERS, locate)
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
@@ -37,7 +37,7 @@ async def test_every_offer_is_on_the_screen(size: tuple[int, int]) -> None:
         assert all(len(line) <= size[0] for line in lines(app))
 
 
-async def test_ctrl_c_says_what_quits() -> None:
+async def test_ctrl_c_says_which_key_quits() -> None:
     app = ModelPicker(OFFERS, locate)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("ctrl+c")
@@ -46,14 +46,14 @@ async def test_ctrl_c_says_what_quits() -> None:
         assert "[b]" not in screen(app)
 
 
-async def test_enter_opens_what_is_chosen() -> None:
+async def test_enter_opens_the_selected_model() -> None:
     app = ModelPicker(OFFERS, lambda model: None)
     async with app.run_test() as pilot:
         await pilot.press("down", "down", "enter")
     assert app.return_value == "demo"
 
 
-async def test_a_path_can_be_typed_and_one_that_is_not_there_is_said() -> None:
+async def test_typed_path_is_opened_or_reported_missing() -> None:
     app = ModelPicker(OFFERS, locate)
     async with app.run_test() as pilot:
         await pilot.press(*"nowhere/x", "enter")
@@ -64,7 +64,7 @@ async def test_a_path_can_be_typed_and_one_that_is_not_there_is_said() -> None:
     assert app.return_value == "demo"
 
 
-async def test_an_unexpected_error_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_unexpected_error_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv(TRACEBACK, raising=False)
 
@@ -88,7 +88,7 @@ async def test_an_unexpected_error_is_one_sentence(monkeypatch: pytest.MonkeyPat
     assert printed.count("\n") == 1
 
 
-async def test_typing_filters_and_enter_opens_what_is_left() -> None:
+async def test_typing_filters_the_models() -> None:
     app = ModelPicker(OFFERS, lambda model: None)
     async with app.run_test() as pilot:
         await pilot.press("down", "down", *"LLA")
@@ -100,9 +100,7 @@ async def test_typing_filters_and_enter_opens_what_is_left() -> None:
     assert app.return_value == "demo"
 
 
-async def test_a_typed_path_that_exists_comes_before_longer_ones(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_existing_typed_path_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").mkdir()
     app = ModelPicker(OFFERS, lambda model: None)
@@ -113,7 +111,7 @@ async def test_a_typed_path_that_exists_comes_before_longer_ones(
     assert app.return_value == "llama"
 
 
-async def test_keys_to_and_fro_and_leaving() -> None:
+async def test_cursor_keys_move_and_esc_leaves() -> None:
     app = ModelPicker(OFFERS, locate)
     async with app.run_test() as pilot:
         await pilot.press("down", "up", "up")
@@ -124,7 +122,7 @@ async def test_keys_to_and_fro_and_leaving() -> None:
     assert app.return_value is None
 
 
-async def test_in_ascii() -> None:
+async def test_model_picker_in_ascii() -> None:
     app = ModelPicker(OFFERS, locate, Config(ascii="always"))
     async with app.run_test() as pilot:
         await pilot.pause()
@@ -132,7 +130,7 @@ async def test_in_ascii() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 69, 70, 100, 200])
-def test_lines_fit(width: int) -> None:
+def test_offer_lines_fit_their_width(width: int) -> None:
     for offer in (*OFFERS, Offer("x" * 300, "this folder", 10**13, 1.0)):
         assert offer_line(offer, width).cell_len <= max(width, 40)
 
@@ -142,7 +140,7 @@ def test_lines_fit(width: int) -> None:
     [events.ModelReady(demo_tree(), "LlamaForCausalLM", "cpu", 1.0, "prompts", ()), events.OpenFailed("no"), None],
     ids=["loaded", "not loaded", "left before"],
 )
-async def test_garbage_is_looked_for_again_when_nothing_is_loaded_any_more(told: events.Event | None) -> None:
+async def test_garbage_is_collected_once_nothing_is_loading(told: events.Event | None) -> None:
     """And not among what was loaded: a pass over torch and transformers would hold up a key."""
     app = make_app()
     async with running(app) as pilot:

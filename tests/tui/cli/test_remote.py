@@ -26,7 +26,7 @@ from dtype_tui.cli.remote import Address, address_of, command_from, command_of, 
         ("ssh://gpu/$(touch x);`y`", Address("gpu", None, "/$(touch x);`y`")),
     ],
 )
-def test_an_address_is_a_machine_and_a_path_there(typed: str, means: Address) -> None:
+def test_ssh_address_has_a_machine_and_a_path(typed: str, means: Address) -> None:
     assert address_of(typed) == means
 
 
@@ -46,12 +46,12 @@ def test_an_address_is_a_machine_and_a_path_there(typed: str, means: Address) ->
         "ssh://host\n-x/y",
     ],
 )
-def test_what_is_no_address_is_refused(typed: str) -> None:
+def test_invalid_ssh_address_is_refused(typed: str) -> None:
     with pytest.raises(UserError, match="is no address"):
         address_of(typed)
 
 
-def test_nothing_of_the_path_is_on_the_command_line_and_no_word_can_be_an_option() -> None:
+def test_ssh_command_line_is_safe_from_path_and_host() -> None:
     command = command_of(address_of("ssh://me@gpu:2222/a;b$(c)"))
     for arguments in (command.arguments, command.unattended):
         assert arguments[0] == "ssh"
@@ -66,7 +66,7 @@ def test_nothing_of_the_path_is_on_the_command_line_and_no_word_can_be_an_option
     assert "BatchMode=yes" not in command.arguments
 
 
-def test_a_command_is_split_as_a_shell_does_and_run_by_none(tmp_path: Path) -> None:
+def test_engine_command_is_split_like_a_shell_but_not_run_by_one(tmp_path: Path) -> None:
     assert command_from("docker exec -i 'my box' dtype-engine stdio").arguments == (
         "docker", "exec", "-i", "my box", "dtype-engine", "stdio"
     )  # fmt: skip
@@ -88,14 +88,14 @@ def test_a_command_is_split_as_a_shell_does_and_run_by_none(tmp_path: Path) -> N
     ],
     ids=["not there", "older", "refused", "motd alone"],
 )
-def test_where_no_engine_answers_one_sentence_says_why(program: str, words: str) -> None:
+def test_failing_remote_engine_is_explained_in_one_sentence(program: str, words: str) -> None:
     with pytest.raises(UserError, match=r"\w") as told:
         connect(None, shlex.join(["sh", "-c", program]), Options(), Recipe())
     assert words in str(told.value)
     assert str(told.value).isprintable()
 
 
-def test_ssh_that_fails_is_told_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ssh_errors_are_shown_as_ssh_words_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = tmp_path / "ssh"
     fake.write_text("#!/bin/sh\necho 'ssh: connect to host gpu port 22: No route to host' >&2\nexit 255\n")
     fake.chmod(0o755)
@@ -105,7 +105,7 @@ def test_ssh_that_fails_is_told_in_its_own_words(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_a_model_or_an_input_that_is_not_there_is_told_before_the_screen_opens() -> None:
+def test_missing_remote_model_or_input_is_reported_before_the_screen() -> None:
     engine = shlex.join([sys.executable, "-m", "dtype_engine.worker.stdio"])
     with pytest.raises(UserError, match="/nowhere/at/all: no such folder"):
         connect("/nowhere/at/all", engine, Options(), Recipe())
@@ -126,7 +126,7 @@ def test_a_model_or_an_input_that_is_not_there_is_told_before_the_screen_opens()
         ("ssh://gpu:22/b", "ssh://gpu/a", None),
     ],
 )
-def test_both_checkpoints_of_a_comparison_are_on_one_machine(model: str, reference: str, there: str | None) -> None:
+def test_both_checkpoints_of_a_comparison_must_be_on_one_machine(model: str, reference: str, there: str | None) -> None:
     if there is not None:
         assert reference_there(model, Options(reference=reference)) == there
         return

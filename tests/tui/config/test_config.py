@@ -34,13 +34,13 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_no_file_is_no_configuration(written: Path) -> None:
+def test_missing_file_means_the_default_configuration(written: Path) -> None:
     assert read_config(*KNOWN) == Config()
     written.write_text("# nothing yet\n")
     assert read_config(*KNOWN) == Config()
 
 
-def test_all_of_it(written: Path) -> None:
+def test_complete_configuration_is_read(written: Path) -> None:
     written.write_text("theme: nord\nascii: always\nkeys: {undo: f5}\ndefaults: {device: cpu, text: [a.txt]}\n")
     assert read_config(*KNOWN) == Config("nord", "always", {"undo": "f5"}, {"device": "cpu", "text": ["a.txt"]})
 
@@ -71,7 +71,7 @@ def test_all_of_it(written: Path) -> None:
         (f"keys: {{undo: {'x' * 5000}}}", "is no key"),
     ],
 )
-def test_what_can_not_be_followed_is_a_sentence_that_names_the_file(written: Path, text: str, says: str) -> None:
+def test_invalid_configuration_names_the_file_in_one_sentence(written: Path, text: str, says: str) -> None:
     written.write_text(text)
     with pytest.raises(UserError) as caught:
         read_config(*KNOWN)
@@ -91,7 +91,7 @@ def test_what_can_not_be_followed_is_a_sentence_that_names_the_file(written: Pat
         ("{chat: maybe}", "config.yaml: defaults: chat: 'maybe' is not a valid boolean"),
     ],
 )
-def test_a_default_of_another_kind_is_refused(
+def test_default_of_the_wrong_type_is_refused(
     written: Path, defaults: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from dtype_tui.cli import command as cli
@@ -109,7 +109,7 @@ def test_a_default_of_another_kind_is_refused(
     assert said.count("\n") == 1
 
 
-def test_defaults_are_what_click_takes(written: Path) -> None:
+def test_defaults_are_parsed_like_options(written: Path) -> None:
     """One text for an option that may be repeated is one text, and not its letters."""
     from dtype_tui.cli import command as cli
     from dtype_tui.cli.main import configured_defaults
@@ -125,14 +125,14 @@ def test_defaults_are_what_click_takes(written: Path) -> None:
     assert context.params["chat"] is True
 
 
-def test_a_pipe_for_a_configuration_is_refused_at_once(written: Path) -> None:
+def test_pipe_as_configuration_is_refused(written: Path) -> None:
     os.mkfifo(written)
     with pytest.raises(UserError, match="is not a regular file"):
         read_config(*KNOWN)
 
 
 @pytest.mark.slow
-async def test_keys_and_theme_take_effect_and_the_help_shows_them() -> None:
+async def test_configured_keys_and_theme_take_effect() -> None:
     config = Config("high-contrast", "never", {"undo": "f5", "drop-rules": "ctrl+d"})
     app = make_app(config=config)
     async with app.run_test(size=(120, 100)) as pilot:
@@ -150,7 +150,7 @@ async def test_keys_and_theme_take_effect_and_the_help_shows_them() -> None:
         assert "^d drop the node's rules" in text
 
 
-async def test_ascii_draws_no_other_character_and_keeps_every_column() -> None:
+async def test_ascii_mode_draws_only_ascii_and_keeps_columns() -> None:
     drawn = {}
     for setting in ("always", "never"):
         app = make_app(title="démo→", config=Config(ascii=setting))
@@ -178,14 +178,14 @@ async def test_ascii_draws_no_other_character_and_keeps_every_column() -> None:
         ("0 … 3  4 alike  LlamaDec… 1.0", "0...3  4 alike  LlamaDec~ 1.0"),
     ],
 )
-def test_a_sign_that_one_character_would_falsify_has_two(line: str, drawn: str) -> None:
+def test_ambiguous_signs_have_two_ascii_characters(line: str, drawn: str) -> None:
     found = "".join(line_in_ascii(line))
     assert found == drawn
     assert len(found) == len(line)
 
 
 @pytest.mark.parametrize("text", ["", "abc", "▾ модель", "模型", "⣿⠀", "╭─╮│╰╯", "█▏ 45 dB", "é → ü", "\u200b"])
-def test_ascii_has_as_many_cells(text: str) -> None:
+def test_ascii_text_has_the_same_width(text: str) -> None:
     plain = "".join(line_in_ascii(text))
     assert plain.isascii()
     assert len(plain) == cell_len(text)
@@ -196,12 +196,14 @@ def test_ascii_has_as_many_cells(text: str) -> None:
     [("always", "C.UTF-8", True), ("never", "C", False), ("auto", "C", True), ("auto", "en_US.UTF-8", False),
      ("auto", "de_DE.ISO-8859-1", True), ("auto", "C.utf8", False)],
 )  # fmt: skip
-def test_auto_looks_at_the_locale(setting: str, locale: str, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_ascii_follows_the_locale(
+    setting: str, locale: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LC_ALL", locale)
     assert wants_ascii(setting) is wanted
 
 
-def test_high_contrast_contrasts() -> None:
+def test_high_contrast_theme_has_high_contrast() -> None:
     background = Color.parse(HIGH_CONTRAST.background or "")
 
     def luminance(color: Color) -> float:
@@ -219,7 +221,7 @@ def test_high_contrast_contrasts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("theme", ["dtype-dark", "dtype-light", "textual-light", "nord", "high-contrast"])
-async def test_the_tree_is_drawn_in_the_colours_of_the_theme(theme: str) -> None:
+async def test_tree_uses_the_colors_of_the_theme(theme: str) -> None:
     """On a terminal of whatever colours. In a theme of the terminal's own colours it has those."""
     app = make_app(config=Config("ansi-dark"))
     async with running(app) as pilot:
@@ -237,13 +239,13 @@ async def test_the_tree_is_drawn_in_the_colours_of_the_theme(theme: str) -> None
 
 @pytest.mark.parametrize("name", ["model", "model.layers.0.self_attn.q_proj", "x" * 40, "a.b", "", "." * 5])
 @pytest.mark.parametrize("width", [1, 12, 26, 200])
-def test_names_broken_at_dots_are_the_same_names(name: str, width: int) -> None:
+def test_names_wrapped_at_dots_keep_their_text(name: str, width: int) -> None:
     lines = wrap_dotted(name, width).split("\n")
     assert "".join(lines) == name
     assert all(len(line) <= width or "." not in line[1:] for line in lines)
 
 
-def test_a_long_operation_leaves_the_names_their_room() -> None:
+def test_long_operation_name_leaves_room_for_modules() -> None:
     cast = ImplicitCastStats(
         "model.layers.0.self_attn", "scaled_dot_product_attention", "bfloat16", "float32", 40_900, 4, True
     )

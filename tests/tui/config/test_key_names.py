@@ -25,5 +25,5 @@ from dtype_tui.config.key_names import on_keyboard
         ("1", "1"),
     ],
 )
-def test_a_key_is_shown_as_it_stands_on_the_keyboard(key: str, shown: str) -> None:
+def test_keys_are_shown_as_on_the_keyboard(key: str, shown: str) -> None:
     assert on_keyboard(key) == shown

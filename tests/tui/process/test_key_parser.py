@@ -28,7 +28,7 @@ def parsed(*written: str) -> list[str]:
 
 
 @pytest.mark.parametrize("after", ["\x1b[A", "\x1b[3;4R", "\x1b[<0;5;5M"])
-def test_what_follows_escape_and_a_letter_makes_no_text_of_them(after: str) -> None:
+def test_escape_letter_sequences_add_no_text(after: str) -> None:
     keys = [event.key for event in KeyParser().feed(f"\x1bq{after}") if isinstance(event, Key)]
     assert keys[0] == "alt+q"
     assert "circumflex_accent" not in keys
@@ -37,16 +37,16 @@ def test_what_follows_escape_and_a_letter_makes_no_text_of_them(after: str) -> N
 @pytest.mark.parametrize(
     ("character", "key"), [("1", "1"), ("0", "0"), ("/", "slash"), ("?", "question_mark"), ("=", "equals_sign")]
 )
-def test_escape_and_a_digit_or_a_mark_are_both(character: str, key: str) -> None:
+def test_escape_before_a_digit_or_mark_gives_both_keys(character: str, key: str) -> None:
     assert parsed(f"\x1b{character}") == ["escape", key]
 
 
-def test_what_terminals_send_for_keys_is_what_it_was() -> None:
+def test_terminal_key_sequences_are_parsed() -> None:
     assert parsed("\x1b[A\x1bOP\x1bb\x1bf") == ["up", "f1", "ctrl+left", "ctrl+right"]
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_keys_in_one_write_are_the_keys_one_by_one(seed: int) -> None:
+def test_keys_in_one_write_are_parsed_one_by_one(seed: int) -> None:
     chance = random.Random(seed)
     keys = [chance.choice(ALONE) for _ in range(30)]
     written, expected = "", []
@@ -76,19 +76,19 @@ PASTES = (
 
 
 @pytest.mark.parametrize("text", PASTES)
-def test_what_is_pasted_is_text(text: str) -> None:
+def test_pasted_characters_are_text(text: str) -> None:
     assert parsed(f"\x1b[200~{text}\x1b[201~q") == [f"pasted {text}", "q"]
 
 
 @pytest.mark.parametrize("text", PASTES[:-1])
-def test_a_paste_that_arrives_in_parts_is_text(text: str) -> None:
+def test_paste_in_parts_is_one_text(text: str) -> None:
     written = f"a\x1b[200~{text}\x1b[201~q"
     for place in range(1, len(written)):
         assert parsed(written[:place], written[place:]) == ["a", f"pasted {text}", "q"], place
     assert parsed(*written) == ["a", f"pasted {text}", "q"]
 
 
-def test_a_paste_without_end_is_bounded_and_its_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_paste_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_parser, "MOST_PASTED", 100)
     for size in (7, 30, 1000):
         written = "\x1b[200~" + "x" * 150 + "3" * 1000 + "\x1b[201~q"
@@ -100,12 +100,12 @@ def test_a_paste_without_end_is_bounded_and_its_end_is_found(monkeypatch: pytest
         assert len(parser._pasted or "") < 200
 
 
-def test_keys_before_and_after_pastes_are_keys() -> None:
+def test_keys_around_pastes_are_keys() -> None:
     both = parsed("1\x1b[200~2\x1b[201~\x1b[A\x1b[200~3\x1b[201~4", "\x1b[2", "~\x1b[20", "~5")
     assert both == ["1", "pasted 2", "up", "pasted 3", "4", "insert", "f9", "5"]
 
 
-def test_escape_and_a_bracket_are_keys_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_escape_and_bracket_are_keys_after_a_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = KeyParser()
     monkeypatch.setattr(constants, "ESCAPE_DELAY", 0.0)
     for written in ("\x1b[", "\x1b", "["):

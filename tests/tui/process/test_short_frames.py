@@ -61,7 +61,7 @@ def frame(chance: random.Random, console: Console) -> str:
 
 
 @pytest.mark.parametrize("system", ["truecolor", "256", "standard"])
-def test_shorter_and_the_same_to_the_eye(system: str) -> None:
+def test_shortened_frames_look_the_same(system: str) -> None:
     chance = random.Random(system)
     console = Console(color_system=system, force_terminal=True)  # type: ignore[arg-type]
     cells, plain, short, written, less = ShownCells(), Terminal(), Terminal(), 0, 0
@@ -76,7 +76,7 @@ def test_shorter_and_the_same_to_the_eye(system: str) -> None:
     assert less < 0.8 * written
 
 
-def test_only_what_changes_is_written() -> None:
+def test_only_changed_cells_are_written() -> None:
     cells = ShownCells()
     data = (
         "\x1b[3;1H\x1b[38;2;1;2;3;48;2;9;9;9mab\x1b[0m\x1b[38;2;4;5;6;48;2;9;9;9mcd\x1b[0m\n"
@@ -95,12 +95,12 @@ def test_only_what_changes_is_written() -> None:
     )
 
 
-def test_an_unknown_byte_in_a_long_text_is_found_at_once() -> None:
+def test_unknown_control_byte_is_found_in_long_text() -> None:
     data = f"\x1b[3;1H{'a' * 5000}\x07\x1b[1;1H"
     assert ShownCells().shortened(data) == data
 
 
-def test_figures_after_an_arrow_of_two_cells_are_right() -> None:
+def test_figures_after_a_two_cell_arrow_are_right() -> None:
     """Terminals set up for East Asian fonts draw arrows and the like in two cells. Here, a wide character is in their place."""
     cells, screen = ShownCells(), Terminal()
     for before, after in (("2.2e-5", "1.9e-12"), ("2.2e-5", "1.7e-12"), ("3.2e-5", "-1.7e-12"), ("3.2e-5", "±1.7e-1")):
@@ -111,7 +111,7 @@ def test_figures_after_an_arrow_of_two_cells_are_right() -> None:
             assert shown[8 : 8 + len(after)].lstrip("漢 ") == after.lstrip("±")
 
 
-def test_a_whole_screen_is_written_in_full() -> None:
+def test_full_redraw_is_not_shortened() -> None:
     """It repairs what another program wrote, and may follow a change of the terminal's size."""
     cells = ShownCells()
     screen = "\n".join(f"\x1b[{row};1Hrow {row}" for row in range(1, 9)) + "\x1b[1;1H"
@@ -122,7 +122,7 @@ def test_a_whole_screen_is_written_in_full() -> None:
     assert cells.shortened("\x1b[4;1Hrow 4\x1b[8;1Hrow 8\x1b[1;1H") == "\x1b[8;1Hrow 8\x1b[1;1H"
 
 
-def test_cells_after_wide_characters_are_written_again() -> None:
+def test_cells_after_wide_characters_are_rewritten() -> None:
     """Terminals disagree on the width of some characters, so it is unknown where the text after them is."""
     cells = ShownCells()
     line = "\x1b[2;1Hab漢cd\x1b[2;20Hef\x1b[1;1H"
@@ -130,7 +130,7 @@ def test_cells_after_wide_characters_are_written_again() -> None:
     assert cells.shortened(line) == "\x1b[2;2Hb漢cd\x1b[2;20Hef\x1b[1;1H"
 
 
-async def test_the_app_writes_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_app_writes_shortened_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     monkeypatch.setattr(HeadlessDriver, "write", lambda driver, data: written.append(data))
     monkeypatch.setattr("textual.app.App.get_driver_class", lambda app: HeadlessDriver)
@@ -143,7 +143,7 @@ async def test_the_app_writes_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_short_frames(driver).__name__ == "HeadlessDriver"
 
 
-async def test_ctrl_l_draws_the_whole_screen_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ctrl_l_redraws_the_whole_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program may have written to the terminal, which the app can't know. A frame of all rows is written in full."""
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:

@@ -27,9 +27,7 @@ def lines_of(series: list[Series], width: int = WIDTH, height: int = HEIGHT) -> 
 
 
 @given(points, st.integers(24, 140), st.integers(6, 40))
-def test_every_plot_has_the_size_it_was_given_and_labels_that_do_not_touch(
-    shown: list[tuple[float, float]], width: int, height: int
-) -> None:
+def test_every_plot_has_its_size_and_separate_labels(shown: list[tuple[float, float]], width: int, height: int) -> None:
     lines = lines_of([Series(shown), Series(shown, "x")], width, height)
     assert len(lines) == height
     assert all(len(line) <= width for line in lines)
@@ -39,7 +37,7 @@ def test_every_plot_has_the_size_it_was_given_and_labels_that_do_not_touch(
     assert not any(mark in lines[-1] + lines[-2] for mark in "x┤")
 
 
-def test_marks_stand_where_their_values_are() -> None:
+def test_marks_are_drawn_at_their_values() -> None:
     lines = lines_of([Series([(1.0, 1e-1), (2.0, 1e-2), (3.0, 1e-3)], "x")])
     rows = [index for index, line in enumerate(lines) if "x" in line]
     columns = [lines[row].index("x") for row in rows]
@@ -54,7 +52,7 @@ def test_marks_stand_where_their_values_are() -> None:
     assert lines[-1].split()[-1] == "3.00"
 
 
-def test_zero_has_a_line_of_its_own_and_what_is_far_below_the_rest_counts_as_zero() -> None:
+def test_zero_and_tiny_values_share_a_separate_line() -> None:
     lines = lines_of([Series([(1.0, 1e-1), (2.0, 1e-3)], "x"), Series([(3.0, 0.0)], "o"), Series([(4.0, 1e-9)], "t")])
     (zero,) = (line for line in lines if line.lstrip().startswith("0 ┤"))
     assert "o" in zero
@@ -63,11 +61,11 @@ def test_zero_has_a_line_of_its_own_and_what_is_far_below_the_rest_counts_as_zer
     assert not any(line.lstrip().startswith("0 ┤") for line in lines_of([Series([(1.0, 1e-1)], "x")]))
 
 
-def test_what_is_not_finite_is_not_drawn() -> None:
+def test_nonfinite_points_are_not_drawn() -> None:
     assert not any("x" in line for line in lines_of([Series([(1.0, math.inf), (2.0, math.nan)], "x")]))
 
 
-def test_a_line_is_drawn_finer_than_cells_and_in_ascii_by_dots() -> None:
+def test_lines_are_drawn_by_dots() -> None:
     curve = [(x / 50, 10 ** (-x / 25)) for x in range(100)]
     drawn = plot([Series(curve)], axes_around(curve), WIDTH, HEIGHT).plain
     braille = [character for character in drawn if 0x2800 < ord(character) < 0x2900]
@@ -79,9 +77,7 @@ def test_a_line_is_drawn_finer_than_cells_and_in_ascii_by_dots() -> None:
 
 
 @given(points, st.integers(30, 140), st.integers(6, 40))
-def test_on_a_linear_axis_labels_are_round_figures_in_equal_steps_where_they_belong(
-    shown: list[tuple[float, float]], width: int, height: int
-) -> None:
+def test_linear_axis_has_round_labels_in_equal_steps(shown: list[tuple[float, float]], width: int, height: int) -> None:
     axes = linear_axes(shown)
     lines = plot([Series(shown, "x")], axes, width, height).plain.split("\n")
     assert len(lines) == height
@@ -95,7 +91,7 @@ def test_on_a_linear_axis_labels_are_round_figures_in_equal_steps_where_they_bel
         assert abs(row - place) < 1.01
 
 
-def test_a_figure_on_a_linear_axis_stands_beside_its_label_and_negative_ones_have_a_place() -> None:
+def test_linear_axis_places_negative_values() -> None:
     lines = plot(
         [Series([(0, -20), (1, 0), (2, 40)], "x")], linear_axes([(0, -20), (1, 0), (2, 40)]), 40, 17
     ).plain.split("\n")
@@ -103,7 +99,7 @@ def test_a_figure_on_a_linear_axis_stands_beside_its_label_and_negative_ones_hav
     assert beside == ["40", "0", "-20"]
 
 
-def test_names_below_stand_from_their_places_on_and_leave_out_what_would_touch() -> None:
+def test_names_below_a_plot_do_not_touch() -> None:
     names = [(index, f"layers.{index}") for index in range(12)]
     shown = [(float(index), index) for index in range(12)]
     below = plot([Series(shown)], linear_axes(shown), 60, 10, names=names).plain.split("\n")[-1]

@@ -18,14 +18,14 @@ def laid(found: list[list[str]], width: int, narrowest: int) -> list[str]:
 
 @pytest.mark.slow
 @given(blocks, st.integers(24, 120))
-def test_nothing_is_lost_and_no_block_is_torn_apart(found: list[list[str]], width: int) -> None:
+def test_column_layout_loses_nothing_and_keeps_blocks_whole(found: list[list[str]], width: int) -> None:
     page = laid(found, width, 22)
     assert all(len(line) <= width for line in page)
     words = sorted(word for line in page for word in line.split())
     assert words == sorted(line for block in found for line in block)
 
 
-def test_two_blocks_stand_side_by_side_where_there_is_room() -> None:
+def test_two_blocks_share_a_row_if_there_is_room() -> None:
     found = [["one", "a"], ["two", "b"]]
     assert laid(found, 10, 4) == ["one   two", "a     b"]
     assert laid(found, 8, 4) == ["one", "a", "", "two", "b"]

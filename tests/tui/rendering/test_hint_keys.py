@@ -16,7 +16,7 @@ OPTION_WITH_A_KEY = re.compile(r"--(inputs|image|audio|chat|force)\b")
 ENGINE = Path(dtype_engine.__file__).parent
 
 
-def test_every_hint_has_words_on_both_sides_and_is_given_somewhere() -> None:
+def test_every_hint_has_words_for_both_programs_and_is_used() -> None:
     names = set(typing.get_args(HintName))
     assert names == set(ON_THE_COMMAND_LINE) == set(IN_THE_APP)
     given = {
@@ -25,7 +25,7 @@ def test_every_hint_has_words_on_both_sides_and_is_given_somewhere() -> None:
     assert given == names
 
 
-def test_no_sentence_that_the_app_shows_names_an_option_that_has_a_key() -> None:
+def test_sentences_of_the_app_name_keys_instead_of_options() -> None:
     shown = [ENGINE / "runtime/inputs", ENGINE / "runtime/export", ENGINE / "core/atomic_write.py"]
     files = [file for place in shown for file in (place.rglob("*.py") if place.is_dir() else [place])]
     for path in files:
@@ -37,7 +37,7 @@ def test_no_sentence_that_the_app_shows_names_an_option_that_has_a_key() -> None
                 assert not OPTION_WITH_A_KEY.search(node.value), (path, node.value)
 
 
-def test_an_error_says_the_option_and_the_app_the_key() -> None:
+def test_error_names_the_option_or_the_key() -> None:
     error = UserError(f"m takes no sounds; {hint('no-sound')}")
     assert str(error) == "m takes no sounds; leave --audio out"
     assert with_keys(error.sentence) == "m takes no sounds; leave the audio out (key i)"

@@ -32,14 +32,14 @@ def shown(name: str, theme: TerminalTheme) -> tuple[int, ...]:
 
 
 @THEMES
-def test_dtypes_badness_and_the_accent_share_no_colour(theme: TerminalTheme) -> None:
+def test_dtype_badness_and_accent_colors_are_distinct(theme: TerminalTheme) -> None:
     for one, other in combinations([{shown(name, theme) for name in group} for group in (HUES, RAMP, {ACCENT})], 2):
         assert not one & other
     assert len({shown(name, theme) for name in HUES}) == len(HUES)
 
 
 @THEMES
-def test_all_can_be_read(theme: TerminalTheme) -> None:
+def test_all_colors_are_readable(theme: TerminalTheme) -> None:
     """On the background, and the text of a pill on it: a contrast of 4.5, which WCAG asks for."""
     for name in HUES | RAMP | {ACCENT}:
         for on in (tuple(theme.background_color), shown("black", theme)):
@@ -65,27 +65,27 @@ def perceived(rgb: tuple[int, ...]) -> tuple[float, ...]:
 
 
 @THEMES
-def test_no_two_colours_look_alike(theme: TerminalTheme) -> None:
+def test_no_two_colors_look_alike(theme: TerminalTheme) -> None:
     """Black and white are 1 apart."""
     for one, other in combinations(sorted(HUES | RAMP | {ACCENT}), 2):
         apart = math.dist(perceived(shown(one, theme)), perceived(shown(other, theme)))
         assert apart >= 0.075, (one, other, apart)
 
 
-def test_hues_of_dtypes_are_named_in_the_table_alone() -> None:
+def test_dtype_colors_are_used_only_through_their_table() -> None:
     """Drawing code gets them by `colour` and `pill`, and so gives them to dtypes only."""
     for file in Path(palette.__file__).parents[1].rglob("*.py"):
         words = re.findall(r'"(?:bold |dim )?(\w+)"', file.read_text(encoding="utf-8"))
         assert file == Path(palette.__file__) or not HUES & set(words), file
 
 
-def test_a_visible_drift_is_bright_yellow_in_sixteen_colours() -> None:
+def test_visible_drift_is_bright_yellow_in_16_colors() -> None:
     """Which is orange or yellow on terminals."""
     ramps = tuple(ramp(word) for word in ("invisible", "small", "visible", "broken"))
     assert ramps == ("green", "yellow", "bright_yellow", "red")
 
 
-def test_families_that_stand_side_by_side_differ() -> None:
+def test_adjacent_dtype_families_have_different_colors() -> None:
     families = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "nvfp4", "int8", "int4@g128")
     assert len({colour(name) for name in families}) == len(families)
     assert colour("mxfp8") == colour("fp8@128x128") == colour("float8_e5m2@tensor") == colour("float8_e4m3fn")
@@ -99,11 +99,11 @@ def test_families_that_stand_side_by_side_differ() -> None:
         (SQNR_FP8 - 0.1, "visible"), (SQNR_SIGNS - 0.1, "broken"), (-math.inf, "broken"), (math.nan, "broken"),
     ],
 )  # fmt: skip
-def test_an_sqnr_has_the_colour_of_its_word(badness: float, word: Word) -> None:
+def test_sqnr_has_the_color_of_its_word(badness: float, word: Word) -> None:
     assert sqnr_colour(badness, sqnr_limits(None)) == ramp(word)
 
 
-def test_pills_name_what_they_colour() -> None:
+def test_pills_name_what_they_color() -> None:
     assert pill("float32")[0] == " f32 "
     assert pill(dtypes.STORED)[0] == " stored "
     assert verdict_pill("small")[0] == " small "

@@ -15,7 +15,7 @@ from dtype_tui.rendering.printable_lines import PrintableLines
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_a_line_keeps_its_width_and_loses_what_is_not_printable(text: str) -> None:
+def test_unprintable_characters_are_replaced_and_widths_kept(text: str) -> None:
     style = Style(bold=True)
     segments = [Segment("left "), Segment(f"a{text}b", style), Segment(" right")]
     drawn = PrintableLines().apply(segments, Color(0, 0, 0))
@@ -24,12 +24,12 @@ def test_a_line_keeps_its_width_and_loses_what_is_not_printable(text: str) -> No
         assert printable(after.text, 1000) == after.text
 
 
-def test_a_printable_line_stays_itself() -> None:
+def test_printable_line_is_unchanged() -> None:
     segments = [Segment("漢字 e\u0301 👩 │ ▾ 1.0")]
     assert PrintableLines().apply(segments, Color(0, 0, 0)) is segments
 
 
-async def test_whatever_a_widget_draws_is_printable() -> None:
+async def test_every_widget_draws_printable_text() -> None:
     app = make_app()
     async with running(app) as pilot:
         app.screen.mount(Static("\x1b]0;owned\x07\u202eabc\u200b", markup=False))

@@ -65,7 +65,7 @@ CAUSES = AttributionReport(
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
-async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[int, int]) -> None:
+async def test_causes_are_requested_plotted_and_cancelled(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
         await pilot.press("d")
@@ -116,7 +116,7 @@ UP = "model.layers.2.mlp.up_proj"
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
-async def test_causes_appear_as_they_are_found_and_stay_where_they_are_stopped(size: tuple[int, int]) -> None:
+async def test_causes_appear_as_found_and_stay_when_cancelled(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
         await measured(app, pilot)
@@ -147,7 +147,7 @@ async def test_causes_appear_as_they_are_found_and_stay_where_they_are_stopped(s
         assert f"62.0 % of the output's drift enters at {DOWN}" in screen(app)
 
 
-async def test_enter_goes_to_the_module() -> None:
+async def test_enter_jumps_to_the_module() -> None:
     app = make_app()
     async with running(app, SMALL) as pilot:
         await measured(app, pilot)
@@ -161,7 +161,7 @@ async def test_enter_goes_to_the_module() -> None:
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
-async def test_a_module_is_put_back_and_the_causes_are_measured_again(size: tuple[int, int]) -> None:
+async def test_restored_module_reruns_the_causes(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
         await measured(app, pilot)
@@ -198,7 +198,7 @@ async def test_a_module_is_put_back_and_the_causes_are_measured_again(size: tupl
         assert not isinstance(app.screen, CausesScreen)
 
 
-def test_a_node_is_put_back_to_what_the_reference_has() -> None:
+def test_node_is_restored_to_the_reference_dtype() -> None:
     tensors = (
         ("narrow", "bfloat16"), ("single", "float32"), ("double", "float64"), ("both.a", "float64"), ("both.b", "bfloat16"),
     )  # fmt: skip
@@ -207,7 +207,7 @@ def test_a_node_is_put_back_to_what_the_reference_has() -> None:
     assert rules == ["narrow=float32", "single=float32", "double=stored", "both=float32", "*=float32"]
 
 
-async def test_limits_and_floor_stand_in_the_drift_pane() -> None:
+async def test_drift_pane_shows_limits_and_noise_floor() -> None:
     app = make_app()
     app.controller.experiment.thresholds = Thresholds(max_kl=1e-4, min_sqnr=30.0, min_top1=0.99)
     for size in (WIDE, SMALL):
@@ -237,7 +237,7 @@ async def test_limits_and_floor_stand_in_the_drift_pane() -> None:
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
-async def test_the_pane_names_what_mends_an_output_that_is_not_finite(size: tuple[int, int]) -> None:
+async def test_pane_names_the_remedy_for_a_nonfinite_output(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
         await pilot.press("a")
@@ -312,7 +312,7 @@ def llama_with_a_large_weight(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-async def test_with_the_real_engine_one_key_mends_a_model_with_a_large_weight(tmp_path: Path) -> None:
+async def test_one_key_fixes_a_model_with_a_large_weight(tmp_path: Path) -> None:
     llama_with_a_large_weight(tmp_path / "llama")
     source = locate(str(tmp_path / "llama"))
     checkpoint = source.open()

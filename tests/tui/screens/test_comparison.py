@@ -41,7 +41,7 @@ async def two_measured(app: DtypeApp, pilot: Pilot[None]) -> None:
     await measure(app, pilot, f"{MLP}=float8_e4m3fn", 31.5, (30.0, 50.0))
 
 
-async def test_a_pinned_recipe_stands_in_the_tree_and_the_panes_until_it_is_let_go() -> None:
+async def test_pinned_recipe_is_shown_until_released() -> None:
     app = make_app()
     async with running(app) as pilot:
         await two_measured(app, pilot)
@@ -61,7 +61,7 @@ async def test_a_pinned_recipe_stands_in_the_tree_and_the_panes_until_it_is_let_
         assert "vs #" not in lines(app)[1]
 
 
-async def test_two_are_compared_rule_by_rule_tensor_by_tensor_and_module_by_module() -> None:
+async def test_two_recipes_are_compared_by_rules_tensors_and_modules() -> None:
     app = make_app()
     async with running(app, (120, 50)) as pilot:
         await two_measured(app, pilot)
@@ -79,7 +79,7 @@ async def test_two_are_compared_rule_by_rule_tensor_by_tensor_and_module_by_modu
         assert f" {LAYER} 50.00 dB" not in text, "it drifts alike"
 
 
-async def test_values_that_were_not_counted_are_not_said_to_be_kept() -> None:
+async def test_comparison_does_not_call_uncounted_values_kept() -> None:
     app = make_app()
     lost = ValueLoss("lm_head.weight", "float16", overflowed=7, vanished=0, elements=100)
     async with running(app, (120, 50)) as pilot:
@@ -96,7 +96,7 @@ async def test_values_that_were_not_counted_are_not_said_to_be_kept() -> None:
             await pilot.press("escape", "escape")
 
 
-async def test_modules_of_an_earlier_session_are_not_known() -> None:
+async def test_modules_of_an_earlier_session_are_unknown() -> None:
     app = make_app()
     async with running(app, (120, 50)) as pilot:
         await two_measured(app, pilot)
@@ -106,7 +106,7 @@ async def test_modules_of_an_earlier_session_are_not_known() -> None:
         assert "not kept for both" in screen(app)
 
 
-def test_the_oldest_readings_of_modules_are_let_go() -> None:
+def test_oldest_module_results_are_dropped() -> None:
     log, kept = ModuleLog(), []
     log.MOST = 5  # type: ignore[misc]
     for number in range(4):

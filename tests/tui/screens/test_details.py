@@ -9,8 +9,8 @@ from tests.helpers.scenes import Scene, measured_in_part, mixed
 from tests.helpers.screen_text import lines, screen
 from textual.containers import VerticalScroll
 
-from dtype_engine.core.layer_kinds import totals_by_kind
 from dtype_engine.core.units import human_bytes
+from dtype_engine.reports.layer_kinds import totals_by_kind
 
 
 @pytest.mark.parametrize(
@@ -31,9 +31,7 @@ from dtype_engine.core.units import human_bytes
         ),
     ],
 )
-async def test_the_whole_model_has_every_figure_once_its_output_was_compared(
-    scene: Scene, rows: dict[str, str]
-) -> None:
+async def test_details_of_the_model_have_every_figure(scene: Scene, rows: dict[str, str]) -> None:
     app = make_app()
     async with running(app, (120, 44)) as pilot:  # all rows
         await scene(app, pilot)
@@ -49,7 +47,7 @@ async def test_the_whole_model_has_every_figure_once_its_output_was_compared(
             )
 
 
-async def test_the_whole_model_shows_how_it_was_quantised() -> None:
+async def test_details_of_the_model_show_its_quantization() -> None:
     app = make_app()
     async with running(app) as pilot:
         await mixed(app, pilot)
@@ -63,7 +61,7 @@ async def test_the_whole_model_shows_how_it_was_quantised() -> None:
             assert any(line in row for row in rows), screen(app)
 
 
-async def test_the_whole_model_shows_the_bytes_of_each_kind_of_layer() -> None:
+async def test_details_of_the_model_show_bytes_by_layer_kind() -> None:
     app = make_app()
     async with running(app) as pilot:
         await mixed(app, pilot)

@@ -9,7 +9,7 @@ from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
 
 
-async def test_progress_of_a_whole_that_is_not_one_is_shown_without_a_share() -> None:
+async def test_progress_without_a_valid_total_has_no_percentage() -> None:
     """An engine elsewhere may say anything."""
     app = make_app()
     async with running(app) as pilot:
@@ -25,7 +25,7 @@ async def test_progress_of_a_whole_that_is_not_one_is_shown_without_a_share() ->
         assert "it" in screen(app)
 
 
-async def test_keys_and_drawing_do_not_wait_for_a_flood_of_events() -> None:
+async def test_keys_and_drawing_continue_during_a_flood_of_events() -> None:
     app = make_app()
     async with running(app) as pilot:
         app.main.draw_every_s = 0.1

@@ -21,7 +21,7 @@ def _shown(casts: int, text: str = "linear") -> str:
     return captured.get()
 
 
-def test_so_many_casts_are_shown_and_the_rest_is_counted() -> None:
+def test_long_cast_list_is_cut_and_the_rest_counted() -> None:
     assert f"layer.{MOST_ROWS - 1} " in _shown(MOST_ROWS)
     assert "more" not in _shown(MOST_ROWS)
     text = _shown(MOST_ROWS + 1005)
@@ -29,11 +29,11 @@ def test_so_many_casts_are_shown_and_the_rest_is_counted() -> None:
     assert "and 1,005 more" in text
 
 
-def test_an_operation_and_dtypes_without_end_are_cut() -> None:
+def test_overlong_operation_and_dtype_names_are_cut() -> None:
     assert len(_shown(2, "x" * 1_000_000)) < 5000
 
 
-async def test_the_keys_for_the_last_and_the_first_line() -> None:
+async def test_keys_for_the_first_and_last_line() -> None:
     app = make_app()
     async with running(app, (80, 24)) as pilot:
         await ready(app, pilot)

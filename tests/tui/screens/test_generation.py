@@ -26,7 +26,7 @@ def _text(pieces: int, piece: str = "ab ") -> Generation:
     ],
     ids=["texts", "tokens", "lines"],
 )
-async def test_texts_without_end_are_cut(texts: tuple[Generation, ...], end: str) -> None:
+async def test_overlong_texts_are_cut(texts: tuple[Generation, ...], end: str) -> None:
     app = make_app()
     async with running(app) as pilot:
         await app.push_screen(GenerationScreen(None, texts, lambda wanted: True, lambda: None))
@@ -37,7 +37,7 @@ async def test_texts_without_end_are_cut(texts: tuple[Generation, ...], end: str
         await until(pilot, lambda: end in screen(app))
 
 
-async def test_less_than_a_token_in_a_second_is_a_time_for_each() -> None:
+async def test_slow_generation_is_shown_in_seconds_per_token() -> None:
     app = make_app()
     async with running(app) as pilot:
         slow, fast = Written((5,), ("ab ",), 52.77), Written((5,) * 30, ("ab ",) * 30, 1.5)

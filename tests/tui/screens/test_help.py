@@ -17,7 +17,7 @@ from dtype_tui.widgets.module_tree import ModuleTree
 
 
 @pytest.mark.parametrize(("size", "pages"), [((120, 36), 1), ((80, 24), 2)])
-async def test_every_key_of_the_main_screen_is_on_so_many_pages(size: tuple[int, int], pages: int) -> None:
+async def test_keys_of_the_main_screen_fit_a_few_help_pages(size: tuple[int, int], pages: int) -> None:
     app = make_app()
     async with running(app, size) as pilot:
         await ready(app, pilot)
@@ -37,7 +37,7 @@ async def test_every_key_of_the_main_screen_is_on_so_many_pages(size: tuple[int,
 
 
 @pytest.mark.slow
-async def test_the_keys_for_the_node_under_the_cursor_come_first() -> None:
+async def test_help_shows_keys_for_the_current_node_first() -> None:
     app = make_app()
     async with running(app) as pilot:
         await mixed(app, pilot)
@@ -57,7 +57,7 @@ async def test_the_keys_for_the_node_under_the_cursor_come_first() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("searched", [False, True])
-async def test_words_of_several_lines_stand_below_each_other(searched: bool) -> None:
+async def test_multiline_help_texts_are_aligned(searched: bool) -> None:
     app = make_app()
     async with running(app, (80, 24)) as pilot:
         await ready(app, pilot)
@@ -76,7 +76,7 @@ async def test_words_of_several_lines_stand_below_each_other(searched: bool) -> 
         assert lines(app)[first + 1][1:column].strip() == ""
 
 
-def test_no_words_of_the_help_are_lost_where_they_are_wrapped() -> None:
+def test_wrapped_help_loses_no_words() -> None:
     for title, rows in sections({}, ())[0]:
         found = search([(title, rows)], (), title, 40).plain
         assert all(len(line) <= 40 for line in found.splitlines())
@@ -85,7 +85,7 @@ def test_no_words_of_the_help_are_lost_where_they_are_wrapped() -> None:
 
 
 @pytest.mark.slow
-async def test_a_search_finds_keys_of_every_window_and_words() -> None:
+async def test_help_search_finds_keys_of_every_window() -> None:
     app = make_app()
     async with running(app) as pilot:
         await ready(app, pilot)
@@ -110,7 +110,7 @@ def test_every_key_is_found_by_what_it_does() -> None:
         assert binding.description[1:] in found
 
 
-async def test_what_the_help_shows_is_found() -> None:
+async def test_every_text_of_the_help_can_be_searched() -> None:
     app = make_app()
     async with running(app) as pilot:
         await pilot.press("question_mark")
@@ -126,13 +126,13 @@ async def test_what_the_help_shows_is_found() -> None:
         assert "the worst module" in screen(app)
 
 
-def test_every_line_of_the_help_begins_small() -> None:
+def test_every_line_of_the_help_begins_in_lower_case() -> None:
     begun = {words[0] for _, rows in sections({}, ())[0] for _, words in rows}
     assert begun == {letter.lower() for letter in begun}
 
 
 @pytest.mark.slow
-async def test_keys_that_were_put_elsewhere_are_shown_there() -> None:
+async def test_remapped_keys_are_shown_in_the_help() -> None:
     app = make_app(config=Config(keys={"measure": "f5"}))
     async with running(app) as pilot:
         await ready(app, pilot)

@@ -37,7 +37,7 @@ async def three_measured(app: DtypeApp, pilot: Pilot[None]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(80, 24), (120, 36), (200, 50)])
-async def test_rules_drift_time_and_how_many_sequences_are_read_at_every_width(size: tuple[int, int]) -> None:
+async def test_history_shows_rules_drift_time_and_sequences_at_every_width(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
         await three_measured(app, pilot)
@@ -58,7 +58,7 @@ async def test_rules_drift_time_and_how_many_sequences_are_read_at_every_width(s
         assert "over 2 of 6 sequences" in screen(app)
 
 
-async def test_the_columns_follow_the_terminals_width() -> None:
+async def test_history_columns_follow_the_terminal_width() -> None:
     app = make_app()
     async with running(app, (120, 36)) as pilot:
         await ready(app, pilot)
@@ -74,7 +74,7 @@ async def test_the_columns_follow_the_terminals_width() -> None:
         assert "rules" in screen(app)
 
 
-def test_columns_without_a_figure_go_before_those_that_have_one() -> None:
+def test_empty_columns_are_dropped_first() -> None:
     names = ("", "bytes", "drift", "SQNR dB", "KL nats", "same top-1", "perplexity", "time", "rules")
     row = {name: Text("" if name == "KL nats" else "12345678") for name in names}
     everything = fitting([row], 200)
@@ -85,7 +85,7 @@ def test_columns_without_a_figure_go_before_those_that_have_one() -> None:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
-async def test_metrics_of_the_user_stand_in_the_pane_the_history_and_the_comparison(size: tuple[int, int]) -> None:
+async def test_user_metrics_are_in_pane_history_and_comparison(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
         for recipe, accuracy in ((Recipe((Rule("*", "bfloat16"),)), 0.9), (FP8, 0.75)):

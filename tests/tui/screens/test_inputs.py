@@ -47,7 +47,7 @@ async def opened(
 
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
-async def test_every_call_is_a_row_with_what_it_was_made_of(size: tuple[int, int]) -> None:
+async def test_every_call_is_a_row_with_its_inputs(size: tuple[int, int]) -> None:
     async with opened(size) as (app, _):
         assert isinstance(app.screen, InputsScreen)
         text = screen(app)
@@ -61,7 +61,7 @@ async def test_every_call_is_a_row_with_what_it_was_made_of(size: tuple[int, int
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24), (60, 15)])
 @pytest.mark.slow
-async def test_many_calls_scroll_and_the_line_stays_on_the_screen(size: tuple[int, int]) -> None:
+async def test_many_calls_scroll_and_the_prompt_stays_visible(size: tuple[int, int]) -> None:
     many = InputsSummary("many", ("text: yours",), None, (PICTURE,) * (MOST_ROWS + 5))
     async with opened(size, many) as (app, pilot):
         line = app.screen.query_one(Input)
@@ -76,7 +76,7 @@ async def test_many_calls_scroll_and_the_line_stays_on_the_screen(size: tuple[in
         assert line.has_focus
 
 
-async def test_enter_asks_for_what_was_typed_and_the_screen_follows() -> None:
+async def test_enter_requests_the_typed_inputs() -> None:
     async with opened() as (app, pilot):
         await pilot.press(*"dog", "space", *"q", "enter")
         assert engine(app).lines == ["dog q"]
@@ -97,7 +97,7 @@ async def test_enter_asks_for_what_was_typed_and_the_screen_follows() -> None:
         assert not isinstance(app.screen, InputsScreen)
 
 
-async def test_readings_on_other_inputs_are_not_shown() -> None:
+async def test_results_on_other_inputs_are_not_shown() -> None:
     async with opened() as (app, pilot):
         await say(app, pilot, events.Measured(Recipe(), report(Recipe())))
         assert app.controller.experiment.results.report is not None
@@ -105,7 +105,7 @@ async def test_readings_on_other_inputs_are_not_shown() -> None:
         assert app.controller.experiment.results.report is None
 
 
-async def test_before_the_model_is_there_the_key_says_so() -> None:
+async def test_inputs_key_says_that_the_model_is_not_ready() -> None:
     app = make_app()
     async with app.run_test() as pilot:
         await pilot.press("i")
@@ -113,7 +113,7 @@ async def test_before_the_model_is_there_the_key_says_so() -> None:
         assert "known when the model is loaded" in next(iter(app._notifications)).message
 
 
-async def test_names_from_files_are_text() -> None:
+async def test_names_of_input_files_are_escaped() -> None:
     row = InputBatch("[red]a[/red]\x1b[2Jb.png", None, ())
     async with opened(reading=InputsSummary("[b]x[/b]", ("[i]y[/i]",), None, (row,))) as (app, _):
         text = screen(app)
@@ -146,7 +146,7 @@ async def test_another_prompt_is_measured_and_a_wrong_file_changes_nothing(tmp_p
         assert app.controller.experiment.model.inputs == after.inputs
 
 
-def test_a_dtype_and_a_shape_without_end_are_cut() -> None:
+def test_overlong_dtype_and_shape_are_cut() -> None:
     """They come from an engine, which may be on another machine."""
     batch = InputBatch("text", 3, (InputTensor("ids", (7,) * 100_000, "x" * 1_000_000),))
     console = Console(width=80)

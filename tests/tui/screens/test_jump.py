@@ -14,7 +14,7 @@ from dtype_tui.widgets.module_tree import ModuleTree
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 26, 27, 40, 200, 676])
-def test_no_label_is_the_beginning_of_another(count: int) -> None:
+def test_no_jump_label_is_a_prefix_of_another(count: int) -> None:
     made = labels(count)
     assert len(set(made)) == len(made) == count
     assert {len(label) for label in made} <= {1, 2}
@@ -31,7 +31,7 @@ def label_of(app: DtypeApp, words: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 @pytest.mark.parametrize("read_only", [False, True])
-async def test_a_label_leads_to_its_row_or_pane(size: tuple[int, int], read_only: bool) -> None:
+async def test_jump_label_leads_to_its_row_or_pane(size: tuple[int, int], read_only: bool) -> None:
     app = make_app(read_only=read_only)
     async with running(app, size) as pilot:
         await mixed(app, pilot)
@@ -57,7 +57,7 @@ async def test_a_label_leads_to_its_row_or_pane(size: tuple[int, int], read_only
         assert tree.current.name == "model.embed_tokens"
 
 
-async def test_of_two_letters_the_first_leaves_those_that_begin_so() -> None:
+async def test_first_letter_filters_two_letter_labels() -> None:
     app = make_app(demo_tree())
     async with running(app, (110, 40)) as pilot:
         await ready(app, pilot)

@@ -56,7 +56,7 @@ async def cast(app: DtypeApp, pilot: object, lost: tuple[ValueLoss, ...] | None,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [WIDE, SMALL])
-async def test_losses_stand_in_the_pane_the_tree_and_the_status_line(size: tuple[int, int]) -> None:
+async def test_losses_are_shown_in_pane_tree_and_status_line(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
         await cast(app, pilot, LOST)
@@ -82,7 +82,7 @@ async def test_losses_stand_in_the_pane_the_tree_and_the_status_line(size: tuple
         assert "⚠" not in flat(app)
 
 
-async def test_rounding_is_no_alarm_but_stands_in_the_details() -> None:
+async def test_rounding_is_shown_only_in_the_details() -> None:
     app = make_app()
     async with running(app) as pilot:
         await cast(app, pilot, LOST[1:])
@@ -92,7 +92,7 @@ async def test_rounding_is_no_alarm_but_stands_in_the_details() -> None:
         assert "3 of 100,000 values became zero in float16, which is rounding" in flat(app)
 
 
-async def test_a_applies_what_keeps_the_values_though_the_output_is_finite() -> None:
+async def test_key_a_applies_loss_remedy_though_the_output_is_finite() -> None:
     app = make_app()
     async with running(app) as pilot:
         await pilot.press("a")
@@ -110,7 +110,7 @@ async def test_a_applies_what_keeps_the_values_though_the_output_is_finite() -> 
         assert app.controller.experiment.results.loss_remedy is None
 
 
-async def test_the_screen_to_leave_with_warns_before_an_export() -> None:
+async def test_save_screen_warns_of_losses_before_an_export() -> None:
     app = make_app()
     async with running(app) as pilot:
         await cast(app, pilot, LOST)
@@ -127,7 +127,7 @@ async def test_the_screen_to_leave_with_warns_before_an_export() -> None:
         assert SENTENCE in flat(app)
 
 
-async def test_what_was_not_looked_at_is_said() -> None:
+async def test_unexamined_values_are_noted() -> None:
     app = make_app()
     async with running(app) as pilot:
         await say(app, pilot, events.OpenFailed("no forward pass"))
@@ -135,7 +135,7 @@ async def test_what_was_not_looked_at_is_said() -> None:
         assert "640 GiB of values are not read automatically: m looks" in pane(app)
 
 
-async def test_planning_only_tells_what_the_files_lose(tmp_path: Path) -> None:
+async def test_planning_shows_what_the_files_lose(tmp_path: Path) -> None:
     path = tmp_path / "net.safetensors"
     state = {
         "conv.weight": torch.randn(64, 8, generator=torch.Generator().manual_seed(0)),
@@ -170,9 +170,7 @@ async def test_planning_only_tells_what_the_files_lose(tmp_path: Path) -> None:
         assert app.controller.experiment.plan.dtypes["conv.weight"] == "float16"
 
 
-async def test_values_beyond_what_is_read_unasked_wait_for_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_files_are_read_for_losses_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dtype_engine.worker import planned_losses
 
     monkeypatch.setattr(planned_losses, "MAX_AUTOMATIC_BYTES", 100)

@@ -29,7 +29,7 @@ WINDOW_KEYS = ("question_mark", "enter", "comma", "p", "e", "s", "H", "d", "i", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", WINDOW_KEYS)
-async def test_closed_twice_in_one_burst_and_the_main_screen_stays(key: str) -> None:
+async def test_closing_a_window_twice_keeps_the_main_screen(key: str) -> None:
     app = make_app()
     recipe = app.controller.experiment.recipe
     async with running(app, (80, 24)) as pilot:
@@ -69,7 +69,7 @@ async def test_two_keys_in_one_burst_open_one_window(first: str) -> None:
 
 
 @pytest.mark.slow
-async def test_what_a_window_still_had_to_do_when_it_was_closed_is_no_error() -> None:
+async def test_pending_work_of_a_closed_window_raises_no_error() -> None:
     """Opened and closed in one burst: its mounting, its workers and what the engine has for it come after it is gone."""
     app = make_app()
     async with running(app) as pilot:
@@ -83,7 +83,7 @@ async def test_what_a_window_still_had_to_do_when_it_was_closed_is_no_error() ->
         assert app.return_code is None
 
 
-async def test_a_plan_that_comes_before_the_window_is_drawn_is_shown_in_it() -> None:
+async def test_plan_that_arrives_before_the_window_is_shown() -> None:
     app = make_app()
     async with running(app) as pilot:
         window = SaveScreen("demo", 0, Results())
@@ -106,7 +106,7 @@ def cells(app: DtypeApp) -> list[list[tuple[str, float]]]:
 
 
 @pytest.mark.parametrize("key", ["p", "comma", "J"])
-async def test_all_that_a_window_leaves_uncovered_is_dimmed(key: str) -> None:
+async def test_background_of_a_window_is_dimmed(key: str) -> None:
     app = make_app()
     async with running(app, (120, 36)) as pilot:
         await mixed(app, pilot)
@@ -139,15 +139,13 @@ async def look_for_nothing(closed: bool) -> None:
         assert len(app.controller.experiment.recipe) == closed
 
 
-async def test_nothing_found_is_an_error_in_a_window_that_is_open_and_in_no_other() -> None:
+async def test_failed_query_is_an_error_only_in_an_open_window() -> None:
     await look_for_nothing(closed=True)
     with pytest.raises(NoMatches):
         await look_for_nothing(closed=False)
 
 
-async def test_a_fault_of_textuals_own_palette_closes_the_palette_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_error_in_the_palette_closes_only_the_palette(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
     app = make_app()
@@ -165,7 +163,7 @@ async def test_a_fault_of_textuals_own_palette_closes_the_palette_alone(
     assert len(list(tmp_path.glob("dtype-tui/error-*.log"))) == 1
 
 
-async def test_a_fault_of_the_palettes_search_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_error_in_the_palette_search_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The search is a task of its own, whose error comes wrapped; a list that is gone by then ended the program."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 

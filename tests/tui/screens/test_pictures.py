@@ -36,7 +36,7 @@ def colours(app: DtypeApp) -> list[str]:
     return list(dict.fromkeys(one.style.color.get_truecolor().hex for one in drawn))
 
 
-def test_each_cell_has_two_pixels() -> None:
+def test_each_cell_draws_two_pixels() -> None:
     rows = (("#ff0000", "#00ff00"), ("#0000ff", "#ffffff"), ("#000000", "#808080"), ("#102030", "#405060"))
     picture = Picture(2, 4, b"".join(bytes(ImageColor.getrgb(each)) for row in rows for each in row))
     text = half_blocks(picture, 2, 20)
@@ -47,7 +47,7 @@ def test_each_cell_has_two_pixels() -> None:
     assert len(half_blocks(plain("red", (200, 100)), 300, 10).plain.split()) == 10
 
 
-async def test_both_sides_of_each_input_and_of_the_next_measurement() -> None:
+async def test_pictures_of_both_sides_are_shown_for_each_input() -> None:
     app = make_app()
     async with running(app) as pilot:
         await ready(app, pilot)
@@ -69,7 +69,7 @@ async def test_both_sides_of_each_input_and_of_the_next_measurement() -> None:
         assert len(app.screen_stack) == 1
 
 
-async def test_a_model_without_pictures_generates_text() -> None:
+async def test_model_without_pictures_generates_text() -> None:
     app = make_app()
     async with running(app) as pilot:
         await ready(app, pilot)

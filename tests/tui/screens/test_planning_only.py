@@ -27,7 +27,7 @@ async def planning() -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
         yield app, pilot
 
 
-async def test_the_class_of_a_node_is_not_awaited() -> None:
+async def test_planning_does_not_wait_for_classes() -> None:
     async with planning() as (app, pilot):
         await pilot.press("enter")
         await pilot.pause()
@@ -36,7 +36,7 @@ async def test_the_class_of_a_node_is_not_awaited() -> None:
         assert "(68)" not in screen(app)
 
 
-async def test_until_the_model_is_there_the_class_is_awaited() -> None:
+async def test_class_is_shown_as_pending_until_the_model_is_ready() -> None:
     app = make_app()
     async with running(app, (80, 24)) as pilot:
         await pilot.press("enter")
@@ -44,14 +44,14 @@ async def test_until_the_model_is_there_the_class_is_awaited() -> None:
         await until(pilot, lambda: "known when the model is loaded" in screen(app))
 
 
-async def test_shares_of_dtypes_are_said_to_be_of_bytes() -> None:
+async def test_dtype_percentages_are_labeled_as_bytes() -> None:
     async with planning() as (app, pilot):
         await pilot.press("enter")
         await pilot.pause()
         await until(pilot, lambda: "288 B  f32 89 % · i64 11 % of the bytes" in screen(app))
 
 
-async def test_every_preset_that_needs_classes_says_so_on_its_own_line() -> None:
+async def test_presets_that_need_classes_say_so() -> None:
     async with planning() as (app, pilot):
         await pilot.press("p")
         await until(pilot, lambda: len(app.screen.effects) == len(PRESETS))  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ async def test_every_preset_that_needs_classes_says_so_on_its_own_line() -> None
 
 
 @pytest.mark.parametrize("key", ["o", "s"])
-async def test_no_key_points_to_a_scan_that_can_not_be(key: str) -> None:
+async def test_no_key_leads_to_an_impossible_scan(key: str) -> None:
     async with planning() as (app, pilot):
         await pilot.press(key)
         await pilot.pause()

@@ -53,7 +53,7 @@ def app() -> DtypeApp:
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_presets_say_what_they_would_do_and_enter_puts_one_in_force(app: DtypeApp, size: tuple[int, int]) -> None:
+async def test_presets_show_their_effect_and_enter_applies_one(app: DtypeApp, size: tuple[int, int]) -> None:
     async with running(app, size) as pilot:
         await pilot.press("2")
         before = app.controller.experiment.recipe
@@ -80,7 +80,7 @@ async def test_presets_say_what_they_would_do_and_enter_puts_one_in_force(app: D
         assert app.controller.experiment.recipe == before
 
 
-async def test_presets_say_what_fits(app: DtypeApp) -> None:
+async def test_presets_say_what_fits_in_memory(app: DtypeApp) -> None:
     stored = app.controller.experiment.tree.stored_bytes
 
     async def words(pilot: Pilot[None]) -> str:
@@ -104,7 +104,7 @@ async def test_presets_say_what_fits(app: DtypeApp) -> None:
         assert "Weights, KV cache and activations at" in text
 
 
-async def test_a_preset_with_nothing_to_do_says_so(app: DtypeApp) -> None:
+async def test_preset_without_effect_says_so(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("p", *["down"] * list(PRESETS).index("islands-fp32"))
         await until(pilot, lambda: len(app.screen.effects) == len(PRESETS))  # type: ignore[attr-defined]
@@ -116,7 +116,7 @@ async def test_a_preset_with_nothing_to_do_says_so(app: DtypeApp) -> None:
         assert app.controller.experiment.recipe == Recipe()
 
 
-def test_outcomes_are_those_of_the_plans() -> None:
+def test_preset_outcomes_equal_their_plans() -> None:
     tree = demo_tree()
     found = list(preset_effects(tree))
     assert [outcome.preset.name for outcome in found] == list(PRESETS)
@@ -124,7 +124,7 @@ def test_outcomes_are_those_of_the_plans() -> None:
     assert "module classes" in found[1].reason
 
 
-async def test_a_preset_of_the_command_line_waits_for_the_classes() -> None:
+async def test_command_line_preset_waits_for_classes() -> None:
     bare = demo_tree()
     casts = Recipe((Rule("lm_head", "float32"),))
     app = make_app(bare, recipe=casts, preset="fp8-linears")
@@ -147,7 +147,7 @@ def planned(app: DtypeApp) -> events.ExportPlanned:
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[int, int]) -> None:
+async def test_save_screen_says_what_will_be_written(app: DtypeApp, size: tuple[int, int]) -> None:
     async with running(app, size) as pilot:
         await pilot.press("2", "e")
         await pilot.pause()
@@ -180,7 +180,7 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
         assert "ready" in screen(app)
 
 
-async def test_one_file_that_the_export_refuses_is_not_promised(app: DtypeApp) -> None:
+async def test_refused_one_file_export_is_not_offered(app: DtypeApp) -> None:
     async with running(app, (120, 36)) as pilot:
         await pilot.press("2", "e")
         why = "13 weights (first a, float8_e4m3fn) have scales, which need a config.json"
@@ -192,7 +192,7 @@ async def test_one_file_that_the_export_refuses_is_not_promised(app: DtypeApp) -
         assert "torch.load" not in screen(app)
 
 
-async def test_one_file_says_what_loads_it(app: DtypeApp) -> None:
+async def test_one_file_export_says_what_loads_it(app: DtypeApp) -> None:
     async with running(app, (120, 36)) as pilot:
         await pilot.press("2", "e")
         await say(app, pilot, planned(app))
@@ -205,7 +205,7 @@ async def test_one_file_says_what_loads_it(app: DtypeApp) -> None:
         await until(pilot, lambda: "It loads so." in screen(app))
 
 
-async def test_a_refused_export_says_why(app: DtypeApp) -> None:
+async def test_refused_export_says_why(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("e")
         await say(app, pilot, events.ExportPlanned(Recipe(), None, "packed of several tensors"))
@@ -216,7 +216,7 @@ async def test_a_refused_export_says_why(app: DtypeApp) -> None:
 
 
 @pytest.mark.slow
-async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
+async def test_every_kind_of_file_is_saved_and_existing_ones_noticed(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
         measured = report(app.controller.experiment.recipe)
@@ -246,9 +246,7 @@ async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
         assert engine(app).saves[-1] == RecipeRequest(Path("demo.recipe.yaml"), True, measured)
 
 
-async def test_an_engine_elsewhere_is_asked_what_is_there_already(
-    app: DtypeApp, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_remote_engine_is_asked_about_existing_files(app: DtypeApp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordingEngine, "host", "box")
     async with running(app) as pilot:
         await pilot.press("e")
@@ -284,7 +282,7 @@ async def test_an_engine_elsewhere_is_asked_what_is_there_already(
         ("nowhere/out", "there is no folder"),
     ],
 )
-async def test_a_place_that_can_not_be_exported_to_is_refused_at_once(tmp_path: Path, path: str, says: str) -> None:
+async def test_invalid_export_target_is_refused_at_once(tmp_path: Path, path: str, says: str) -> None:
     for name in ("model", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()
@@ -302,7 +300,7 @@ async def test_a_place_that_can_not_be_exported_to_is_refused_at_once(tmp_path: 
         assert engine(app).saves == []
 
 
-async def test_a_free_name_is_numbered_after_its_word(app: DtypeApp) -> None:
+async def test_suggested_name_is_numbered_if_taken(app: DtypeApp) -> None:
     Path("demo-cast").mkdir()
     Path("demo-report.html").touch()
     async with running(app) as pilot:
@@ -312,14 +310,14 @@ async def test_a_free_name_is_numbered_after_its_word(app: DtypeApp) -> None:
         assert app.screen.query_one(Input).value == "demo-report-2.html"
 
 
-async def test_an_empty_path_is_asked_for(app: DtypeApp) -> None:
+async def test_empty_path_is_refused(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("e", "ctrl+u", "enter")
         assert notices(app)[-1] == "type the path of the new folder first"
         assert isinstance(app.screen, SaveScreen)
 
 
-async def test_a_path_that_can_not_be_looked_at_is_said(app: DtypeApp) -> None:
+async def test_unreadable_path_is_reported(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("e")
         for path, says in (("~nobody-of-this-name/x", "can't write ~nobody"), ("x" * 300, "File name too long")):
@@ -331,7 +329,7 @@ async def test_a_path_that_can_not_be_looked_at_is_said(app: DtypeApp) -> None:
         assert engine(app).saves == []
 
 
-async def test_the_session_is_kept_as_it_changes() -> None:
+async def test_session_is_saved_as_it_changes() -> None:
     app = make_app(saver=lambda: SessionSaver(None, "demo", None, Options(prompts=("a",))))
     async with running(app) as pilot:
         await pilot.press("j", "j", "2", "j", "3")
@@ -363,7 +361,7 @@ async def test_the_session_is_kept_as_it_changes() -> None:
         assert again.controller.experiment.recipe == Recipe()
 
 
-async def test_a_session_is_kept_whose_terminal_goes_before_anything_could_keep_it() -> None:
+async def test_session_is_saved_when_the_terminal_closes_early() -> None:
     app = make_app()
     async with running(app) as pilot:
         await pilot.press("j", "j", "2")
@@ -377,7 +375,7 @@ async def test_a_session_is_kept_whose_terminal_goes_before_anything_could_keep_
 
 
 @pytest.mark.slow
-async def test_a_session_that_can_not_be_written_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unwritable_session_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     app = make_app(saver=lambda: SessionSaver(None, "demo", None, Options()))
@@ -389,7 +387,7 @@ async def test_a_session_that_can_not_be_written_is_said_once(tmp_path: Path, mo
         assert "--resume will not know this session" in notices(app)[0]
 
 
-async def test_a_node_that_is_not_there_any_more_is_no_trouble() -> None:
+async def test_missing_cursor_node_is_ignored() -> None:
     app = make_app(saved=SavedSession(None, "demo", cursor="gone.since"))
     async with running(app) as pilot:
         await say(app, pilot, events.ModelReady(app.controller.experiment.tree, "Llama", "cpu", 1.0, "prompts", ()))
@@ -397,7 +395,7 @@ async def test_a_node_that_is_not_there_any_more_is_no_trouble() -> None:
         assert app.query_one(ModuleTree).cursor == 1
 
 
-def test_what_the_command_line_says_goes_before_what_was_saved() -> None:
+def test_command_line_options_override_saved_ones() -> None:
     saved = Options(device="cuda", prompts=("a",), threads=3, settings=RunSettings("bfloat16", "float16", "model"))
     now = Options(device="cpu", trust_remote_code=True, settings=RunSettings(compute="float64"))
     found = with_saved_options(now, saved, {"device", "compute"})

@@ -56,7 +56,7 @@ async def running(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIter
         yield pilot
 
 
-async def test_s_asks_for_dtypes_and_scans() -> None:
+async def test_s_key_asks_for_dtypes_and_scans() -> None:
     app = make_app()
     async with running(app) as pilot:
         await pilot.press("o")
@@ -69,7 +69,7 @@ async def test_s_asks_for_dtypes_and_scans() -> None:
 
 
 @pytest.mark.slow
-async def test_a_scan_that_was_stopped_goes_on_with_s_and_pauses_with_space() -> None:
+async def test_cancelled_scan_resumes_and_space_pauses() -> None:
     app = make_app()
     async with running(app) as pilot:
         await pilot.press("s", "enter")
@@ -92,7 +92,7 @@ async def test_a_scan_that_was_stopped_goes_on_with_s_and_pauses_with_space() ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
-async def test_the_tree_shows_the_sum_over_the_weights_of_a_node(size: tuple[int, int]) -> None:
+async def test_tree_shows_the_score_sum_of_a_node(size: tuple[int, int]) -> None:
     app = make_app()
     found = scan_report()
     async with running(app, size) as pilot:
@@ -114,7 +114,7 @@ async def test_the_tree_shows_the_sum_over_the_weights_of_a_node(size: tuple[int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
-async def test_the_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int, int]) -> None:
+async def test_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int, int]) -> None:
     app = make_app()
     found = scan_report()
     async with running(app, size) as pilot:
@@ -145,7 +145,7 @@ async def test_the_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int,
 
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
-async def test_the_map_has_a_row_a_layer_and_a_column_a_kind(size: tuple[int, int]) -> None:
+async def test_sensitivity_map_has_a_row_per_layer_and_a_column_per_kind(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
@@ -158,7 +158,7 @@ async def test_the_map_has_a_row_a_layer_and_a_column_a_kind(size: tuple[int, in
         assert any("model.embed_tokens" in line for line in lines)
 
 
-async def test_a_scan_of_other_inputs_predicts_nothing_and_is_made_anew() -> None:
+async def test_scan_of_other_inputs_predicts_nothing_and_is_repeated() -> None:
     app = make_app()
     async with running(app) as pilot:
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
@@ -176,14 +176,14 @@ async def test_a_scan_of_other_inputs_predicts_nothing_and_is_made_anew() -> Non
         assert app.controller.experiment.scan.report is None
 
 
-def test_headings_tell_kinds_apart() -> None:
+def test_short_headings_of_kinds_are_distinct() -> None:
     assert short_kinds(("self_attn.q_proj", "mlp.down_proj"), 5) == ["q", "down"]
     assert short_kinds(("attn.dense", "mlp.dense"), 10) == ["attn.dense", "mlp.dense"]
     heads = short_kinds(("first.long_name_a", "first.long_name_b"), 5)
     assert len(set(heads)) == 2
 
 
-async def test_a_prediction_is_there_at_once_and_stands_beside_what_was_measured() -> None:
+async def test_prediction_is_shown_at_once_beside_the_measurement() -> None:
     app = make_app()
     found = scan_report()
     async with running(app) as pilot:
@@ -205,7 +205,7 @@ async def test_a_prediction_is_there_at_once_and_stands_beside_what_was_measured
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
-async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int]) -> None:
+async def test_point_of_the_front_is_chosen_and_applied(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
@@ -242,7 +242,7 @@ async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int
 
 
 @pytest.mark.slow
-async def test_the_front_counts_caches_at_the_context_if_they_were_scanned() -> None:
+async def test_front_includes_scanned_caches_at_the_context() -> None:
     app = make_app()
     async with running(app) as pilot:
         whole, experiment = scan_report(), app.controller.experiment
@@ -269,7 +269,7 @@ async def test_the_front_counts_caches_at_the_context_if_they_were_scanned() -> 
         assert view._measured() == [(view.solution.bytes, 2.5e-4)]
 
 
-async def test_the_front_shows_what_was_measured_also_where_nothing_drifts() -> None:
+async def test_front_shows_measured_recipes_without_drift() -> None:
     app = make_app()
     async with running(app, (80, 24)) as pilot:
         for rule, kl in (("*.mlp=bfloat16", 3e-5), ("*norm*=float32", 0.0)):
@@ -288,7 +288,7 @@ async def test_the_front_shows_what_was_measured_also_where_nothing_drifts() -> 
         assert "stopped" not in screen(app)
 
 
-async def test_the_front_of_a_scan_that_was_stopped_says_so() -> None:
+async def test_front_of_a_cancelled_scan_says_so() -> None:
     app = make_app()
     async with running(app) as pilot:
         await say(app, pilot, events.ScanUpdated(scan_report(6, 25), False))
@@ -300,7 +300,7 @@ async def test_the_front_of_a_scan_that_was_stopped_says_so() -> None:
 
 
 @pytest.mark.slow
-async def test_limits_are_typed_and_respected() -> None:
+async def test_typed_limits_are_respected() -> None:
     app = make_app()
     async with running(app) as pilot:
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
@@ -337,7 +337,7 @@ async def test_limits_are_typed_and_respected() -> None:
 
 
 @pytest.mark.slow
-async def test_a_cast_interrupts_a_real_scan_and_it_goes_on() -> None:
+async def test_cast_interrupts_a_real_scan_which_then_continues() -> None:
     source = locate(None)
     checkpoint = source.open()
     assert checkpoint is not None

@@ -21,7 +21,7 @@ def progress(done: int, run: str = "candidate") -> events.MeasuringProgress:
     return events.MeasuringProgress(Recipe(), run, done, 100)
 
 
-def test_the_time_left_goes_by_the_pace_of_the_measurement_under_way() -> None:
+def test_remaining_time_follows_the_pace_of_the_measurement() -> None:
     clock = Clock()
     activity = Activity(clock)
     activity.follow(progress(90))
@@ -40,7 +40,7 @@ def test_the_time_left_goes_by_the_pace_of_the_measurement_under_way() -> None:
     assert activity.seconds_left is None
 
 
-def test_a_pace_is_told_after_two_seconds_and_not_of_what_has_no_end() -> None:
+def test_remaining_time_is_shown_after_two_seconds() -> None:
     clock = Clock()
     activity = Activity(clock)
     activity.follow(progress(0))
@@ -56,5 +56,5 @@ def test_a_pace_is_told_after_two_seconds_and_not_of_what_has_no_end() -> None:
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0.2, "1 s"), (59.4, "59 s"), (60.0, "1 min"), (3500.0, "58 min"), (5400.0, "1.5 h")]
 )
-def test_times(seconds: float, shown: str) -> None:
+def test_remaining_times_are_formatted(seconds: float, shown: str) -> None:
     assert time_left(seconds) == shown

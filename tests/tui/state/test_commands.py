@@ -56,7 +56,7 @@ COMPLETE = Completer(
         ("inputs def main( -> None:", "inputs", ("def main( -> None:",)),
     ],
 )
-def test_lines_are_read(line: str, name: str, arguments: tuple[str, ...]) -> None:
+def test_command_lines_are_parsed(line: str, name: str, arguments: tuple[str, ...]) -> None:
     command, found = parse(line, COMMANDS)
     assert (command.name, found) == (name, arguments)
 
@@ -76,7 +76,7 @@ def test_lines_are_read(line: str, name: str, arguments: tuple[str, ...]) -> Non
         ("\x1b[31m", "no command"),
     ],
 )
-def test_what_can_not_be_read_is_a_sentence(line: str, says: str) -> None:
+def test_invalid_command_is_one_sentence(line: str, says: str) -> None:
     with pytest.raises(UserError) as caught:
         parse(line, COMMANDS)
     assert says in str(caught.value)
@@ -100,13 +100,13 @@ def test_what_can_not_be_read_is_a_sentence(line: str, says: str) -> None:
         ("nothing ", []),
     ],
 )
-def test_completions(line: str, first: list[str]) -> None:
+def test_commands_are_completed(line: str, first: list[str]) -> None:
     assert COMPLETE(line)[: len(first)] == first
     if not first:
         assert COMPLETE(line) == []
 
 
-def test_every_completion_of_a_name_can_be_gone_to() -> None:
+def test_every_completed_name_can_be_gone_to() -> None:
     begun = "go "
     for _ in range(6):
         fitting = COMPLETE(begun)
@@ -116,7 +116,7 @@ def test_every_completion_of_a_name_can_be_gone_to() -> None:
         begun = fitting[0] + "."
 
 
-def test_paths_complete_by_folder_spaces_and_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_completed_by_folder_including_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipes" / "my own").mkdir(parents=True)
     (tmp_path / "recipes" / "my own" / "b.yaml").touch()
     for name in ("recipe.yaml", ".hidden", "evil\x1b[2J"):
@@ -144,7 +144,7 @@ async def enter(app: DtypeApp, pilot: Pilot[None], line: str) -> None:
     await pilot.pause()
 
 
-async def test_a_path_is_completed_to_its_end_and_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_completed_path_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("casts", "of today").mkdir(parents=True)
     app = make_app()
@@ -161,7 +161,7 @@ async def test_a_path_is_completed_to_its_end_and_written_to(tmp_path: Path, mon
 
 
 @pytest.mark.slow
-async def test_what_to_leave_with_is_written_with_the_figures_on_the_screen(tmp_path: Path) -> None:
+async def test_saved_files_contain_the_figures_on_the_screen(tmp_path: Path) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
@@ -187,7 +187,7 @@ async def test_what_to_leave_with_is_written_with_the_figures_on_the_screen(tmp_
 
 
 @pytest.mark.slow
-async def test_what_is_there_already_is_never_written_over(tmp_path: Path) -> None:
+async def test_existing_files_are_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
     app = make_app()
@@ -209,7 +209,7 @@ async def test_what_is_there_already_is_never_written_over(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-async def test_a_preset_is_applied_or_says_why_not() -> None:
+async def test_preset_command_applies_or_says_why_not() -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
@@ -227,7 +227,7 @@ async def test_a_preset_is_applied_or_says_why_not() -> None:
         assert app.controller.experiment.recipe == Recipe((Rule("*", "float16"),))
 
 
-async def test_inputs_are_asked_for_in_a_line() -> None:
+async def test_inputs_command_requests_inputs() -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
@@ -243,7 +243,7 @@ async def test_inputs_are_asked_for_in_a_line() -> None:
         assert isinstance(app.screen, InputsScreen)
 
 
-async def test_before_there_is_a_model_there_is_nothing_to_write(tmp_path: Path) -> None:
+async def test_nothing_is_saved_before_there_is_a_model(tmp_path: Path) -> None:
     app = app_of(Launch("x.py:Y"))
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
@@ -253,7 +253,7 @@ async def test_before_there_is_a_model_there_is_nothing_to_write(tmp_path: Path)
         assert engine(app).saves == engine(app).recipes == []
 
 
-async def test_a_cast_is_typed_completed_previewed_and_applied() -> None:
+async def test_cast_is_typed_completed_previewed_and_applied() -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
@@ -270,7 +270,7 @@ async def test_a_cast_is_typed_completed_previewed_and_applied() -> None:
         assert app.query_one(ModuleTree).has_focus
 
 
-async def test_history_and_leaving() -> None:
+async def test_command_history_and_leaving_the_line() -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
@@ -289,7 +289,7 @@ async def test_history_and_leaving() -> None:
         assert app.query_one(ModuleTree).has_focus
 
 
-async def test_tab_walks_through_what_fits_and_back() -> None:
+async def test_tab_cycles_through_completions() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.pause()
@@ -302,7 +302,7 @@ async def test_tab_walks_through_what_fits_and_back() -> None:
         assert field.value == second != "cast *"
 
 
-async def test_what_is_wrong_stays_in_the_line_or_is_a_notice() -> None:
+async def test_invalid_command_stays_in_the_line_or_gives_a_notice() -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
@@ -321,7 +321,7 @@ async def test_what_is_wrong_stays_in_the_line_or_is_a_notice() -> None:
 
 
 @pytest.mark.slow
-async def test_columns_themes_filters_and_actions_by_name() -> None:
+async def test_columns_themes_filters_and_actions_are_commands() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.pause()

@@ -67,7 +67,7 @@ def alone() -> Alone:
     ],
     ids=lambda event: type(event).__name__,
 )
-def test_what_belongs_to_another_recipe_changes_nothing(alone: Alone, event: events.Event) -> None:
+def test_results_of_another_recipe_change_nothing(alone: Alone, event: events.Event) -> None:
     alone.opened()
     alone.controller.apply_recipe(BF16)
     before = dataclasses.replace(alone.experiment)
@@ -80,7 +80,7 @@ def test_what_belongs_to_another_recipe_changes_nothing(alone: Alone, event: eve
     assert alone.controller.handle(msgspec.structs.replace(event, recipe=BF16)), "but for the recipe in force it counts"  # type: ignore[union-attr]
 
 
-def test_what_is_written_and_what_is_stopped_counts_for_any_recipe(alone: Alone) -> None:
+def test_saving_and_cancelling_apply_to_any_recipe(alone: Alone) -> None:
     alone.controller.apply_recipe(BF16)
     assert alone.controller.handle(events.SavingProgress(OTHER, "exporting", 1, 4))
     assert alone.controller.activity.now() == ("exporting", 0.25)
@@ -89,7 +89,7 @@ def test_what_is_written_and_what_is_stopped_counts_for_any_recipe(alone: Alone)
     assert [sentence for sentence, _ in alone.said] == ["wrote it", "stopped: timing; t times again"]
 
 
-def test_a_measurement_under_other_settings_is_not_taken(alone: Alone) -> None:
+def test_measurement_under_other_settings_is_ignored(alone: Alone) -> None:
     alone.opened()
     late = events.Measured(Recipe(), report(Recipe()))
     alone.controller.set_settings(RunSettings(autocast="bfloat16"))
@@ -97,7 +97,7 @@ def test_a_measurement_under_other_settings_is_not_taken(alone: Alone) -> None:
     assert alone.experiment.results.report is None
 
 
-def test_modules_that_an_engine_makes_up_are_few(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_modules_invented_by_an_engine_is_limited(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiment_module, "_MOST_MODULES_SIZE", 5_000)
     for number in range(300):
         name = f"m{number}" * (1 + number % 7)
@@ -107,7 +107,7 @@ def test_modules_that_an_engine_makes_up_are_few(alone: Alone, monkeypatch: pyte
         assert sum(100 + len(known) for known in modules) <= 5_000
 
 
-def test_what_a_measurement_has_to_say_is_said_once(alone: Alone) -> None:
+def test_notices_of_a_measurement_are_shown_once(alone: Alone) -> None:
     ready = events.ModelReady(alone.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ("made at random",))
     assert alone.controller.handle(ready)
     assert [sentence for sentence, _ in alone.said] == ["made at random"]
@@ -117,7 +117,7 @@ def test_what_a_measurement_has_to_say_is_said_once(alone: Alone) -> None:
     assert alone.said[1:] == [("the model writes to steps", "warning")]
 
 
-def test_a_rule_is_told_to_the_engine_and_drawn_and_one_that_takes_nothing_is_not(alone: Alone) -> None:
+def test_rule_is_sent_and_drawn_unless_it_matches_nothing(alone: Alone) -> None:
     alone.opened()
     alone.controller.add_rule(Rule("*", "bfloat16"))
     assert alone.engine.recipes == [BF16]
@@ -127,7 +127,7 @@ def test_a_rule_is_told_to_the_engine_and_drawn_and_one_that_takes_nothing_is_no
     assert (alone.drawn, alone.said[0][1]) == (1, "warning")
 
 
-def test_quitting_while_something_is_written_takes_two_keys(alone: Alone) -> None:
+def test_quitting_while_saving_takes_two_keys(alone: Alone) -> None:
     assert alone.controller.life.may_quit()
     alone.controller.handle(events.SavingProgress(Recipe(), "exporting", 1, 4))
     assert not alone.controller.life.may_quit()
@@ -137,7 +137,7 @@ def test_quitting_while_something_is_written_takes_two_keys(alone: Alone) -> Non
     assert not alone.controller.life.may_quit(), "asked anew for what is written anew"
 
 
-def test_a_session_that_is_taken_up_comes_before_the_rules_of_the_command_line(alone: Alone) -> None:
+def test_resumed_session_precedes_command_line_rules(alone: Alone) -> None:
     saved = SavedSession(
         None, "demo", rule_lists=(RuleList(), RuleList.of(BF16.rules)), at=1, context=512, batch=3, budget=1 << 30
     )
@@ -150,7 +150,7 @@ def test_a_session_that_is_taken_up_comes_before_the_rules_of_the_command_line(a
     assert alone.experiment.recipe == BF16
 
 
-def test_the_key_for_the_scan_chooses_shows_or_goes_on(alone: Alone) -> None:
+def test_scan_key_chooses_shows_or_resumes(alone: Alone) -> None:
     alone.opened()
     controller = alone.controller
     assert controller.next_of_scan() == "choose"
@@ -162,7 +162,7 @@ def test_the_key_for_the_scan_chooses_shows_or_goes_on(alone: Alone) -> None:
     assert alone.engine.commands == ["scan bfloat16", "scan bfloat16"], "one that was stopped goes on"
 
 
-def test_a_scan_that_waits_is_stopped_by_itself(alone: Alone) -> None:
+def test_waiting_scan_is_cancelled_by_itself(alone: Alone) -> None:
     alone.opened()
     alone.controller.handle(events.MeasuringProgress(Recipe(), "candidate", 1, 4))
     alone.controller.handle(events.Jobs("measure", ()))
@@ -176,7 +176,7 @@ def test_a_scan_that_waits_is_stopped_by_itself(alone: Alone) -> None:
     assert alone.controller.life.current_activity()[0] == "stopping: measuring: candidate"
 
 
-def test_the_header_says_on_which_machine_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_header_names_the_machine_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordingEngine, "host", "gpu")
     alone = Alone()
     assert re.search(r"^ demo  .*  gpu  ", header_line(alone.experiment, 80).plain)
@@ -185,7 +185,7 @@ def test_the_header_says_on_which_machine_the_model_is(monkeypatch: pytest.Monke
     assert "Llama" not in header_line(alone.experiment, 60).plain, "the class is left out before the device"
 
 
-def test_a_rule_for_kv_caches_is_another_recipe_than_none(alone: Alone) -> None:
+def test_cache_rule_makes_another_recipe(alone: Alone) -> None:
     """It changes no weight, and its results are not those of the recipe before."""
     alone.opened()
     alone.controller.apply_recipe(BF16)

@@ -38,17 +38,17 @@ BOTH = tuple(f"{side}.layers.{layer}.fc" for side in ("encoder", "decoder") for 
     ],
     ids=["a stack", "stacks in a stack", "two stacks", "a stack alone", "no stack"],
 )
-def test_layers_and_what_stands_beside_them(names: tuple[str, ...], expected: list[str]) -> None:
+def test_layers_and_other_modules_of_the_depth_plot(names: tuple[str, ...], expected: list[str]) -> None:
     assert depth_modules(tree(*names)) == expected
 
 
-def test_buffers_that_no_file_holds_are_no_layer() -> None:
+def test_buffers_without_values_are_no_layer() -> None:
     rope = TensorInfo("rope.inv_freq", (2,), "float32", "non-persistent buffer")
     weights = [TensorInfo(f"{name}.weight", (2, 2), "float32") for name in ("stem", "head")]
     assert depth_modules(Tree((*weights, rope))) == ["stem", "head"]
 
 
-def test_labels_are_short() -> None:
+def test_depth_labels_are_short() -> None:
     assert depth_label("model.layers.12") == "layers.12"
     assert depth_label("model.embed_tokens") == "embed_tokens"
     assert len(depth_label("x" * 40)) == 16

@@ -48,7 +48,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_life, "STOP_WAIT_S", 0.0)
 
 
-def test_it_opens_then_does_what_the_engine_tells(life: Told) -> None:
+def test_engine_opens_then_follows_its_events(life: Told) -> None:
     assert life.current_activity() == ("opening", None, "Esc stops")
     life.follow(MEASURING)
     assert life.current_activity() == ("measuring: candidate", 0.25, "Esc stops")
@@ -58,7 +58,7 @@ def test_it_opens_then_does_what_the_engine_tells(life: Told) -> None:
     assert life.idle_words(True) == "no live model: planning only"
 
 
-def test_stopping_is_said_until_it_has_stopped(measuring: Told) -> None:
+def test_cancelling_is_shown_until_the_job_has_stopped(measuring: Told) -> None:
     measuring.stop()
     assert measuring.recording.commands == ["cancel"]
     assert measuring.drawn == 1
@@ -71,7 +71,7 @@ def test_stopping_is_said_until_it_has_stopped(measuring: Told) -> None:
     assert measuring.current_activity()[2] == "Esc stops"
 
 
-def test_where_nothing_runs_nothing_is_stopped(life: Told) -> None:
+def test_cancelling_without_a_job_does_nothing(life: Told) -> None:
     life.follow(events.Idle())
     life.stop()
     assert life.recording.commands == []
@@ -79,9 +79,7 @@ def test_where_nothing_runs_nothing_is_stopped(life: Told) -> None:
 
 @pytest.mark.usefixtures("_at_once")
 @pytest.mark.parametrize("end", [events.Idle(), events.Jobs("speed", ())])
-def test_what_does_not_stop_is_offered_once_and_not_for_longer_than_it_runs(
-    measuring: Told, end: events.Idle | events.Jobs
-) -> None:
+def test_ending_a_stuck_engine_is_offered_once(measuring: Told, end: events.Idle | events.Jobs) -> None:
     measuring.stop()
     assert not measuring.must_end
     measuring.check_stopped()
@@ -98,7 +96,7 @@ def test_what_does_not_stop_is_offered_once_and_not_for_longer_than_it_runs(
 
 
 @pytest.mark.usefixtures("_at_once")
-def test_the_next_measurement_is_not_the_one_that_was_told_to_stop(measuring: Told) -> None:
+def test_next_measurement_is_not_the_cancelled_one(measuring: Told) -> None:
     measuring.stop()
     measuring.note_stopped("measure")
     measuring.check_stopped()
@@ -107,7 +105,7 @@ def test_the_next_measurement_is_not_the_one_that_was_told_to_stop(measuring: To
 
 
 @pytest.mark.usefixtures("_at_once")
-def test_opening_does_not_stop_with_what_waits_for_it(life: Told) -> None:
+def test_cancelling_while_opening_does_not_stop_opening(life: Told) -> None:
     life.stop()
     life.note_stopped(None)
     life.follow(events.Jobs("", ()))
@@ -115,14 +113,14 @@ def test_opening_does_not_stop_with_what_waits_for_it(life: Told) -> None:
     assert life.must_end
 
 
-def test_two_seconds_are_given_to_each_that_is_told_to_stop(measuring: Told) -> None:
+def test_each_cancelled_job_gets_two_seconds(measuring: Told) -> None:
     measuring.stop()
     measuring.check_stopped()  # by the timer of something that was stopped before
     assert not measuring.must_end
 
 
 @pytest.mark.usefixtures("_at_once")
-def test_a_thread_is_not_offered_to_be_ended(measuring: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_thread_cannot_be_ended(measuring: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordingEngine, "can_restart", False)
     measuring.stop()
     measuring.check_stopped()
@@ -132,7 +130,7 @@ def test_a_thread_is_not_offered_to_be_ended(measuring: Told, monkeypatch: pytes
     assert "restart" not in measuring.recording.commands
 
 
-def test_its_end_is_told_with_what_is_lost_and_what_is_asked_then_is_refused(measuring: Told) -> None:
+def test_dead_engine_reports_its_losses_and_refuses_requests(measuring: Told) -> None:
     measuring.follow(events.SavingProgress(Recipe(), "writing", 1, 2))
     measuring.scan.begin(("int8",))
     measuring.follow_connection(events.EngineEnded("the engine ended: killed (SIGKILL)"))
@@ -149,7 +147,7 @@ def test_its_end_is_told_with_what_is_lost_and_what_is_asked_then_is_refused(mea
     assert measuring.may_quit()
 
 
-def test_started_again_it_opens(measuring: Told) -> None:
+def test_restarted_engine_opens_the_model(measuring: Told) -> None:
     measuring.follow_connection(events.EngineEnded("the engine ended"))
     assert measuring.restart()
     assert measuring.recording.commands == ["restart"]
@@ -158,7 +156,7 @@ def test_started_again_it_opens(measuring: Told) -> None:
     assert measuring.said == ["the engine ended; R starts it again"]
 
 
-def test_a_finished_scan_outlives_the_engine_and_one_that_is_not_is_lost_once(life: Told) -> None:
+def test_finished_scan_survives_the_engine_and_an_unfinished_one_is_lost(life: Told) -> None:
     life.scan.begin(("int8",))
     life.scan.finished = True
     life.follow_connection(events.EngineEnded("the engine ended"))
@@ -172,13 +170,13 @@ def test_a_finished_scan_outlives_the_engine_and_one_that_is_not_is_lost_once(li
     assert life.scan.lost
 
 
-def test_leaving_while_it_writes_is_asked_twice(life: Told) -> None:
+def test_leaving_while_saving_is_asked_twice(life: Told) -> None:
     assert life.may_quit()
     life.follow(events.SavingProgress(Recipe(), "writing", 1, 2))
     assert [life.may_quit(), life.may_quit()] == [False, True]
 
 
-def test_a_cut_connection_is_said_until_it_is_there_again(measuring: Told) -> None:
+def test_lost_connection_is_shown_until_it_returns(measuring: Told) -> None:
     measuring.follow_connection(events.EngineLost("the connection to host is cut"))
     assert measuring.current_activity() == ("", None, "")
     assert measuring.idle_words(False) == "connection cut: trying again"
@@ -188,7 +186,7 @@ def test_a_cut_connection_is_said_until_it_is_there_again(measuring: Told) -> No
 
 
 @pytest.mark.usefixtures("_at_once")
-def test_out_of_reach_nothing_is_offered_to_be_ended(measuring: Told) -> None:
+def test_unreachable_engine_is_not_offered_to_be_ended(measuring: Told) -> None:
     measuring.stop()
     measuring.follow_connection(events.EngineLost("the connection to host is cut"))
     measuring.check_stopped()

@@ -17,7 +17,7 @@ BF16 = Recipe((Rule("*", "bfloat16"),))
 F16 = Recipe((Rule("*", "float16"),))
 
 
-def test_one_entry_a_recipe_keeps_its_pin_and_its_time() -> None:
+def test_one_entry_per_recipe_keeps_its_pin_and_time() -> None:
     history: tuple[MeasuredRecipe, ...] = ()
     history = toggle_pin(remember(history, measured(report(BF16), BF16, RunSettings(), 100)), 0)
     history = remember(history, measured(report(F16), F16, RunSettings(), 100))
@@ -26,7 +26,7 @@ def test_one_entry_a_recipe_keeps_its_pin_and_its_time() -> None:
     assert [(entry.recipe, entry.pinned, entry.seconds) for entry in history] == [(BF16, True, 0.2), (F16, False, 0.2)]
 
 
-def test_other_settings_are_another_entry() -> None:
+def test_other_settings_make_another_entry() -> None:
     autocast = RunSettings(autocast="bfloat16")
     history = remember((), measured(report(BF16), BF16, RunSettings(), 100))
     history = remember(history, measured(report(BF16), BF16, autocast, 100))
@@ -36,7 +36,7 @@ def test_other_settings_are_another_entry() -> None:
     assert without_figures(history, RunSettings(), "other prompts") == [BF16, F16]
 
 
-def test_the_history_is_bounded_and_what_is_pinned_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_is_limited_and_pinned_entries_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement_log, "MOST_MEASURED", 10)
     recipes = [Recipe((Rule(f"layer.{number}", "float16"),)) for number in range(30)]
     history: tuple[MeasuredRecipe, ...] = ()

@@ -33,7 +33,7 @@ def experiment() -> Experiment:
     return made
 
 
-def test_the_history_has_what_was_measured_so_far_until_the_rest_is_there(experiment: Experiment) -> None:
+def test_history_has_partial_results_until_the_rest_arrives(experiment: Experiment) -> None:
     for done in (1, 2):
         experiment.take(so_far(done))
     assert experiment.results.partial_drift == so_far(2).drift
@@ -49,7 +49,7 @@ def test_the_history_has_what_was_measured_so_far_until_the_rest_is_there(experi
     assert entry.kl_error == 1e-5
 
 
-def test_less_does_not_take_the_place_of_more(experiment: Experiment) -> None:
+def test_partial_result_does_not_replace_a_complete_one(experiment: Experiment) -> None:
     experiment.take(events.Measured(BF16, report(BF16)))
     whole = experiment.measured
     experiment.forget_figures()
@@ -58,7 +58,7 @@ def test_less_does_not_take_the_place_of_more(experiment: Experiment) -> None:
     assert experiment.results.partial_drift is not None
 
 
-def test_figures_in_part_stay_when_it_is_stopped_and_go_with_the_recipe(experiment: Experiment) -> None:
+def test_partial_results_stay_when_cancelled_and_go_with_the_recipe(experiment: Experiment) -> None:
     experiment.take(so_far(2))
     experiment.take(events.Idle())
     assert experiment.results.partial_drift is not None
@@ -67,14 +67,14 @@ def test_figures_in_part_stay_when_it_is_stopped_and_go_with_the_recipe(experime
     assert experiment.is_stale(so_far(3))
 
 
-def test_figures_of_other_settings_are_stale(experiment: Experiment) -> None:
+def test_results_under_other_settings_are_outdated(experiment: Experiment) -> None:
     autocast = RunSettings(autocast="bfloat16")
     experiment.set_settings(autocast)
     assert experiment.is_stale(so_far(2))
     assert not experiment.is_stale(so_far(2, autocast))
 
 
-def test_a_report_of_some_sequences_is_one_in_part(experiment: Experiment) -> None:
+def test_report_of_some_sequences_is_partial(experiment: Experiment) -> None:
     some = dataclasses.replace(report(BF16), sequences=so_far(4).drift.extent)
     experiment.take(events.Measured(BF16, some))
     (entry,) = experiment.measured
@@ -82,7 +82,7 @@ def test_a_report_of_some_sequences_is_one_in_part(experiment: Experiment) -> No
     assert entry.seconds is None
 
 
-def test_the_status_line_has_the_figure_so_far(experiment: Experiment) -> None:
+def test_status_line_has_the_partial_figure(experiment: Experiment) -> None:
     experiment.take(so_far(2))
     activity = Activity()
     activity.begin("measuring: candidate", 0.4)
@@ -94,7 +94,7 @@ def test_the_status_line_has_the_figure_so_far(experiment: Experiment) -> None:
     assert len(narrow) <= 80
 
 
-def test_the_status_line_says_how_much_a_model_larger_than_memory_has_read(experiment: Experiment) -> None:
+def test_status_line_shows_bytes_read_over_memory(experiment: Experiment) -> None:
     memory = dataclasses.replace(report(BF16).memory, read_bytes=3 << 29)
     experiment.take(events.Memory(BF16, memory))
     activity = Activity()
@@ -106,7 +106,7 @@ def test_the_status_line_says_how_much_a_model_larger_than_memory_has_read(exper
     assert "GiB" not in status_line(experiment, doing, activity, "", 80, {}).plain
 
 
-def test_what_was_measured_before_is_shown_at_once_while_nothing_else_has_changed(experiment: Experiment) -> None:
+def test_known_measurement_is_shown_at_once(experiment: Experiment) -> None:
     found = report(BF16)
     experiment.take(events.Measured(BF16, found))
     experiment.push(Recipe((*BF16.rules, Rule("*.mlp", "int8"))))
@@ -124,7 +124,7 @@ def test_what_was_measured_before_is_shown_at_once_while_nothing_else_has_change
     assert experiment.results.report is None
 
 
-def test_what_was_measured_in_part_or_of_another_model_is_not_shown_again(experiment: Experiment) -> None:
+def test_partial_or_foreign_measurement_is_not_shown_again(experiment: Experiment) -> None:
     whole = report(BF16)
     extent = Extent(done=2, total=6, positions=200)
     experiment.take(events.Measured(BF16, dataclasses.replace(whole, sequences=extent)))
@@ -138,7 +138,7 @@ def test_what_was_measured_in_part_or_of_another_model_is_not_shown_again(experi
 
 
 @pytest.mark.parametrize("title", ["demo", "HuggingFaceTB/SmolLM2-135M-Instruct"])
-def test_how_long_it_takes_and_how_much_was_run_come_before_the_figure(experiment: Experiment, title: str) -> None:
+def test_time_and_extent_precede_the_partial_figure(experiment: Experiment, title: str) -> None:
     now = [0.0]
     activity = Activity(lambda: now[0])
     for share in (0.0, 0.4):

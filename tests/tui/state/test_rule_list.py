@@ -12,7 +12,7 @@ A, B, C = (Rule(name, "bfloat16") for name in "abc")
 THREE = RuleList.of((A, B, C))
 
 
-def test_a_disabled_rule_keeps_its_place_and_is_not_in_the_recipe() -> None:
+def test_disabled_rule_keeps_its_place_outside_the_recipe() -> None:
     off = THREE.toggled(1)
     assert off.recipe.rules == (A, C)
     assert off.indices == (0, None, 1)
@@ -20,20 +20,20 @@ def test_a_disabled_rule_keeps_its_place_and_is_not_in_the_recipe() -> None:
     assert off.toggled(1) == THREE
 
 
-def test_rules_of_the_recipe_are_dropped_by_their_place_in_it() -> None:
+def test_rules_are_dropped_by_their_place_in_the_recipe() -> None:
     off = THREE.toggled(0)
     assert [row.rule for row in off.without([1]).rows] == [A, B]
     assert off.without([1]).recipe.rules == (B,)
 
 
-def test_a_new_rule_takes_the_place_of_an_enabled_one_with_its_pattern() -> None:
+def test_new_rule_replaces_an_enabled_one_with_its_pattern() -> None:
     newer = Rule("a", "float16")
     assert THREE.then(newer).recipe.rules == (B, C, newer)
     assert [row.rule for row in THREE.toggled(0).then(newer).rows] == [A, B, C, newer]
 
 
 @given(st.integers(0, 2), st.integers(-3, 3))
-def test_a_rule_moves_and_the_others_keep_their_order(row: int, step: int) -> None:
+def test_moved_rule_keeps_the_order_of_the_others(row: int, step: int) -> None:
     moved = THREE.moved(row, step)
     place = max(0, min(2, row + step))
     assert moved.rows[place] == THREE.rows[row]
@@ -42,6 +42,6 @@ def test_a_rule_moves_and_the_others_keep_their_order(row: int, step: int) -> No
     ]
 
 
-def test_a_row_is_changed_or_deleted() -> None:
+def test_row_is_changed_or_deleted() -> None:
     assert THREE.without_row(1).recipe.rules == (A, C)
     assert THREE.toggled(1).with_rule(1, Rule("d", "int8")).toggled(1).recipe.rules == (A, Rule("d", "int8"), C)

@@ -22,7 +22,7 @@ MLP = Recipe((Rule("*.mlp", "float16"),))
 MEASURED = measured(report(MLP), MLP, RunSettings(), 1_934_208)
 
 
-async def test_what_was_measured_is_in_the_history_and_goes_back() -> None:
+async def test_saved_measurements_are_restored_to_the_history() -> None:
     rules = (RuleList(), RuleList.of([Rule("*", "bfloat16")]))
     app = make_app(saved=SavedSession(None, "demo", Path(DEMO), rule_lists=rules, at=1, measured=(MEASURED,)))
     async with app.run_test(size=(120, 36)) as pilot:
@@ -37,7 +37,7 @@ async def test_what_was_measured_is_in_the_history_and_goes_back() -> None:
         assert app.controller.experiment.recipe.rules == (Rule("*", "bfloat16"),)
 
 
-def test_a_signal_at_any_line_of_an_update_saves_the_session() -> None:
+def test_signal_at_any_line_of_an_update_saves_the_session() -> None:
     """Its handler runs between two lines of whatever the app does, and saves and closes."""
     experiment = make_app().controller.experiment
     reached = 0

@@ -71,7 +71,7 @@ ENTRY: dict[str, Any] = {"rules": ["*=bfloat16"]} | {
 }
 
 
-def test_what_was_measured_holds_as_long_as_nothing_of_the_model_was_written(tmp_path: Path) -> None:
+def test_saved_measurements_hold_until_the_model_files_change(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     session = SavedSession("here", "here", tmp_path, measured=(MEASURED,))
     assert session.valid_measurements == (MEASURED,)
@@ -82,7 +82,7 @@ def test_what_was_measured_holds_as_long_as_nothing_of_the_model_was_written(tmp
     assert dataclasses.replace(session, path=tmp_path / "gone").valid_measurements == ()
 
 
-def test_everything_comes_back(tmp_path: Path) -> None:
+def test_complete_session_round_trips(tmp_path: Path) -> None:
     session = SavedSession(
         model="org/name",
         title="org/name",
@@ -129,7 +129,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     ),
     st.data(),
 )  # fmt: skip
-def test_any_recipes_come_back(recipes: list[list[Rule]], data: Any) -> None:
+def test_any_recipes_round_trip_in_a_session(recipes: list[list[Rule]], data: Any) -> None:
     made = []
     for rules in recipes:
         try:
@@ -145,7 +145,7 @@ def test_any_recipes_come_back(recipes: list[list[Rule]], data: Any) -> None:
     assert (found.rule_lists, found.at) == (tuple(made), at)
 
 
-def test_every_option_has_a_place_in_the_file_but_for_trust() -> None:
+def test_every_option_except_trust_is_saved() -> None:
     options = Options(trust_pickle=True, trust_remote_code=True, download=True)
     (path,) = save(0, SavedSession(None, "demo", options=options))
     written = json.loads(path.read_text())["options"]
@@ -154,7 +154,7 @@ def test_every_option_has_a_place_in_the_file_but_for_trust() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(sessions.NOT_KEPT))
-def test_a_file_can_not_make_the_program_trust_a_model(name: str) -> None:
+def test_session_file_cannot_grant_trust(name: str) -> None:
     (path,) = save(0, SavedSession(None, "demo"))
     data = json.loads(path.read_text())
     data["options"][name] = {"metrics": ["marks.py:accuracy"], "data": ["texts.jsonl"]}.get(name, True)
@@ -163,7 +163,7 @@ def test_a_file_can_not_make_the_program_trust_a_model(name: str) -> None:
         read_session(path)
 
 
-def test_a_long_history_keeps_what_is_near() -> None:
+def test_long_history_keeps_the_nearest_steps() -> None:
     rules = tuple(RuleList.of(recipe(f"layer.{number}=bf16").rules) for number in range(3 * MOST_STEPS))
     (path,) = save(0, SavedSession(None, "demo", rule_lists=rules, at=MOST_STEPS + 50))
     found = read_session(path)
@@ -208,7 +208,7 @@ def test_a_long_history_keeps_what_is_near() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_damaged_or_foreign_file_is_a_sentence(change: Any, says: str) -> None:
+def test_damaged_or_foreign_session_is_one_sentence(change: Any, says: str) -> None:
     old, new = save(0, SavedSession("one", "one"), SavedSession("two", "two"))
     changed = change(json.loads(new.read_text()))
     new.write_bytes(changed if isinstance(changed, bytes) else (
@@ -223,7 +223,7 @@ def test_a_damaged_or_foreign_file_is_a_sentence(change: Any, says: str) -> None
     assert newest_session("one") == read_session(old)
 
 
-def test_recent_models_are_each_told_once_the_newest_first(tmp_path: Path) -> None:
+def test_recent_models_are_listed_once_newest_first(tmp_path: Path) -> None:
     assert recent_models() == ()
     save(0, *(SavedSession(name, f"title of {name}", tmp_path) for name in ("a", "b", "a", "c", "b")))
     save(100, SavedSession(None, "demo"))
@@ -232,7 +232,7 @@ def test_recent_models_are_each_told_once_the_newest_first(tmp_path: Path) -> No
     assert recent_models()[1].path == tmp_path
 
 
-def test_the_newest_session_and_the_newest_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_session_of_any_or_one_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no session to resume"):
         newest_session()
     model = tmp_path / "model"
@@ -247,7 +247,7 @@ def test_the_newest_session_and_the_newest_of_a_model(tmp_path: Path, monkeypatc
         newest_session("other")
 
 
-def test_what_opens_a_model_again_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_model_path_works_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "net.py").write_text("x = 1\n")
     monkeypatch.chdir(tmp_path)
     assert sessions.canonical_model_ref("net.py:x") == f"{tmp_path / 'net.py'}:x"
@@ -257,7 +257,7 @@ def test_what_opens_a_model_again_from_any_folder(tmp_path: Path, monkeypatch: p
     assert sessions.canonical_model_ref(None) is None
 
 
-def test_old_sessions_and_pieces_go(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_sessions_and_temporary_files_are_removed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MOST_KEPT", 3)
     save(0, *(SavedSession(str(number), str(number)) for number in range(7)))
     stale, fresh = state / ".x.json.partial-1", state / ".x.json.partial-2"
@@ -269,7 +269,7 @@ def test_old_sessions_and_pieces_go(state: Path, monkeypatch: pytest.MonkeyPatch
     assert (stale.exists(), fresh.exists()) == (False, True)
 
 
-def test_a_folder_that_can_not_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_session_folder_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with pytest.raises(UserError, match="can't keep the session"):
@@ -283,7 +283,7 @@ def planted(model: str, folder: Path, mode: int) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o606, 0o660])
-def test_a_session_that_others_could_have_written_does_not_choose_what_code_runs(tmp_path: Path, mode: int) -> None:
+def test_session_writable_by_others_chooses_no_code_to_run(tmp_path: Path, mode: int) -> None:
     from dtype_tui.cli.resume import saved_session
 
     (tmp_path / "planted_again.py").write_text("raise SystemExit('ran')")
@@ -296,7 +296,7 @@ def test_a_session_that_others_could_have_written_does_not_choose_what_code_runs
     assert sys.path == before
 
 
-def test_our_own_session_takes_up_python_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_session_resumes_a_python_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dtype_tui.cli.resume import saved_session
 
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -306,7 +306,7 @@ def test_our_own_session_takes_up_python_code(tmp_path: Path, monkeypatch: pytes
     assert [recent.model for recent in recent_models()] == ["planted_again:Net"]
 
 
-def test_a_session_in_a_folder_that_others_may_write_to_is_not_our_own(tmp_path: Path) -> None:
+def test_session_in_a_folder_writable_by_others_is_not_trusted(tmp_path: Path) -> None:
     planted("planted_again:Net", tmp_path, 0o600)
     sessions_folder().chmod(0o777)
     assert not newest_session().own
@@ -314,7 +314,7 @@ def test_a_session_in_a_folder_that_others_may_write_to_is_not_our_own(tmp_path:
     assert newest_session().own
 
 
-def test_a_planted_folder_is_no_place_to_import_from(tmp_path: Path) -> None:
+def test_folder_writable_by_others_is_not_imported_from(tmp_path: Path) -> None:
     from dtype_tui.cli.resume import saved_session
 
     before = list(sys.path)
@@ -324,7 +324,7 @@ def test_a_planted_folder_is_no_place_to_import_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["x" * 100_000, "~nobody-of-this-name/x", "a\0b:Net", "\ud800"])
-def test_a_session_of_what_can_be_no_path(model: str, tmp_path: Path) -> None:
+def test_session_with_an_impossible_path_is_refused(model: str, tmp_path: Path) -> None:
     (path,) = save(9_000_000_000, SavedSession("here", "here"))
     data = json.loads(path.read_text()) | {"model": model}
     path.write_text(json.dumps(data))
@@ -335,7 +335,7 @@ def test_a_session_of_what_can_be_no_path(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("time", ["0001-01-01T00:00:00", "2026-01-01", "9999-99-99"])
-def test_a_time_that_is_none_is_refused(time: str) -> None:
+def test_session_with_an_invalid_time_is_refused(time: str) -> None:
     (path,) = save(9_000_000_000, SavedSession("here", "here"))
     path.write_text(json.dumps(json.loads(path.read_text()) | {"saved": time}))
     with pytest.raises(UserError, match="can't be read"):

@@ -29,7 +29,7 @@ def prompt_of(app: DtypeApp) -> BottomPrompt:
 
 @PROMPTS
 @pytest.mark.parametrize("size", SIZES)
-async def test_a_prompt_moves_no_pane(key: str, size: tuple[int, int]) -> None:
+async def test_prompt_moves_no_pane(key: str, size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
         await ready(app, pilot)
@@ -72,7 +72,7 @@ async def test_opening_a_prompt_lays_out_the_screen_once(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("begins_tour", [False, True])
-async def test_the_cursor_and_the_message_are_above_the_prompt(size: tuple[int, int], begins_tour: bool) -> None:
+async def test_cursor_and_message_are_above_the_prompt(size: tuple[int, int], begins_tour: bool) -> None:
     app = make_app(begins_tour=begins_tour)
     async with running(app, size) as pilot:
         await ready(app, pilot)
@@ -91,7 +91,7 @@ async def test_the_cursor_and_the_message_are_above_the_prompt(size: tuple[int, 
             assert "Tour 1" in screen(app)
 
 
-async def test_a_hint_of_several_lines_hides_no_cursor() -> None:
+async def test_multiline_hint_hides_no_cursor() -> None:
     app = make_app()
     async with running(app, (100, 30)) as pilot:
         await ready(app, pilot)

@@ -25,7 +25,7 @@ def dots(app: DtypeApp) -> int:
     return sum(0x2800 < ord(character) < 0x2900 for line in drawn(app) for character in line)
 
 
-async def test_it_falls_with_depth_and_names_the_worst_module() -> None:
+async def test_depth_plot_falls_and_names_the_worst_module() -> None:
     app = make_app()
     async with running(app) as pilot:
         await mixed(app, pilot)
@@ -39,7 +39,7 @@ async def test_it_falls_with_depth_and_names_the_worst_module() -> None:
         assert "layers.0" in rows[-2]
 
 
-async def test_the_axis_reaches_to_the_worst_module_where_one_layer_is_measured() -> None:
+async def test_depth_axis_reaches_the_worst_module_of_one_layer() -> None:
     app = make_app()
     async with running(app) as pilot:
         await ready(app, pilot)
@@ -52,7 +52,7 @@ async def test_the_axis_reaches_to_the_worst_module_where_one_layer_is_measured(
         assert "▲ layers.0 mlp  20.00 dB" in "".join(rows)
 
 
-async def test_it_grows_while_modules_are_measured() -> None:
+async def test_depth_plot_grows_while_modules_are_measured() -> None:
     app = make_app()
     async with running(app) as pilot:
         await ready(app, pilot)
@@ -65,7 +65,7 @@ async def test_it_grows_while_modules_are_measured() -> None:
         assert dots(app) > some
 
 
-async def test_the_recipe_before_and_a_baseline_are_a_second_line() -> None:
+async def test_previous_recipe_and_baseline_are_a_second_line() -> None:
     app = make_app()
     async with running(app) as pilot:
         await mixed(app, pilot)
@@ -76,7 +76,7 @@ async def test_the_recipe_before_and_a_baseline_are_a_second_line() -> None:
         assert dots(app) > alone + 20
 
 
-async def test_the_baseline_comes_before_the_recipe_before() -> None:
+async def test_baseline_replaces_the_previous_recipe_in_the_plot() -> None:
     app = make_app()
     async with running(app) as pilot:
         await history(app, pilot)
@@ -86,7 +86,7 @@ async def test_the_baseline_comes_before_the_recipe_before() -> None:
         assert app.main.depth._other_modules() == app.controller.experiment.baseline_modules
 
 
-async def test_what_is_not_finite_is_marked_and_a_model_that_can_not_run_has_no_plot() -> None:
+async def test_nonfinite_layers_are_marked_and_models_without_a_pass_have_no_plot() -> None:
     app = make_app()
     async with running(app) as pilot:
         await ready(app, pilot)
@@ -98,7 +98,7 @@ async def test_what_is_not_finite_is_marked_and_a_model_that_can_not_run_has_no_
         assert "Drift over depth" not in screen(app)
 
 
-async def test_the_line_has_the_colour_of_each_layer() -> None:
+async def test_depth_line_has_the_color_of_each_layer() -> None:
     app = make_app()
     async with running(app) as pilot:
         await mixed(app, pilot)

@@ -61,7 +61,7 @@ def _layers(*labels: str) -> Tree:
         ("1 3 5 7", "model.layers.{1,3,5,7}"),
     ],
 )
-def test_the_name_of_a_fold_is_the_pattern_of_its_members(labels: str, name: str) -> None:
+def test_fold_name_is_the_pattern_of_its_members(labels: str, name: str) -> None:
     tree = _layers(*labels.split(), "odd.more")
     (members,) = (each for each in Folds(tree, {}, {}).below(tree.modules["model.layers"]) if len(each) > 1)
     assert fold_name(members) == name
@@ -77,7 +77,7 @@ def test_the_name_of_a_fold_is_the_pattern_of_its_members(labels: str, name: str
 @pytest.mark.parametrize(
     "node", ["", "model", "model.layers.3", "model.layers.{", "{", "x.{0..5}", "model.layers.3.weight"]
 )
-def test_other_names_are_no_folds(node: str) -> None:
+def test_other_names_are_not_folded(node: str) -> None:
     assert fold_members(_layers(*"012345"), node) == ()
 
 
@@ -86,7 +86,7 @@ def _runs(tree: Tree, *decibels: float | None, nonfinite: int = 0) -> list[int]:
     return [len(members) for members in Folds(tree, {}, drift).below(tree.modules["model.layers"])]
 
 
-def test_readings_that_are_not_near_are_in_different_folds() -> None:
+def test_distant_results_are_in_different_folds() -> None:
     tree = _layers(*map(str, range(8)))
     assert _runs(tree) == [8]
     assert _runs(tree, 40.0, 42.0, 46.0, 41.0, 39.0, 39.0, 40.0, 41.0) == [4, 4]
@@ -117,7 +117,7 @@ def _all(parent: Module) -> list[Module]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("opens", ["l", "right", "space"])
-async def test_a_fold_opens_into_its_members_and_closes_again(opens: str) -> None:
+async def test_fold_opens_and_closes(opens: str) -> None:
     app = make_app()
     async with running(app, (120, 36)) as pilot:
         await ready(app, pilot)
@@ -144,7 +144,7 @@ async def test_a_fold_opens_into_its_members_and_closes_again(opens: str) -> Non
         assert (tree.current.name, shown(app)) == (LAYERS, ["0 … 5"])
 
 
-async def test_a_cast_on_a_fold_is_one_rule_for_all_members() -> None:
+async def test_cast_on_a_fold_is_one_rule_for_all_members() -> None:
     app = make_app()
     async with running(app, (120, 36)) as pilot:
         await ready(app, pilot)
@@ -173,7 +173,7 @@ async def test_a_cast_on_a_fold_is_one_rule_for_all_members() -> None:
         assert f"Here: {LAYERS}" in screen(app)
 
 
-async def test_a_member_with_another_dtype_stands_apart() -> None:
+async def test_member_with_another_dtype_is_shown_separately() -> None:
     app = make_app(_layers(*map(str, range(12))))
     async with running(app, (120, 36)) as pilot:
         await ready(app, pilot)
@@ -198,7 +198,7 @@ async def test_a_member_with_another_dtype_stands_apart() -> None:
         assert tree.current.name == "model.layers.{0..3}"
 
 
-async def test_a_measurement_splits_folds_but_not_the_one_under_the_cursor() -> None:
+async def test_measurement_splits_folds_except_at_the_cursor() -> None:
     app = make_app(_layers(*map(str, range(9))))
     decibels = (50.0, 49.0, 48.0, 47.0, 30.0, 42.0, 41.0, 40.0, 39.5)
     async with running(app, (120, 36)) as pilot:
@@ -238,7 +238,7 @@ async def test_going_to_a_module_opens_its_fold() -> None:
         assert tree_of(app).current.name == LAYERS
 
 
-async def test_what_a_filter_or_a_pattern_selects_inside_a_fold_is_counted() -> None:
+async def test_matches_inside_a_fold_are_counted() -> None:
     app = make_app()
     async with running(app, (120, 36)) as pilot:
         await ready(app, pilot)
@@ -257,7 +257,7 @@ async def test_what_a_filter_or_a_pattern_selects_inside_a_fold_is_counted() -> 
         await until(pilot, lambda: "•   " in next(line for line in lines(app) if "0 … 5" in line))
 
 
-async def test_the_configuration_can_switch_folding_off() -> None:
+async def test_folding_can_be_configured_off() -> None:
     app = make_app(config=Config(fold=False))
     async with running(app, (80, 24)):
         assert shown(app) == ["0", "1", "2", "3", "4", "5"]

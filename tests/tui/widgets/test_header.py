@@ -25,7 +25,7 @@ from dtype_tui.widgets.tree_columns import columns_for
         (40, ("1.2 of 2.7 MiB",), ("KL", "params")),
     ],
 )
-async def test_the_header_keeps_what_matters_most(
+async def test_narrow_header_keeps_the_most_important_parts(
     width: int, shown: tuple[str, ...], left_out: tuple[str, ...]
 ) -> None:
     app = make_app()
@@ -39,14 +39,14 @@ async def test_the_header_keeps_what_matters_most(
         assert len(line) == width
 
 
-async def test_a_title_from_a_file_is_drawn_without_its_control_characters() -> None:
+async def test_control_characters_in_the_title_are_escaped() -> None:
     app = make_app(title="\x1b]0;owned\x07" + "x" * 100)
     async with app.run_test(size=(120, 36)):
         assert "\x1b" not in header_line(app.controller.experiment, 120).plain
         assert "x" * 10 in lines(app)[0]
 
 
-async def test_a_click_on_a_key_does_what_the_key_does() -> None:
+async def test_click_on_a_key_acts_like_the_key() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await ready(app, pilot)
@@ -65,7 +65,9 @@ async def test_a_click_on_a_key_does_what_the_key_does() -> None:
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("compares", [False, True])
 @pytest.mark.parametrize("needed", [(14, 24), (37, 60), (90, 120)])
-def test_columns_fit_and_names_have_room(width: int, scanned: bool, compares: bool, needed: tuple[int, int]) -> None:
+def test_tree_columns_fit_and_leave_room_for_names(
+    width: int, scanned: bool, compares: bool, needed: tuple[int, int]
+) -> None:
     columns = columns_for(width, needed, scanned=scanned, compares=compares)
     assert columns.name + columns.numbers <= width
     assert columns.name >= min(needed[0], 2 * width // 5) - 1
@@ -76,7 +78,7 @@ def test_columns_fit_and_names_have_room(width: int, scanned: bool, compares: bo
     assert bool(columns.parameters) <= (width >= 92)
 
 
-async def test_bars_of_drift_differ_within_a_model() -> None:
+async def test_drift_bars_differ_within_a_model() -> None:
     app = make_app()
     readings = tuple(ModuleDrift(f"model.layers.{i}", 54.0 - 2 * i, 0.1, 0) for i in range(6))
     async with app.run_test(size=(120, 36)) as pilot:

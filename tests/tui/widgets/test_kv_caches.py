@@ -34,7 +34,7 @@ def row_of(app: DtypeApp, label: str) -> str:
 
 
 @pytest.mark.slow
-async def test_a_cache_has_badges_and_bytes_at_the_context() -> None:
+async def test_cache_shows_badges_and_bytes_at_the_context() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await enter(app, pilot, f"go {CACHE}.k")
@@ -55,7 +55,7 @@ async def test_a_cache_has_badges_and_bytes_at_the_context() -> None:
         assert size in screen(app)
 
 
-async def test_keys_give_a_cache_only_formats_that_it_can_have_and_put_it_back() -> None:
+async def test_keys_give_a_cache_only_possible_formats() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await enter(app, pilot, f"go {CACHE}.k")
@@ -73,7 +73,7 @@ async def test_keys_give_a_cache_only_formats_that_it_can_have_and_put_it_back()
 
 
 @pytest.mark.slow
-async def test_keys_and_the_cast_prompt_give_a_cache_its_formats() -> None:
+async def test_keys_and_prompt_set_cache_formats() -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         await enter(app, pilot, f"go {CACHE}.k")
@@ -95,7 +95,7 @@ async def test_keys_and_the_cast_prompt_give_a_cache_its_formats() -> None:
 
 
 @pytest.mark.slow
-async def test_the_pane_says_what_fits_and_the_commands_what_is_wrong() -> None:
+async def test_pane_says_what_fits_and_commands_report_errors() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await enter(app, pilot, "budget 4MiB")
@@ -110,7 +110,7 @@ async def test_the_pane_says_what_fits_and_the_commands_what_is_wrong() -> None:
 
 
 @pytest.mark.slow
-async def test_activations_are_what_the_engine_estimates_and_between() -> None:
+async def test_activations_are_estimated_and_interpolated() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await enter(app, pilot, "activations")
@@ -126,7 +126,7 @@ async def test_activations_are_what_the_engine_estimates_and_between() -> None:
 
 
 @pytest.mark.slow
-async def test_layers_whose_caches_differ_share_no_row() -> None:
+async def test_layers_with_different_caches_share_no_row() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.pause()
@@ -137,7 +137,7 @@ async def test_layers_whose_caches_differ_share_no_row() -> None:
         assert app.query_one(ModuleTree).current.name == f"{CACHE}.k"
 
 
-def test_nodes_are_added_once_and_hold_no_weights() -> None:
+def test_cache_nodes_are_added_once_without_weights() -> None:
     tree = Tree([TensorInfo("a.k_proj.weight", (4, 4), "float32"), TensorInfo("b.kv_cache.weight", (4,), "float32")])
     parts = [f"{name}.kv_cache.{part}" for name in ("a", "b", "missing") for part in "kv"]
     tree.kv_cache = KVCache(tuple(KVCacheTensor(name, 0, per_token=4) for name in parts))

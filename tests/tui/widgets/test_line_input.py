@@ -194,7 +194,7 @@ def host() -> Iterator[tuple[Host, asyncio.Runner]]:
         ("\n", "", []),
     ],
 )
-async def test_what_a_line_does_not_take_of_a_paste_is_said(pasted: str, taken: str, said: list[str]) -> None:
+async def test_part_of_a_paste_that_is_refused_is_reported(pasted: str, taken: str, said: list[str]) -> None:
     app = make_app()
     async with running(app, (80, 24)) as pilot:
         await pilot.press("c", "ctrl+u")
@@ -206,7 +206,7 @@ async def test_what_a_line_does_not_take_of_a_paste_is_said(pasted: str, taken: 
         assert notices(app) == said
 
 
-async def test_typing_replaces_what_a_prompt_suggests_and_moving_keeps_it() -> None:
+async def test_typing_replaces_a_suggestion_and_moving_keeps_it() -> None:
     app = make_app()
     async with running(app, (80, 24)) as pilot:
         for key in ("c", "e"):
@@ -247,7 +247,7 @@ STROKES = st.one_of(
 @example(strokes=["a", "b", "c", "left", "left", "X"])
 @example(strokes=["a", "ctrl+u", "b", "enter", "c"])
 @example(strokes=["a", " ", "b", "shift+left", "shift+left", "c"])
-def test_keys_in_one_write_do_what_they_do_one_by_one_and_what_a_line_editor_does(
+def test_keys_in_one_write_edit_the_line_like_single_keys(
     host: tuple[Host, asyncio.Runner], strokes: list[str]
 ) -> None:
     app, runner = host

@@ -15,7 +15,7 @@ OF_THE_PROCESS = ("resident", "process")
 
 
 @pytest.mark.parametrize("ended", [True, False])
-async def test_figures_of_an_engine_go_with_it(ended: bool) -> None:
+async def test_memory_figures_go_with_their_engine(ended: bool) -> None:
     app = make_app()
     async with running(app) as pilot:
         await ready(app, pilot)
@@ -35,7 +35,7 @@ async def test_figures_of_an_engine_go_with_it(ended: bool) -> None:
         assert all(label in screen(app) for label in OF_THE_PROCESS)
 
 
-async def test_a_device_with_a_limit_has_a_bar() -> None:
+async def test_device_with_a_limit_has_a_bar() -> None:
     app = make_app()
     held = dataclasses.replace(
         memory(), resident_by_device=(("cuda:0", 3 << 30), ("cuda:1", 1 << 30)), limits=(("cuda:0", 4 << 30),)

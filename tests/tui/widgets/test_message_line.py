@@ -12,7 +12,7 @@ from dtype_tui.config.config import Config
 from dtype_tui.widgets.message_line import MessageLine
 
 
-async def test_a_sentence_stays_until_a_key_is_pressed_after_it_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_message_stays_until_a_key_after_it_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app()
     async with running(app, (80, 24)) as pilot:
         await ready(app, pilot)
@@ -29,7 +29,7 @@ async def test_a_sentence_stays_until_a_key_is_pressed_after_it_could_be_read(mo
         assert "nothing left to undo" in screen(app), "it can be read again"
 
 
-async def test_a_long_path_is_shown_whole() -> None:
+async def test_long_path_is_shown_completely() -> None:
     app = make_app()
     async with running(app) as pilot:
         await ready(app, pilot)
@@ -40,7 +40,7 @@ async def test_a_long_path_is_shown_whole() -> None:
 
 
 @pytest.mark.parametrize("key", ["e", "s"])
-async def test_a_message_that_is_there_when_a_window_opens_holds_no_words_of_the_window(key: str) -> None:
+async def test_message_shown_before_a_window_hides_none_of_its_text(key: str) -> None:
     app = make_app()
     async with running(app, (80, 24)) as pilot:
         await ready(app, pilot)
@@ -54,7 +54,7 @@ async def test_a_message_that_is_there_when_a_window_opens_holds_no_words_of_the
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("key", "quits"), [(None, "q quits"), ("f10", "f10 quits"), ("q,ctrl+x", "q or Ctrl+x quits")])
-async def test_ctrl_c_says_what_quits(key: str | None, quits: str) -> None:
+async def test_ctrl_c_names_the_key_that_quits(key: str | None, quits: str) -> None:
     app = make_app(config=Config(keys={"quit": key} if key else {}))
     async with running(app, (80, 24)) as pilot:
         await ready(app, pilot)
@@ -67,7 +67,7 @@ async def test_ctrl_c_says_what_quits(key: str | None, quits: str) -> None:
         assert notices(app)[1:] == [f"Esc closes the line, then {quits}"], "q would be typed"
 
 
-async def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_of_messages_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_app, "MOST_MESSAGES", 3)
     app = make_app()
     async with running(app) as pilot:
@@ -77,7 +77,7 @@ async def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [each.message for each in app.messages] == ["number 6", "number 7", "number 8"]
 
 
-async def test_what_is_said_while_the_app_ends_does_not_change_how_it_ends() -> None:
+async def test_messages_during_exit_do_not_change_the_exit() -> None:
     app = make_app()
     async with running(app, (80, 24)) as pilot:
         await ready(app, pilot)

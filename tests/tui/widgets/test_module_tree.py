@@ -32,7 +32,7 @@ async def measured(app: DtypeApp, pilot: Pilot[None], *readings: ModuleDrift) ->
     )
 
 
-async def test_parents_and_closing_everything() -> None:
+async def test_parents_and_closing_all_nodes() -> None:
     app = make_app()
     async with app.run_test() as pilot:
         tree = tree_of(app)
@@ -55,7 +55,7 @@ async def test_parents_and_closing_everything() -> None:
 
 
 @pytest.mark.slow
-async def test_too_much_is_not_opened_at_once() -> None:
+async def test_opening_too_many_nodes_is_limited() -> None:
     app = make_app(Tree(TensorInfo(f"layers.{i}.weight", (1,), "float32") for i in range(MOST_OPENED + 10)))
     async with app.run_test() as pilot:
         rows = len(tree_of(app).rows)
@@ -64,7 +64,7 @@ async def test_too_much_is_not_opened_at_once() -> None:
         assert "more than 20,000 nodes" in notices(app)[-1]
 
 
-async def test_from_cast_to_cast() -> None:
+async def test_keys_jump_from_cast_to_cast() -> None:
     app = make_app()
     async with app.run_test() as pilot:
         tree = tree_of(app)
@@ -91,12 +91,12 @@ async def test_from_cast_to_cast() -> None:
         (("model.layers.0=bf16", "model.layers.0=stored"), []),
     ],
 )
-def test_cast_nodes_are_the_topmost(rules: tuple[str, ...], nodes: list[str]) -> None:
+def test_topmost_cast_nodes_are_found(rules: tuple[str, ...], nodes: list[str]) -> None:
     tree = demo_tree()
     assert cast_nodes(tree, make_plan(tree, Recipe.of(map(Rule.parse, rules)))) == nodes
 
 
-async def test_w_goes_through_the_worst_and_round() -> None:
+async def test_w_cycles_through_the_worst_modules() -> None:
     app = make_app()
     readings = (
         ModuleDrift("model.layers.0", 40.0, 0.1, 0),
@@ -112,7 +112,7 @@ async def test_w_goes_through_the_worst_and_round() -> None:
         assert here == ["model.layers.1", "model.layers.2", "model.layers.0", "model.layers.1"]
 
 
-async def test_children_in_other_orders() -> None:
+async def test_children_are_sorted_by_other_orders() -> None:
     app = make_app()
     readings = tuple(ModuleDrift(f"model.layers.{i}", float(20 + 10 * ((i * 3) % 5)), 0.1, 0) for i in range(5))
     async with app.run_test() as pilot:
@@ -134,7 +134,7 @@ async def test_children_in_other_orders() -> None:
         assert layers() == list("012345")
 
 
-async def test_copying_goes_through_the_terminal_and_only_by_the_key() -> None:
+async def test_copying_uses_the_terminal_and_only_by_its_key() -> None:
     app = make_app()
     async with app.run_test() as pilot:
         sent: list[str] = []
@@ -153,7 +153,7 @@ async def test_copying_goes_through_the_terminal_and_only_by_the_key() -> None:
         assert app.clipboard == "--cast '*.{q,k}_proj=bfloat16'"
 
 
-async def test_the_line_of_keys_says_what_comes_next() -> None:
+async def test_key_line_shows_what_comes_next() -> None:
     app = make_app()
     async with app.run_test() as pilot:
         assert "1-8 dtype  c cast  s scan" in screen(app)
@@ -164,7 +164,7 @@ async def test_the_line_of_keys_says_what_comes_next() -> None:
         await until(pilot, lambda: "n next match" in screen(app))
 
 
-async def test_members_of_a_group_that_share_a_scale_say_with_whom() -> None:
+async def test_members_that_share_a_scale_name_each_other() -> None:
     app = make_app()
     async with app.run_test(size=(140, 40)) as pilot:
         tree = tree_of(app)

@@ -45,7 +45,7 @@ async def measured(app: DtypeApp, pilot: Pilot[None], recipe: Recipe, kl: float)
     await say(app, pilot, events.Measured(recipe, dataclasses.replace(found, output=output)), events.Idle())
 
 
-async def test_a_cast_keeps_the_figures_dim_until_the_new_ones_are_there_and_compares_them() -> None:
+async def test_cast_dims_old_figures_until_new_ones_arrive() -> None:
     app = make_app()
     async with running(app) as pilot:
         await ready(app, pilot)
@@ -67,7 +67,7 @@ async def test_a_cast_keeps_the_figures_dim_until_the_new_ones_are_there_and_com
         assert "KL 2.60e-5 → 2.20e-5 ▼" in drift(app)
 
 
-async def test_a_recipe_that_is_measured_again_is_not_compared_with_itself() -> None:
+async def test_repeated_recipe_is_not_compared_with_itself() -> None:
     app = make_app()
     async with running(app) as pilot:
         await ready(app, pilot)
@@ -101,7 +101,7 @@ async def test_panes_do_not_move_when_their_text_changes(size: tuple[int, int]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
-async def test_plus_shows_a_pane_alone_with_all_figures_and_again_everything(size: tuple[int, int]) -> None:
+async def test_plus_shows_one_pane_alone_and_all_again(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
         await mixed(app, pilot)
@@ -121,7 +121,7 @@ async def test_plus_shows_a_pane_alone_with_all_figures_and_again_everything(siz
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["w", "slash"])
-async def test_a_key_of_the_tree_shows_the_tree_again(key: str) -> None:
+async def test_tree_key_shows_the_tree_again(key: str) -> None:
     app = make_app()
     async with running(app) as pilot:
         await mixed(app, pilot)
@@ -131,7 +131,7 @@ async def test_a_key_of_the_tree_shows_the_tree_again(key: str) -> None:
         await until(pilot, lambda: bool(app.main.tree_view.region))
 
 
-async def test_tab_goes_through_the_panes_and_back_to_the_tree() -> None:
+async def test_tab_cycles_through_panes_and_tree() -> None:
     app = make_app()
     async with running(app) as pilot:
         await mixed(app, pilot)
@@ -143,7 +143,7 @@ async def test_tab_goes_through_the_panes_and_back_to_the_tree() -> None:
 
 
 @pytest.mark.slow
-async def test_rules_are_changed_in_their_pane_and_undo_brings_all_back() -> None:
+async def test_rules_are_edited_in_their_pane_and_undo_restores_them() -> None:
     app = make_app()
     async with running(app) as pilot:
         await mixed(app, pilot)
@@ -175,7 +175,7 @@ async def test_rules_are_changed_in_their_pane_and_undo_brings_all_back() -> Non
         assert all(row.enabled for row in experiment.rules.rows)
 
 
-async def test_many_rules_are_scrolled_with_the_cursor_and_the_deciding_one_stays_in_sight() -> None:
+async def test_rules_scroll_with_the_cursor_and_the_deciding_one_stays() -> None:
     app = make_app()
     async with running(app, (80, 24)) as pilot:
         await ready(app, pilot)
@@ -192,7 +192,7 @@ async def test_many_rules_are_scrolled_with_the_cursor_and_the_deciding_one_stay
 
 
 @pytest.mark.slow
-async def test_every_pane_has_its_frame_again_when_the_terminal_grows() -> None:
+async def test_panes_have_frames_again_when_the_terminal_grows() -> None:
     app = make_app()
     async with running(app, (60, 15)) as pilot:
         await mixed(app, pilot)
@@ -202,7 +202,7 @@ async def test_every_pane_has_its_frame_again_when_the_terminal_grows() -> None:
         await until(pilot, lambda: all(f"─ {title} ─" in screen(app) for title in ("Drift", "Memory", "Recipe")))
 
 
-async def test_the_wheel_moves_the_cursor_among_the_rules_line_by_line() -> None:
+async def test_mouse_wheel_moves_the_cursor_among_rules() -> None:
     app = make_app()
     async with running(app) as pilot:
         await mixed(app, pilot)

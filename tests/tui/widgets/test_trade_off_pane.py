@@ -9,7 +9,7 @@ from tests.helpers.screen_text import screen
 
 
 @pytest.mark.parametrize("size", [(120, 36), pytest.param((200, 50), marks=pytest.mark.slow)])
-async def test_it_has_a_point_for_each_measured_recipe_on_wide_screens(size: tuple[int, int]) -> None:
+async def test_trade_off_plot_has_a_point_for_each_measured_recipe(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
         wide = size[0] > 120

@@ -17,7 +17,7 @@ SCALE = (0.0, 80.0)
 NAMES = [f"model.layers.{layer}.{part}" for layer in range(12) for part in ("self_attn.o_proj", "mlp.down_proj")]
 
 
-def test_a_cut_name_is_no_other_modules() -> None:
+def test_shortened_name_is_unique() -> None:
     assert shortened_uniquely("model.layers.10.mlp.down_proj", 29, NAMES) == "model.layers.10.mlp.down_proj"
     assert shortened_uniquely("model.layers.10.mlp.down_proj", 20, NAMES) == "…10.mlp.down_proj"
     assert shortened_uniquely("model.layers.10.mlp.down_proj", 17, NAMES) == "…10.mlp.down_proj"
@@ -28,7 +28,7 @@ def test_a_cut_name_is_no_other_modules() -> None:
     assert shortened_uniquely("a.b", -3, ["a.b"]) is None, "a pane that is not shown has no width"
 
 
-def test_a_name_that_fits_no_line_stands_below_its_figure_in_full() -> None:
+def test_too_long_name_stands_below_its_figure() -> None:
     both = ["encoder.layers.1.fc1", "decoder.layers.1.fc1"]
     drawn = [
         text.plain for text in worst_lines([ModuleDrift(both[0], 30.0, 1.0, 0)], 22, both, SCALE, sqnr_limits(None))
@@ -36,7 +36,7 @@ def test_a_name_that_fits_no_line_stands_below_its_figure_in_full() -> None:
     assert drawn == ["worst 30.00 \n  encoder.layers.1.fc1"]
 
 
-def test_a_track_is_longer_for_more_drift_and_gives_way_to_a_name() -> None:
+def test_drift_bar_grows_with_drift_and_yields_to_the_name() -> None:
     worst = [ModuleDrift(NAMES[-1], 20.0, 1.0, 0), ModuleDrift(NAMES[0], 60.0, 1.0, 0)]
     assert [text.plain for text in worst_lines(worst, 40, NAMES, SCALE, sqnr_limits(None))] == [
         "worst 20.00 ▄▄▄▁ …11.mlp.down_proj",
@@ -50,7 +50,7 @@ def test_a_track_is_longer_for_more_drift_and_gives_way_to_a_name() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24), (200, 50)])
-async def test_names_are_told_apart_at_every_size(size: tuple[int, int]) -> None:
+async def test_worst_modules_are_distinguishable_at_every_size(size: tuple[int, int]) -> None:
     app = make_app(Tree(tuple(TensorInfo(f"{name}.weight", (8, 8), "float32") for name in NAMES)))
     worst = ["model.layers.10.self_attn.o_proj", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"]
     modules = tuple(ModuleDrift(name, 34.5 + place, 1e-3, 0) for place, name in enumerate(worst))
@@ -68,7 +68,7 @@ async def test_names_are_told_apart_at_every_size(size: tuple[int, int]) -> None
             assert "dB" in screen(app)
 
 
-async def test_a_module_has_the_same_bar_in_the_list_and_in_the_tree() -> None:
+async def test_module_has_the_same_bar_in_list_and_tree() -> None:
     app = make_app(Tree(tuple(TensorInfo(f"{name}.weight", (8, 8), "float32") for name in NAMES)))
     decibels = (30.0, 41.0, 46.0, 60.0)
     modules = tuple(ModuleDrift(f"model.layers.{layer}", value, 1e-3, 0) for layer, value in enumerate(decibels))

@@ -15,7 +15,7 @@ import click
 import msgspec
 from textual.binding import Binding
 
-from dtype_engine.cli.options import Bytes, ModelCommand, batch_option, context_option
+from dtype_engine.cli.options import MEASURING, Bytes, ModelCommand, batch_option, context_option
 from dtype_engine.cli.parallel import workers_option
 from dtype_engine.cli.program import BAD_INPUT
 from dtype_engine.cli.request import RunRequest
@@ -56,7 +56,7 @@ class _Opening(msgspec.Struct, frozen=True):
 
 
 @click.command(
-    cls=ModelCommand, measures=True, checks_inputs=False, context_settings={"help_option_names": ["-h", "--help"]}
+    cls=ModelCommand, also=MEASURING, checks_inputs=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 @click.version_option(package_name="dtype-tui")
 @click.option(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.layer_kinds import totals_by_kind
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Totals
 from dtype_engine.core.units import decibels, human_bytes, percent, plural
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import fused_with
+from dtype_engine.reports.layer_kinds import totals_by_kind
 from dtype_engine.reports.text import mix_text
 from dtype_engine.reports.text_drift import modules_extent_text
 from dtype_engine.reports.text_losses import loss_words

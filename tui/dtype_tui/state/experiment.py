@@ -19,6 +19,7 @@ from dtype_engine.core.tree import Totals
 from dtype_engine.recipe import History, Plan, Recipe, Rule, explain_no_match, make_plan
 from dtype_engine.recipe.regexes import shortened
 from dtype_engine.recipe.serving_memory import (
+    Load,
     cache_tensor_bytes,
     default_context,
     interpolated,
@@ -180,8 +181,7 @@ class Experiment:
             self.model.title,
             self.tree,
             plan,
-            self.tokens,
-            self.batch,
+            Load(self.tokens, self.batch),
             budget=self.budget,
             activations=self._activations if self.peaks and self.peaks[0].batch == self.batch else None,
             totals=totals,

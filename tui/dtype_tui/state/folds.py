@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from dtype_engine.core.alike import AlikeModules
 from dtype_engine.core.errors import PatternError
 from dtype_engine.core.tree import Module, Tree
 from dtype_engine.recipe import compile_pattern, generalisations
+from dtype_engine.reports.alike import AlikeModules
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import ModuleDrift

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dtype_engine.checkpoint import refuse_changed, unchanged
 from dtype_engine.checkpoint.export_folder import check_folder, is_one_file
@@ -53,62 +55,30 @@ def export(
     replaced. lost: the weights in which a cast makes values infinite or zero (see `ValueLoss`), if they are known; if None, they
     are found while writing. incomplete: whether to export a source that lacks tensors of its model, or has some in other shapes.
     Raises Cancelled, and UserError if such a source is not allowed, the disk has too little space, the target exists, or the target
-    can't hold a dtype. After an error, nothing is left on
-    the disk.
+    can't hold a dtype. After an error, nothing is left on the disk.
     """
     if is_one_file(target):
-
-        def write_folder(folder: Path, told: OnBytes) -> ExportReport:
-            return export(contents, folder, contents.nbytes + 1, told, cancelled, lost=lost, incomplete=incomplete)
-
+        whole = partial(export, contents, max_shard_size=contents.nbytes + 1, cancelled=cancelled, lost=lost)
+        write_folder = lambda folder, told: whole(folder, on_bytes=told, incomplete=incomplete)  # noqa: E731
         return export_file(contents, target, force, on_bytes, cancelled, write_folder)
     started = time.perf_counter()
     recover_stale(target.expanduser().absolute())
     target = check_folder(target, force, contents.files)
     refuse_uncalibrated(contents)
-    if contents.incomplete and not incomplete:
-        coverage = contents.coverage
-        share = f"{coverage}: " if coverage is not None else ""
-        is_whole = coverage is not None and coverage.misshapen and not coverage.missing
-        problem = "does not fit its config.json" if is_whole else "is incomplete"
-        raise UserError(
-            f"{contents.title} {problem}: {share}{'; '.join(contents.incomplete)}; --incomplete (in Python: incomplete=True) "
-            "exports what is there"
-        )
+    if not incomplete:
+        _refuse_incomplete(contents)
     configs = changed_configs(contents)
-    layout = contents.layout
     files = shards(contents, max_shard_size)
-    whole_bytes = contents.nbytes + sum(file.stat().st_size for file, _ in layout.copied)
+    whole_bytes = contents.nbytes + sum(file.stat().st_size for file, _ in contents.layout.copied)
     progress = Progress(whole_bytes, on_bytes, cancelled, contents.identities)
     progress.wrote(0)
     sums = by_dtype(contents)
     # The source is checked once more before the folder gets its name.
     with staged(target, whole_bytes, force) as stage, unchanged(contents.identities):
-        notices = (*contents.notices, *contents.incomplete)
-        if layout.kind == "model" and contents.folder is not None and contents.config is not None:
-            encoded = [item for item in contents.items if item.encoded is not None]
-            notices += copy_sidecars(contents.folder, stage, bool(encoded) and all(item.copied for item in encoded))
-        for part in layout.parts:
-            (stage / part.folder).mkdir(parents=True, exist_ok=True)
-        for file, path in layout.copied:
-            (stage / path).parent.mkdir(parents=True, exist_ok=True)
-            copy_file(file, stage / path, progress)
-        for path, config in configs.items():
-            (stage / path).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        counted: list[ValueLoss] = []
-        for part, by_file in files.items():
-            folder_of_part = stage / part.folder
-            lossy: list[ValueLoss] | None = [] if lost is None else None
-            for name, items in by_file.items():
-                write_file(folder_of_part / name, items, _metadata(part, items, contents.tied), progress, lossy)
-            counted += [dataclasses.replace(loss, tensor=part.prefix + loss.tensor) for loss in lossy or ()]
-            if len(by_file) > 1:
-                (folder_of_part / f"{part.stem}.safetensors.index.json").write_text(_index(by_file), encoding="utf-8")
-        order = {item.name: index for index, item in enumerate(contents.items)}  # files are written in parallel
-        losses = tuple(lost if lost is not None else sorted(counted, key=lambda loss: order[loss.tensor]))
-        settings = contents.settings if contents.settings.quantize_activations != "none" else None
-        recipe = write_recipe(contents.recipe, contents.title, settings, lost=losses)
-        (stage / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        notices = (*contents.notices, *contents.incomplete, *_write_other_files(stage, contents, configs, progress))
+        counted = _write_weights(stage, contents, files, progress, lost is None)
+        losses = counted if lost is None else tuple(lost)
+        _write_recipe_of(contents, stage, losses)
         (stage / "README.md").write_text(readme(contents, target.name, sums, losses), encoding="utf-8")
         # If another program has changed the source meanwhile, the export mixes two models.
         refuse_changed(contents.identities)
@@ -126,6 +96,64 @@ def export(
         lost=losses,
         coverage=contents.coverage,
     )
+
+
+def _refuse_incomplete(contents: Contents) -> None:
+    if not contents.incomplete:
+        return
+    coverage = contents.coverage
+    share = f"{coverage}: " if coverage is not None else ""
+    is_whole = coverage is not None and coverage.misshapen and not coverage.missing
+    problem = "does not fit its config.json" if is_whole else "is incomplete"
+    raise UserError(
+        f"{contents.title} {problem}: {share}{'; '.join(contents.incomplete)}; --incomplete (in Python: incomplete=True) "
+        "exports what is there"
+    )
+
+
+def _write_other_files(
+    stage: Path, contents: Contents, configs: Mapping[str, Any], progress: Progress
+) -> tuple[str, ...]:
+    """Make the folders of all parts in the folder `stage`, and write `configs` and copies of the source's other files there.
+    Returns notices.
+    """
+    notices, layout = tuple[str, ...](), contents.layout
+    if layout.kind == "model" and contents.folder is not None and contents.config is not None:
+        encoded = [item for item in contents.items if item.encoded is not None]
+        notices = copy_sidecars(contents.folder, stage, bool(encoded) and all(item.copied for item in encoded))
+    for part in layout.parts:
+        (stage / part.folder).mkdir(parents=True, exist_ok=True)
+    for file, path in layout.copied:
+        (stage / path).parent.mkdir(parents=True, exist_ok=True)
+        copy_file(file, stage / path, progress)
+    for path, config in configs.items():
+        (stage / path).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return notices
+
+
+def _write_weights(
+    stage: Path, contents: Contents, files: Mapping[Part, Files], progress: Progress, counting: bool
+) -> tuple[ValueLoss, ...]:
+    """Write the weights files of all parts into the folder `stage`, and the index of each part that has several. If `counting`,
+    return the weights in which a cast makes values infinite or zero, in the model's order.
+    """
+    counted: list[ValueLoss] = []
+    for part, by_file in files.items():
+        folder = stage / part.folder
+        lossy: list[ValueLoss] | None = [] if counting else None
+        for name, items in by_file.items():
+            write_file(folder / name, items, _metadata(part, items, contents.tied), progress, lossy)
+        counted += [dataclasses.replace(loss, tensor=part.prefix + loss.tensor) for loss in lossy or ()]
+        if len(by_file) > 1:
+            (folder / f"{part.stem}.safetensors.index.json").write_text(_index(by_file), encoding="utf-8")
+    order = {item.name: index for index, item in enumerate(contents.items)}  # files are written in parallel
+    return tuple(sorted(counted, key=lambda loss: order[loss.tensor]))
+
+
+def _write_recipe_of(contents: Contents, stage: Path, losses: tuple[ValueLoss, ...]) -> None:
+    settings = contents.settings if contents.settings.quantize_activations != "none" else None
+    recipe = write_recipe(contents.recipe, contents.title, settings, lost=losses)
+    (stage / "recipe.yaml").write_text(recipe, encoding="utf-8")
 
 
 def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, str]) -> dict[str, str]:

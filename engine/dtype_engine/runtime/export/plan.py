@@ -148,28 +148,10 @@ def _placed_contents(
     planned: the dtype of each of the model's tensors. input_ranges: the largest |value| of the inputs of each weight. Raises
     UserError.
     """
-    items: list[ExportTensor] = []
-    linears = [name for name, node in tree.modules.items() if node.class_name == "Linear"]
-    written: dict[str, str] = {}
-    tied: dict[str, str] = {}
     of_files = _planned_in_files(checkpoint, tree, placements, planned)
     config, decoded = exported_config(checkpoint, of_files)
-    for name, tensor in checkpoint.weights.items():
-        stored, dtype = checkpoint.dtype(name), of_files[name]
-        placement = placements.get(name)
-        info = tree.canonical(placement.name) if placement is not None else None
-        if info is not None and info.aliases and placement is not None and not placement.part and name != "format":
-            first = written.setdefault(info.name, name)
-            if first != name and same_values(checkpoint, first, name):
-                tied[name] = first  # a tied weight is written once, even if its file holds it twice
-                continue
-        own = name in checkpoint.encoded and checkpoint.encoded[name].own
-        has_scales = own or (dtype in dtypes.STORAGE_DTYPES and dtype != stored)
-        shape = tensor.shape
-        is_layer = info is not None and _is_layer(tree, info, name, shape, placement)
-        items.append(_item(checkpoint, name, tensor, dtype, has_scales, is_layer and _expressible(shape, dtype)))
-        if is_layer and placement is not None and placement.part:
-            linears.append(name.removesuffix(".weight"))
+    items, of_experts, tied = _items_of_files(checkpoint, tree, placements, of_files)
+    linears = [name for name, node in tree.modules.items() if node.class_name == "Linear"]
     canonical = {
         name: each.name
         for name, place in placements.items()
@@ -185,40 +167,55 @@ def _placed_contents(
     refuse_unstored(items)
     refuse_scales(layout, items)
     refuse_unwritable(checkpoint, items)
-    # A known architecture ties these weights when it is loaded.
-    of_tied = tied_notice(tied) if checkpoint.config is None else ()
-    source_notices = checkpoint.notices if checkpoint.form == "pickle" else checkpoint.of_sets
-    uncast = uncast_notices(items, tree, placements) if recipe.rules else ()
-    of_experts = experts_notices(items)
-    of_items = (*layout_notice(items), *split_notice(items), *of_experts, *activation_notices(items, settings))
     otherwise = unwritten_notice(tree, planned)
     if checkpoint.of_transformers:
         otherwise += kept_wide_notice(tree, items, placements)
     notices = (
-        *source_notices,
-        *of_items,
+        *(checkpoint.notices if checkpoint.form == "pickle" else checkpoint.of_sets),
+        *layout_notice(items),
+        *split_notice(items),
+        *experts_notices(items),
+        *activation_notices(items, settings),
         *decoded_notice(decoded, items),
-        *uncast,
+        *(uncast_notices(items, tree, placements) if recipe.rules else ()),
         *otherwise,
-        *of_tied,
+        # A known architecture ties these weights when it is loaded.
+        *(tied_notice(tied) if checkpoint.config is None else ()),
         *layout.notices,
     )
     layout = layout_beside(layout, checkpoint, items)
     return Contents(
-        title,
-        _checked(items),
-        recipe,
-        config,
-        folder,
-        tuple(linears),
-        notices,
-        files,
-        layout,
-        checkpoint.identities,
-        tied,
-        settings,
-        otherwise=otherwise,
-    )
+        title, _checked(items), recipe, config, folder, (*linears, *of_experts), notices, files, layout,
+        checkpoint.identities, tied, settings, otherwise=otherwise,
+    )  # fmt: skip
+
+
+def _items_of_files(
+    checkpoint: Checkpoint, tree: Tree, placements: Mapping[str, Placement], of_files: Mapping[str, str]
+) -> tuple[list[ExportTensor], list[str], dict[str, str]]:
+    """Return (the tensors to write, the names of linear layers in experts that loading packs with others, the written name of each
+    name of a tied weight that is left out). of_files: the planned dtype of each tensor of the files.
+    """
+    items, of_experts = list[ExportTensor](), list[str]()
+    written: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in checkpoint.weights.items():
+        dtype, placement = of_files[name], placements.get(name)
+        info = tree.canonical(placement.name) if placement is not None else None
+        if info is not None and info.aliases and placement is not None and not placement.part and name != "format":
+            first = written.setdefault(info.name, name)
+            if first != name and same_values(checkpoint, first, name):
+                tied[name] = first  # a tied weight is written once, even if its file holds it twice
+                continue
+        changed = dtype != checkpoint.dtype(name)
+        coded = checkpoint.encoded.get(name)
+        has_scales = (coded is not None and coded.own) or (dtype in dtypes.STORAGE_DTYPES and changed)
+        is_layer = info is not None and _is_layer(tree, info, name, tensor.shape, placement)
+        portable = is_layer and _expressible(tensor.shape, dtype)
+        items.append(_item(checkpoint, name, tensor, dtype, has_scales, portable))
+        if is_layer and placement is not None and placement.part:
+            of_experts.append(name.removesuffix(".weight"))
+    return items, of_experts, tied
 
 
 def _planned_in_files(

@@ -12,7 +12,7 @@ from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.hints import hint
 from dtype_engine.core.input_limits import InputLimits
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import InputOptions
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
 from dtype_engine.runtime.inputs.images import decoder_start
@@ -51,7 +51,7 @@ def sound_argument(model: LiveModel) -> str | None:
     return next((name for name in _ARGUMENTS if name in parameters(model.module)), None)
 
 
-def sound_inputs(model: LiveModel, options: Options) -> Inputs:
+def sound_inputs(model: LiveModel, options: InputOptions) -> Inputs:
     """Return inputs with one batch for each audio file (or for a synthetic tone), including tokens for the decoder if the model has
     one.
 
@@ -106,7 +106,7 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
     return Inputs(batches, description, made_of=(f"{whose}, {how}", *how_decoder), prompts=bool(options.audio))
 
 
-def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+def _decoders(model: LiveModel, options: InputOptions) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """Return (the decoder's arguments for each batch, phrases that say how they were created). There is one batch for each of the
     user's texts or, without texts, one with random tokens. If the model has no decoder, the arguments are empty.
 

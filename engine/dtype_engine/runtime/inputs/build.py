@@ -9,7 +9,7 @@ import dataclasses
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as, with_type
 from dtype_engine.core.hints import hint
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import InputOptions, Options
 from dtype_engine.runtime.inputs.audio import sound_argument, sound_inputs
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
 from dtype_engine.runtime.inputs.diffusers_inputs import diffusers_inputs, is_diffusers_module, pipeline_inputs
@@ -67,7 +67,7 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
         raise NoForward(f"{error.sentence}; {hint('tensors')}") from error
 
 
-def _made(model: LiveModel, options: Options) -> Inputs:
+def _made(model: LiveModel, options: InputOptions) -> Inputs:
     names = parameters(model.module)
     main = getattr(model.module, "main_input_name", "input_ids")
     text, picture, sound = "input_ids" in names, "pixel_values" in names, sound_argument(model)
@@ -95,7 +95,7 @@ def _made(model: LiveModel, options: Options) -> Inputs:
     raise NoForward(f"{model.title}: no inputs can be made for {main!r}; {hint('tensors')}")
 
 
-def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
+def _picture_and_text(model: LiveModel, options: InputOptions) -> Inputs:
     """Return inputs with a picture and a text in each batch. A language model gets only text if the user provided no picture and
     none can be created.
     """
@@ -110,7 +110,7 @@ def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
         return dataclasses.replace(text_only, made_of=(*text_only.made_of, f"no picture: {error}"))
 
 
-def _sound_and_text(model: LiveModel, options: Options) -> Inputs:
+def _sound_and_text(model: LiveModel, options: InputOptions) -> Inputs:
     """Return inputs with one batch per audio file, each with all texts, because the model compares audio with texts."""
     sounds = sound_inputs(model, dataclasses.replace(options, prompts=(), texts=()))
     texts, given = prompt_texts(options, SOUNDS)
@@ -119,12 +119,12 @@ def _sound_and_text(model: LiveModel, options: Options) -> Inputs:
     return dataclasses.replace(sounds, batches=batches, made_of=(*sounds.made_of, how))
 
 
-def _refuse_text(model: LiveModel, options: Options) -> None:
+def _refuse_text(model: LiveModel, options: InputOptions) -> None:
     if options.prompts or options.texts:
         raise UserError(f"{model.title} accepts pictures and no text; leave the prompts and texts out")
 
 
-def _saying_what_is_not_used(inputs: Inputs, options: Options) -> Inputs:
+def _saying_what_is_not_used(inputs: Inputs, options: InputOptions) -> Inputs:
     """Return `inputs` with a note on the user's options that have no effect on a model of pictures or audio: chat format, length
     and number of sequences. They are no error, because they may come from a configuration file for all models.
     """

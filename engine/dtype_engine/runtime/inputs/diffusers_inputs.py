@@ -14,7 +14,7 @@ from torch import nn
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.hints import hint
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import InputOptions
 from dtype_engine.core.units import plural
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
 from dtype_engine.runtime.inputs.text import prompt_texts
@@ -49,7 +49,7 @@ def is_diffusers_module(module: nn.Module) -> bool:
     return any(base.__module__.startswith("diffusers.models.") for base in type(module).__mro__)
 
 
-def diffusers_inputs(model: LiveModel, options: Options) -> Inputs:
+def diffusers_inputs(model: LiveModel, options: InputOptions) -> Inputs:
     """Return one call of the model for each of a few time steps, with random latents and text embeddings. Raises
     NoDefaultInputs for a class of model that is not known, and UserError if the user provided text, pictures or audio.
     """
@@ -218,7 +218,7 @@ model's configuration, the random generator and the time step.
 """
 
 
-def pipeline_inputs(model: LiveModel, options: Options, steps: int | None = None) -> Inputs:
+def pipeline_inputs(model: LiveModel, options: InputOptions, steps: int | None = None) -> Inputs:
     """Return one call of a diffusers pipeline for each prompt. Raises NoForward for a pipeline that needs more than a prompt, and
     UserError if the user provided pictures or audio. steps: how many denoising steps each call makes, by default 4.
     """

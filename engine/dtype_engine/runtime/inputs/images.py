@@ -13,7 +13,7 @@ from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.hints import hint
 from dtype_engine.core.input_limits import InputLimits
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import InputOptions
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
 from dtype_engine.runtime.inputs.preprocessing import (
@@ -49,7 +49,7 @@ class Picture:
     """The picture before preprocessing, or None if the values were generated directly."""
 
 
-def picture_inputs(model: LiveModel, options: Options) -> Inputs:
+def picture_inputs(model: LiveModel, options: InputOptions) -> Inputs:
     """Return inputs with one batch per picture, for a model that takes no text. A decoder gets random tokens. Raises UserError for
     a picture that can't be used, and NoForward if the model's processor returns no pixels.
     """
@@ -59,14 +59,14 @@ def picture_inputs(model: LiveModel, options: Options) -> Inputs:
     return Inputs(batches, described(pictures, options), made_of=(*made_of, *decoder), prompts=bool(options.images))
 
 
-def described(pictures: list[Picture], options: Options) -> str:
+def described(pictures: list[Picture], options: InputOptions) -> str:
     """Return a few words for the user that describe all pictures, such as "3 of your pictures"."""
     if not options.images:
         return pictures[0].about
     return f"your picture {pictures[0].about}" if len(pictures) == 1 else f"{len(pictures)} of your pictures"
 
 
-def make_pictures(model: LiveModel, options: Options) -> tuple[list[Picture], tuple[str, ...]]:
+def make_pictures(model: LiveModel, options: InputOptions) -> tuple[list[Picture], tuple[str, ...]]:
     """Return two values: the user's pictures (or a synthetic one), preprocessed for the model; and phrases which say how they were
     created.
 

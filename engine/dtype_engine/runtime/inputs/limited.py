@@ -206,8 +206,8 @@ def _run(job: dict[str, Any], limits: InputLimits, memory: int, allowances: int)
     """Run `limited_child.py` in a child process, and return the list that it writes.
 
     job: the chat template or the tokenizer steps that the child runs, and the texts to run them on. memory: how many bytes the
-    child may use in addition to the imported libraries. allowances: a factor on the seconds that `limits` allow, such as the number
-    of conversations. Raises _Ended if the child exceeds a limit, and _Failed if it fails by itself.
+    child may use in addition to the imported libraries. allowances: the seconds in `limits` are multiplied by this number, for
+    example by the number of conversations. Raises _Ended if the child exceeds a limit, and _Failed if it fails by itself.
     """
     seconds = limits.template_seconds
     too_long = f"needs over {seconds:,} s; --input-limit template-seconds={2 * seconds} allows twice as much"

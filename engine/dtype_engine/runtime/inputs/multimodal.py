@@ -13,7 +13,7 @@ from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as, with_type
 from dtype_engine.core.hints import hint
 from dtype_engine.core.input_limits import InputLimits
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import InputOptions
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
 from dtype_engine.runtime.inputs.images import Picture, described, make_pictures
@@ -51,7 +51,7 @@ def image_token(model: LiveModel) -> int | None:
     return next((token for token in ids if isinstance(token, int)), None)
 
 
-def picture_and_text_inputs(model: LiveModel, options: Options) -> Inputs:
+def picture_and_text_inputs(model: LiveModel, options: InputOptions) -> Inputs:
     """Return inputs with pictures and texts, for a model that accepts both. Raises UserError for a picture or a text that can't be
     used, and NoForward if no inputs can be created for the model.
     """
@@ -92,7 +92,7 @@ def text_rows(
     else:
         refuse_long([TextSample(where=f"text {number}") for number, _ in enumerate(texts, 1)], texts, limits)
         try_tokenizer(model.title, tokenizer, texts, limits)
-        longest = sequence_length(model, Options())
+        longest = sequence_length(model, InputOptions())
         with running(f"{model.title}: its tokenizer can't encode the texts"):
             encoded = [tokenizer(text, truncation=True, max_length=longest)["input_ids"] for text in texts]
         length = max(map(len, encoded))
@@ -108,7 +108,7 @@ def text_rows(
     return {key: value for key, value in rows.items() if key in names}, shown, how
 
 
-def _with_texts(pictures: list[Picture], options: Options, texts: list[str], given: bool) -> str:
+def _with_texts(pictures: list[Picture], options: InputOptions, texts: list[str], given: bool) -> str:
     """Return a few words for the user that describe all pictures and texts. given: whether the user provided the texts."""
     yours = "your text" if len(texts) == 1 else f"{len(texts)} of your texts"
     return f"{described(pictures, options)}, and {yours if given else 'a prompt'}"
@@ -120,7 +120,7 @@ def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, st
 
 
 def _contrastive_inputs(
-    model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...]
+    model: LiveModel, options: InputOptions, pictures: list[Picture], made_of: tuple[str, ...]
 ) -> Inputs:
     """Return inputs for a contrastive model: a single batch with all pictures and all texts. made_of: phrases which say how the
     pictures were created.
@@ -140,7 +140,7 @@ def _contrastive_inputs(
 
 
 def _vision_language_inputs(
-    model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...], token: int
+    model: LiveModel, options: InputOptions, pictures: list[Picture], made_of: tuple[str, ...], token: int
 ) -> Inputs:
     """Return inputs for a vision language model: one batch for each pair of a picture and a prompt. The token ids have one image
     token for each feature vector of the picture. made_of: phrases which say how the pictures were created. token: the id of the
@@ -180,7 +180,7 @@ def processor_template(model: LiveModel) -> str | None:
 
 
 def _by_processor(
-    model: LiveModel, processor: Any, picture: Picture, text: str, options: Options
+    model: LiveModel, processor: Any, picture: Picture, text: str, options: InputOptions
 ) -> dict[str, Any] | None:
     """Return the arguments that the model's processor creates from a picture and a prompt. Returns None if the processor fails, or
     if the picture has no image to process.

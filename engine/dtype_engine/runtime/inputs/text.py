@@ -15,7 +15,7 @@ import torch
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.hints import hint
 from dtype_engine.core.input_limits import CHARACTERS_PER_TOKEN, InputLimits
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import InputOptions
 from dtype_engine.core.regular_files import read_text
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
@@ -61,7 +61,7 @@ class TextSample:
 _DEFAULT_SAMPLES = tuple(TextSample(text, where="the built-in prompts") for text in DEFAULT_PROMPTS)
 
 
-def text_inputs(model: LiveModel, options: Options) -> Inputs:
+def text_inputs(model: LiveModel, options: InputOptions) -> Inputs:
     """Return sequences of token ids for a language model, an encoder, or an encoder and its decoder. Without a tokenizer, the ids
     are random. Raises UserError for a text that can't be used.
     """
@@ -117,7 +117,7 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
     return Inputs(batches, described, tokenizer, prompts=bool(options.prompts) and not options.texts, made_of=made_of)
 
 
-def sequence_length(model: LiveModel, options: Options) -> int:
+def sequence_length(model: LiveModel, options: InputOptions) -> int:
     """Return the maximum number of tokens in a sequence: the number that the user set or, without it, 512 or the number of the
     model's positions if that is smaller. Raises UserError if the user set more than the model has.
     """
@@ -132,7 +132,7 @@ def sequence_length(model: LiveModel, options: Options) -> int:
     return min(TOKENS_PER_SEQUENCE, known)
 
 
-def sources(options: Options) -> str:
+def sources(options: InputOptions) -> str:
     """Return a phrase that names the sources of the text: the user's prompts and text files, or the built-in prompts."""
     names = []
     if options.prompts:
@@ -143,7 +143,7 @@ def sources(options: Options) -> str:
     return ", ".join(names) + (", through the chat template" if options.chat else "")
 
 
-def text_samples(options: Options) -> Iterator[TextSample]:
+def text_samples(options: InputOptions) -> Iterator[TextSample]:
     """Yield the user's prompts, then the texts in the user's files: one for each file, or one for each line of a JSONL file.
 
     Raises UserError for a file that can't be read.
@@ -194,7 +194,7 @@ def _is_message(message: object) -> bool:
 
 
 def encoded(
-    tokenizer: Any, samples: Sequence[TextSample], title: str, options: Options
+    tokenizer: Any, samples: Sequence[TextSample], title: str, options: InputOptions
 ) -> Iterator[tuple[torch.Tensor, str]]:
     """Yield (token ids, int64 [positions], the encoded text) for each text of `samples`. The chat template is applied to
     conversations and, if `options.chat` is set, to all texts.
@@ -252,7 +252,7 @@ def refuse_long(samples: Sequence[TextSample], texts: Sequence[str], limits: Inp
         limits.refuse_file("tokens", what, len(text) / CHARACTERS_PER_TOKEN)
 
 
-def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], bool]:
+def prompt_texts(options: InputOptions, default: Iterable[str]) -> tuple[list[str], bool]:
     """Return (the texts to combine with pictures or audio, whether the user provided them). default: the texts if the user provided
     none. Raises UserError for a conversation (`messages`), which can't be combined with pictures or audio.
     """

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.foreign_code import failures_as
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ModelOptions
 from dtype_engine.recipe.serving_memory import interpolated
 from dtype_engine.results.serving_memory import ActivationMemory
 from dtype_engine.runtime.formats.dequantize import torch_dtype
@@ -178,7 +178,7 @@ class ActivationEstimator:
             logger.setLevel(level)
 
 
-def estimator_of(checkpoint: Checkpoint, options: Options, dtype: str) -> ActivationEstimator:
+def estimator_of(checkpoint: Checkpoint, options: ModelOptions, dtype: str) -> ActivationEstimator:
     """Return an estimator for passes of a checkpoint's model that compute in `dtype`. Only headers are read. Raises NoForward if
     the architecture is unknown or its tensors have other shapes.
     """

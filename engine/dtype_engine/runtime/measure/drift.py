@@ -326,7 +326,7 @@ class DriftMeter:
         self, runner: ForwardRunner, step: Step, progress: MeasurementProgress, sharing: int
     ) -> ReferenceRecord:
         """Return the reference's outputs for a step's sequence. If they are not kept, run the reference, and keep them if they fit.
-        sharing: how many of the sequences that run side by side keep the outputs of modules, and share the memory.
+        sharing: how many of the sequences that run side by side keep the outputs of modules. Each gets an equal part of the memory.
         """
         if self._has_record(step.number, step.compares_modules):
             return self._records[step.number]

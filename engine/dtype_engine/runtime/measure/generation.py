@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 
 from dtype_engine.core.errors import Cancelled, NoForward
-from dtype_engine.core.job_part import part_of
 from dtype_engine.results.runs import Generation, Written
 from dtype_engine.runtime.inputs import Batch, Inputs, running, tokenizer_of
+from dtype_engine.runtime.measure.job_part import part_of
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.compare.pictures import picture_range
 from dtype_engine.runtime.passes.runner import ForwardRunner

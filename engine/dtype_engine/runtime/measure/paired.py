@@ -31,7 +31,7 @@ class Examples:
     """
 
     def figure(self, name: str) -> float:
-        """Return the metric `name` over all examples as one number. Raises UserError if `aggregate` returns none."""
+        """Return the metric `name`, aggregated over all examples. Raises UserError if the user's `aggregate` returns no number."""
         if self.aggregate is None:
             return statistics.fmean(self.values)
         value = self.aggregate(list(self.values))

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.job_part import part_of
 from dtype_engine.core.system_memory import free_memory
 from dtype_engine.recipe import Plan, tensor_bytes
 from dtype_engine.results.runs import SpeedReport, SpeedRow
 from dtype_engine.runtime.device import free_bytes
 from dtype_engine.runtime.inputs import Batch, Inputs
+from dtype_engine.runtime.measure.job_part import part_of
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.runner import ForwardRunner
 

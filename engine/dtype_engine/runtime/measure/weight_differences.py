@@ -11,7 +11,7 @@ import torch
 
 from dtype_engine.checkpoint import ByteRange, Checkpoint, Watch, refuse_changed
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.regular_files import reading
 from dtype_engine.results.weights import DifferentShape, WeightDifference
 from dtype_engine.runtime.formats.row_blocks import parallel_map
@@ -56,7 +56,7 @@ class _Rows:
 class TwoCheckpoints:
     """Compares the weights of two checkpoints of one architecture. Raises UserError if their weights can't be paired."""
 
-    def __init__(self, reference: Checkpoint, candidate: Checkpoint, options: Options) -> None:
+    def __init__(self, reference: Checkpoint, candidate: Checkpoint, options: ModelOptions) -> None:
         self.reference = reference
         self.candidate = candidate
         self.pairing: Pairing = pair_weights(reference, candidate, options)

@@ -24,7 +24,7 @@ from dtype_engine.checkpoint.weight_files import refuse_link_out
 from dtype_engine.checkpoint.weight_sets import NAMED_WEIGHTS, NO_WEIGHTS
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
@@ -77,7 +77,7 @@ _READ_WITH_WEIGHTS = ("generation_config.json", "adapter_config.json")
 """The files that transformers reads by their names in a model's folder when it loads weights from there."""
 
 
-def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Options) -> Architecture:
+def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: ModelOptions) -> Architecture:
     """Return the architecture that a checkpoint's `config.json` names or, if the user chose a model class in `options`, that class.
 
     Raises NoForward if the installed transformers does not have the architecture or rejects the configuration, and UserError if the
@@ -156,7 +156,7 @@ def reason(error: BaseException) -> str:
 
 
 def _model_class(
-    transformers: ModuleType, config: Mapping[str, Any], folder: Path, options: Options
+    transformers: ModuleType, config: Mapping[str, Any], folder: Path, options: ModelOptions
 ) -> tuple[Any, tuple[str, ...]]:
     if options.architecture is not None:
         return _asked_for(transformers, options.architecture), ()
@@ -256,7 +256,7 @@ def _asked_for(transformers: ModuleType, name: str) -> Any:
 
 
 def _configuration(
-    transformers: ModuleType, model_class: Any, checkpoint: Checkpoint, folder: Path, options: Options
+    transformers: ModuleType, model_class: Any, checkpoint: Checkpoint, folder: Path, options: ModelOptions
 ) -> Any:
     """Read the checkpoint's `config.json` as the configuration class that the model class requires. If the model class is only a
     part of a composite model, such as its text model, the result is the configuration of this part. Raises NoForward if

@@ -11,12 +11,14 @@ from dtype_engine.checkpoint.check import architecture_findings
 from dtype_engine.checkpoint.plausible import ImpossibleConfig
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core.errors import NoForward
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ModelOptions
 from dtype_engine.results.check import CheckReport, Finding
 from dtype_engine.runtime.model.describe import describe
 
 
-def with_architecture(report: CheckReport, source: Source, options: Options, checkpoint: Checkpoint) -> CheckReport:
+def with_architecture(
+    report: CheckReport, source: Source, options: ModelOptions, checkpoint: Checkpoint
+) -> CheckReport:
     """Compare the tensors in a checkpoint with those of its architecture. Returns `report` with one more finding for each tensor
     that only the checkpoint or only the architecture has, or that has another shape in the architecture; and with one if no model
     can be made of config.json. If the architecture is unknown, the report says why among what is unchecked.
@@ -36,7 +38,7 @@ def with_architecture(report: CheckReport, source: Source, options: Options, che
     return dataclasses.replace(report, findings=findings, coverage=known.coverage)
 
 
-def _contradicts(error: NoForward, options: Options) -> bool:
+def _contradicts(error: NoForward, options: ModelOptions) -> bool:
     """Return whether an error is the fault of config.json, and not of a missing package, the machine or a model's own code."""
     outside = (ImportError, OSError, MemoryError)
     of_machine = isinstance(error.__cause__, outside) or isinstance(error.__context__, outside)

@@ -17,7 +17,7 @@ from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.kv_settings import is_cache_scale
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core.errors import NoForward
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.tree import Tree
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.model.architecture import Misfit
@@ -48,7 +48,7 @@ class ModelDescription:
     """Why the architecture is unknown or can't be built, or None if the tree has module classes."""
 
 
-def describe(source: Source, options: Options, checkpoint: Checkpoint | None = None) -> ModelDescription:
+def describe(source: Source, options: ModelOptions, checkpoint: Checkpoint | None = None) -> ModelDescription:
     """Return a description of the model in `source`. If its architecture is unknown, the description has no module classes.
 
     checkpoint: the headers of `source`, if they were read already. Raises UserError if the source can't be read or opened.

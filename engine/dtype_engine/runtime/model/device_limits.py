@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dtype_engine.core.errors import NoForward
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.units import human_bytes
 
 
@@ -20,7 +20,7 @@ def limit_of(device: torch.device, limits: Mapping[str, int]) -> int | None:
     return next((limits[name] for name in names if name in limits), None)
 
 
-def require_fit(module: nn.Module, title: str, device: torch.device, options: Options) -> None:
+def require_fit(module: nn.Module, title: str, device: torch.device, options: ModelOptions) -> None:
     """Raise NoForward if a module that exists in memory is larger than the options allow on the device. Such a module can't be run
     in parts. Without a limit, or if the module is distributed over several devices, there is nothing to check here.
     """

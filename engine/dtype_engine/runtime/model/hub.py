@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.hf_private import implementation, set_implementation, without_questions
 
@@ -26,7 +26,7 @@ _DEEPEST = 20
 
 
 @contextmanager
-def offline(options: Options | None = None) -> Iterator[None]:
+def offline(options: ModelOptions | None = None) -> Iterator[None]:
     """During the `with` block, make transformers raise instead of asking on standard input whether a model's code may run. Also
     make huggingface_hub raise instead of accessing the network, unless `options` allow both downloads and the model's own code:
     that code may lie in another repository, and huggingface_hub, which would fetch it, names files after what a server answers.

@@ -31,7 +31,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.heap import return_large_memory, trim_heap
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.system_memory import free_memory
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
@@ -69,7 +69,7 @@ from dtype_engine.runtime.weights.visited import VisitedSource
 OnStep = Callable[[str], None]
 
 
-def load(source: Source, options: Options, on_step: OnStep = lambda step: None) -> LiveModel:
+def load(source: Source, options: ModelOptions, on_step: OnStep = lambda step: None) -> LiveModel:
     """Load the model that `source` names onto the device that `options` name.
 
     on_step: called with a description of each step, such as "importing transformers". Raises NoForward if the source has tensors
@@ -108,7 +108,7 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
     return _from_checkpoint(checkpoint, source, options, device, on_step, visits)
 
 
-def _memory_for(options: Options) -> int:
+def _memory_for(options: ModelOptions) -> int:
     """Return how many bytes a model that is larger than memory may take. Without a limit for the CPU, these are three quarters of
     the free memory, because activations, and weights while they are decoded and cast, come on top.
 
@@ -128,7 +128,7 @@ _NO_ARCHITECTURE = {
 def _from_checkpoint(
     checkpoint: Checkpoint,
     source: Source,
-    options: Options,
+    options: ModelOptions,
     device: torch.device,
     on_step: OnStep,
     visits: BlockVisits | None,
@@ -193,7 +193,7 @@ class Loaded:
 def load_module(
     checkpoint: Checkpoint,
     title: str,
-    options: Options,
+    options: ModelOptions,
     on_step: OnStep = lambda step: None,
     visits: BlockVisits | None = None,
 ) -> Loaded:
@@ -317,7 +317,7 @@ def _load_diffusers(checkpoint: Checkpoint, title: str) -> Loaded:
     return dataclasses.replace(loaded, notices=checkpoint.notices, placements=placements, coverage=coverage)
 
 
-def _load_pipeline(checkpoint: Checkpoint, title: str, options: Options, on_step: OnStep) -> Loaded:
+def _load_pipeline(checkpoint: Checkpoint, title: str, options: ModelOptions, on_step: OnStep) -> Loaded:
     """Load a diffusers pipeline: each of its models with every tensor in the dtype of its file, then tokenizers and schedulers.
     title: its name, for errors. Raises NoForward if one of them can't be loaded.
     """
@@ -345,7 +345,7 @@ def _load_pipeline(checkpoint: Checkpoint, title: str, options: Options, on_step
     )
 
 
-def load_pretrained(folder: Path, module: nn.Module | None = None, options: Options | None = None) -> nn.Module:
+def load_pretrained(folder: Path, module: nn.Module | None = None, options: ModelOptions | None = None) -> nn.Module:
     """Load a model with every weight in exactly the dtype that its checkpoint stores, on the CPU, memory-mapped from the files.
 
     By contrast, `from_pretrained` of transformers 5 converts a checkpoint of several dtypes to one. A plain module can't hold
@@ -357,7 +357,7 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
     loaded = (
         load_into(module, checkpoint)
         if module is not None
-        else load_module(checkpoint, folder.name, options or Options())
+        else load_module(checkpoint, folder.name, options or ModelOptions())
     )
     module = loaded.module
     state = dict(collect_tensors(module)[1])
@@ -400,7 +400,7 @@ def load_into(
     return Loaded(module, sources)
 
 
-def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]]:
+def build_on_meta(checkpoint: Checkpoint, options: ModelOptions) -> tuple[nn.Module, Mapping[str, Placement]]:
     """Build a checkpoint's architecture on the meta device, without data. Returns the module, and a mapping from the name of each
     tensor of the checkpoint to where it is loaded in the module. The shapes of the two may differ (see `shapes.py`).
 

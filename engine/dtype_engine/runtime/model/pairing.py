@@ -14,7 +14,7 @@ from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core.errors import NoForward
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ModelOptions
 from dtype_engine.runtime.model.load import build_on_meta
 from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
@@ -48,7 +48,7 @@ class Pairing:
     only_candidate: tuple[str, ...]
 
 
-def pair_weights(reference: Checkpoint, candidate: Checkpoint, options: Options) -> Pairing:
+def pair_weights(reference: Checkpoint, candidate: Checkpoint, options: ModelOptions) -> Pairing:
     """Find the weights that two checkpoints have in common. transformers is imported only if each checkpoint has names that the
     other lacks.
 
@@ -95,7 +95,7 @@ def _by_place(left: Mapping[str, _Place], right: Mapping[str, _Place]) -> list[P
     return pairs
 
 
-def _places(checkpoint: Checkpoint, names: list[str], other: Checkpoint, options: Options) -> Mapping[str, _Place]:
+def _places(checkpoint: Checkpoint, names: list[str], other: Checkpoint, options: ModelOptions) -> Mapping[str, _Place]:
     """Return where each weight of a checkpoint is in the module, keyed by its name in the checkpoint. All names of a tied weight
     have one place. If loading packs a weight with others in another way than by stacking rows, it is left out.
 
@@ -118,7 +118,7 @@ def _places(checkpoint: Checkpoint, names: list[str], other: Checkpoint, options
     return places
 
 
-def _made(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
+def _made(checkpoint: Checkpoint, options: ModelOptions) -> tuple[nn.Module, Mapping[str, Placement]] | None:
     try:
         return build_on_meta(checkpoint, options)
     except NoForward:  # the files' tensors do not fit the architecture

@@ -19,7 +19,7 @@ from dtype_engine.checkpoint import FileIdentity, open_checkpoint
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.foreign_code import failures_as, with_type
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
@@ -101,7 +101,7 @@ def _tie_again(
     return frozenset(tied)
 
 
-def load_python(source: Source, options: Options, device: torch.device, on_step: OnStep) -> LiveModel:
+def load_python(source: Source, options: ModelOptions, device: torch.device, on_step: OnStep) -> LiveModel:
     """Build the model with the user's own class or function. The function `example_inputs` in the same file becomes a field of the
     result.
 

@@ -16,7 +16,7 @@ import torch
 
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core.errors import NoForward, UserError
-from dtype_engine.core.options import FLOAT32, Options
+from dtype_engine.core.options import FLOAT32, ModelOptions
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.load import OnStep, blocks, load
@@ -42,7 +42,7 @@ _SHOWN = 3
 """Maximum number of differences between two checkpoints that an error message lists."""
 
 
-def use_reference(live: LiveModel, source: Source, options: Options, on_step: OnStep = lambda step: None) -> None:
+def use_reference(live: LiveModel, source: Source, options: ModelOptions, on_step: OnStep = lambda step: None) -> None:
     """Make another checkpoint the reference model of an open one: each weight gets the values that this checkpoint has for it as
     its `other_reference`, and the settings of modules in which the checkpoints differ are stored in `live.side_settings`.
 

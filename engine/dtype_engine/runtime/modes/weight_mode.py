@@ -123,7 +123,7 @@ class WeightMode(TorchFunctionMode):
         """
         self.standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
         """Maps each tensor that replaces a weight, or is a view of such a replacement, to the `id` of this weight."""
-        self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.old_values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Weights, and tensors in `kept`, whose memory the forward pass has changed through a view: (tensor, copy of its old
         values), keyed by the tensor's `id`. The old values are restored after the pass.
         """
@@ -137,11 +137,11 @@ class WeightMode(TorchFunctionMode):
     @property
     def wrote(self) -> bool:
         """Whether the forward pass has changed a weight or one of the tensors in `kept`."""
-        return bool(self.written or self._held)
+        return bool(self.written or self.old_values)
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        for data, before in self._held.values():
+        for data, before in self.old_values.values():
             data.copy_(before)
 
     def __torch_function__(
@@ -521,13 +521,13 @@ class WeightMode(TorchFunctionMode):
         if given is not None:
             original = self.weights[given].reference.held(torch.device("cpu"))
             if original.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr():
-                self._held.setdefault(given, (original, original.clone()))
+                self.old_values.setdefault(given, (original, original.clone()))
             self.written.setdefault(given, owner)
             self.replaced.add(given)
             return
         for shared in self.sharing_memory(destination):
-            if id(shared) not in self._held:
-                self._held[id(shared)] = shared.data, shared.data.clone()
+            if id(shared) not in self.old_values:
+                self.old_values[id(shared)] = shared.data, shared.data.clone()
 
     def _set_data(self, key: int, value: torch.Tensor) -> None:
         """Replace a weight by `value` for the rest of the forward pass, because the model's code has assigned to the weight's

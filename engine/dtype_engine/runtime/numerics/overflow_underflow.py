@@ -83,7 +83,7 @@ class LossCounter:
         return _listed(self.counted(cancelled))
 
     def counted(self, cancelled: IsCancelled = never) -> ValueLoss:
-        """Like `result`, but returns the counts also if the cast only rounds."""
+        """Return the counts that `result` returns, also where `result` returns None because the cast only rounds."""
         total = _Counts(*map(sum, zip(*self._parts, strict=True))) if self._parts else _Counts()
         channels = total.channels
         if self.dtype not in dtypes.STORAGE_DTYPES and total.vanished and 2 * total.zeros > self._width:

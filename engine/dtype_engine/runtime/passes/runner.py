@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -363,6 +363,44 @@ class ForwardRunner:
     def _stored_dtypes(self) -> set[str]:
         return {weight.info.dtype for weight in self.model.weights.values() if weight.info.castable}
 
+    @contextmanager
+    def _same_state(self, mode: WeightMode) -> Iterator[None]:
+        """Return a context for a pass in which the model has the state from which every pass starts. If passes take turns, it waits
+        for the first turn of this pass.
+        """
+        model, together = self.model, self._together
+        for settings in model.side_settings:
+            settings.use(mode.like_reference(settings.module))
+        watching, scripted = (mode, mode.run) if together is None else (together, together.run_call)
+        as_every = partial(as_every_pass, model, self.behavior, self._calls.modules, watching, scripted, self._state)
+        with self._for_all("state", as_every) as (self._state, restored):
+            if together is not None:
+                together.changed = restored
+                together.begin(mode)
+                seeded = together.share("seed", lambda: nullcontext(random_states(model.device)))
+                set_random_states(model.device, seeded)
+            yield
+
+    @contextmanager
+    def _under(
+        self, mode: WeightMode, options: PassOptions, autocast: torch.dtype | None, caches: CacheWatcher | None
+    ) -> Iterator[None]:
+        """Return the context in which the model's code runs. The arguments are those of `_run`."""
+        device, together = self.model.device, self._together
+        one_thread = partial(weights_in_one_thread, self.model.by_id, () if together is None else together.threads)
+        with ExitStack() as contexts:
+            contexts.enter_context(torch.no_grad())
+            if autocast is not None:
+                contexts.enter_context(torch.autocast(device.type, autocast))
+            if options.around is not None:
+                contexts.enter_context(options.around(mode))
+            contexts.enter_context(mode)
+            contexts.enter_context(self._for_all("threads", one_thread))
+            contexts.enter_context(self._for_all("float32", partial(exact_float32, device)))
+            contexts.enter_context(watching_caches(caches, mode))
+            contexts.enter_context(foreign_code())
+            yield
+
     def _run(
         self,
         call: Callable[[], Output],
@@ -381,53 +419,25 @@ class ForwardRunner:
         the index of the call in `options.earlier.calls`. autocast: the dtype of torch's autocast, or None without autocast. caches:
         intercepts the KV caches that the pass writes, or None.
         """
-        model, behavior, modules = self.model, self.behavior, self._calls.modules
+        model = self.model
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
-        together = self._together
-        watching, scripted = (mode, mode.run) if together is None else (together, together.run_call)
-        as_every = partial(as_every_pass, model, behavior, modules, watching, scripted, self._state)
-        for settings in model.side_settings:
-            settings.use(mode.like_reference(settings.module))
-        one_thread = partial(weights_in_one_thread, model.by_id, () if together is None else together.threads)
         try:
-            with self._for_all("state", as_every) as (self._state, restored):
-                if together is not None:
-                    together.changed = restored
-                    together.begin(mode)
-                    seeded = together.share("seed", lambda: nullcontext(random_states(model.device)))
-                    set_random_states(model.device, seeded)
+            with _failures_as_no_forward(run, model.device), self._same_state(mode):
                 if options.learns:
                     run.effects = SideEffects(model.device)
                 self._calls.under_way = run
                 started = time.perf_counter()
-                with ExitStack() as contexts:
-                    contexts.enter_context(torch.no_grad())
-                    if autocast is not None:
-                        contexts.enter_context(torch.autocast(model.device.type, autocast))
-                    if options.around is not None:
-                        contexts.enter_context(options.around(mode))
-                    contexts.enter_context(mode)
-                    contexts.enter_context(self._for_all("threads", one_thread))
-                    contexts.enter_context(self._for_all("float32", partial(exact_float32, model.device)))
-                    contexts.enter_context(watching_caches(caches, mode))
-                    contexts.enter_context(foreign_code())
+                with self._under(mode, options, autocast, caches):
                     output = call()
                 synchronize(model.device)
                 seconds = time.perf_counter() - started - run.observing_seconds
                 if run.effects is not None:
-                    behavior.add_effects(run.effects)
-        except (Cancelled, UserError):
-            raise
-        except torch.OutOfMemoryError:
-            with enough_memory(_where(run.inside), model.device, NoForward):
-                raise
-        except Exception as error:
-            raise NoForward(f"the forward pass failed in {_where(run.inside)}: {_one_line(error)}") from error
+                    self.behavior.add_effects(run.effects)
         finally:
             self._calls.under_way = None
             for settings in model.side_settings:
                 settings.use(False)
-            if together is None and model.visits is not None:
+            if self._together is None and model.visits is not None:
                 model.visits.leave()
         return PassResult(
             output=output,
@@ -442,6 +452,22 @@ class ForwardRunner:
             cache=cache,
             left_wide=frozenset(mode.rounding.left_wide) if mode.rounding is not None else frozenset(),
         )
+
+
+@contextmanager
+def _failures_as_no_forward(run: ForwardPass, device: torch.device) -> Iterator[None]:
+    """Return a context for a forward pass in which any error of the model's code, and a lack of memory, raises NoForward. Its
+    message names the module that was running.
+    """
+    try:
+        yield
+    except (Cancelled, UserError):
+        raise
+    except torch.OutOfMemoryError:
+        with enough_memory(_where(run.inside), device, NoForward):
+            raise
+    except Exception as error:
+        raise NoForward(f"the forward pass failed in {_where(run.inside)}: {_one_line(error)}") from error
 
 
 def keeping_cache(batch: Batch) -> Batch:

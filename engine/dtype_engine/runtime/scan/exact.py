@@ -29,10 +29,11 @@ from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan import saved as scan_file
 from dtype_engine.runtime.scan.cache_writes import scored_bytes
+from dtype_engine.runtime.scan.casts import is_free, scanned_dtypes
 from dtype_engine.runtime.scan.companions import CompanionsMode, added_drift
 from dtype_engine.runtime.scan.routing import Key
 from dtype_engine.runtime.scan.saved import Fingerprint
-from dtype_engine.runtime.scan.scan import OnEstimate, OnStep, is_free, scanned_dtypes
+from dtype_engine.runtime.scan.scan import OnEstimate, OnStep
 from dtype_engine.search.sensitivity import scalar_drift
 
 _REPORT_EVERY = 64

@@ -18,7 +18,7 @@ from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, read_json
 from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
-from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.options import InputOptions, ModelOptions, Options, RunSettings
 from dtype_engine.core.units import plural
 from dtype_engine.runtime.inputs import Batch, Inputs, make_inputs
 from dtype_engine.runtime.inputs.diffusers_inputs import NoDefaultInputs, pipeline_inputs
@@ -60,9 +60,9 @@ def inputs_of(model: LiveModel, options: Options) -> Inputs:
 def _from_pipeline(model: LiveModel, title: str, options: Options) -> Inputs:
     assert model.folder is not None
     name = model.folder.name
-    opened = Options(device=options.device, trust_pickle=options.trust_pickle, max_memory=options.max_memory)
+    opened = ModelOptions(device=options.device, trust_pickle=options.trust_pickle, max_memory=options.max_memory)
     pipeline = load(locate(str(model.folder.parent)), opened)
-    given = pipeline_inputs(pipeline, Options(sequences=1), options.sequences or _STEPS)
+    given = pipeline_inputs(pipeline, InputOptions(sequences=1), options.sequences or _STEPS)
     with ForwardRunner(pipeline, RunSettings(), never, watch=False) as runner:
         run = runner.reference_call(given.batches[0])
 

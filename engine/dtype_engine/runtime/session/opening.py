@@ -13,7 +13,7 @@ from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import parse_inputs_line
 from dtype_engine.core.opening_progress import READING_INPUTS
-from dtype_engine.core.options import STORED, Options
+from dtype_engine.core.options import STORED, ModelOptions, Options
 from dtype_engine.runtime.inputs import from_values
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.load import OnStep, load
@@ -83,7 +83,7 @@ def open_session(
         return Session(live, parse_inputs_line(options, ""), given)
 
 
-def _set_reference(live: LiveModel, options: Options, on_step: OnStep) -> None:
+def _set_reference(live: LiveModel, options: ModelOptions, on_step: OnStep) -> None:
     """Set the reference model, against which drift is measured, to the one that `options.reference` names. Raises UserError if it
     is another checkpoint that can't be compared with the model. on_step: called with a description of each step.
     """

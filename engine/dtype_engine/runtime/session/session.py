@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
@@ -14,17 +14,14 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from dtype_engine.checkpoint import unchanged
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
-from dtype_engine.core.errors import Cancelled, NoForward, UserError
+from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
-from dtype_engine.core.input_args import data_options
 from dtype_engine.core.options import ClassesDim, Options, RunSettings
 from dtype_engine.core.text import printable
-from dtype_engine.core.throttle import Throttle
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
 from dtype_engine.recipe.minimize import minimize
-from dtype_engine.recipe.serving_memory import serving_dtype
 from dtype_engine.reports.notebook import session_html
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
@@ -38,10 +35,8 @@ from dtype_engine.results.serving_memory import ActivationMemory
 from dtype_engine.runtime.inputs import Inputs, one_of_each_shape, summarize
 from dtype_engine.runtime.inputs.text import with_next_tokens, without_cache
 from dtype_engine.runtime.inputs.validate import with_labels
-from dtype_engine.runtime.measure.activation_memory import estimator_of, measured
 from dtype_engine.runtime.measure.attribution import Attribution, OnCauses, Part, PartDrift
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
-from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
 from dtype_engine.runtime.measure.generation import OnText, OnTokens, generate
 from dtype_engine.runtime.measure.implicit_casts import implicit_casts
 from dtype_engine.runtime.measure.listener import MeasurementListener
@@ -49,25 +44,24 @@ from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remed
 from dtype_engine.runtime.measure.noise_floor import measure_noise_floor
 from dtype_engine.runtime.measure.nonfinite import diagnose_nonfinite
 from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
-from dtype_engine.runtime.measure.user_metrics import MetricMeter, load_metrics
 from dtype_engine.runtime.measure.weight_errors import reference_differences
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner
-from dtype_engine.runtime.passes.state_restore import stored_values
 from dtype_engine.runtime.scan.last_scan import LastScan, ScanTask
-from dtype_engine.runtime.scan.saved import Fingerprint
 from dtype_engine.runtime.scan.scan import OnEstimate, OnStep
-from dtype_engine.runtime.session import saved_drift
+from dtype_engine.runtime.session.activations import estimated_activations, measured_activations
 from dtype_engine.runtime.session.casting import Casting
 from dtype_engine.runtime.session.casting import OnProgress as OnCast
 from dtype_engine.runtime.session.component_inputs import inputs_of
+from dtype_engine.runtime.session.drift import DriftMeasurements
 from dtype_engine.runtime.session.notebook import show_in_notebooks
-from dtype_engine.runtime.session.process_memory import memory_stats, reset_peaks
+from dtype_engine.runtime.session.process_memory import memory_stats
+from dtype_engine.runtime.session.search_report import search_report
 from dtype_engine.search.constraints import parse_bytes
 from dtype_engine.search.families import FAMILIES
 from dtype_engine.search.pareto import Constraints, ParetoFront, make_front
-from dtype_engine.search.sensitivity import predict, scalar_drift
+from dtype_engine.search.sensitivity import predict
 from dtype_engine.search.solve import solve
 
 if TYPE_CHECKING:
@@ -123,8 +117,7 @@ class Session:
         """The result of the last scan, which `predict` and `search` use. None if there was none."""
         self._casting = Casting(model)
         self._behavior = ModelBehavior()
-        self._meter: DriftMeter | None = None
-        self._metrics: MetricMeter | None = None
+        self._drift = DriftMeasurements(model, options, self._behavior)
         self._floor: tuple[Inputs, ClassesDim, NoiseFloor] | None = None
         self._parts: tuple[Recipe, RunSettings, Inputs, dict[Part, PartDrift]] | None = None
         """The recipe, settings and inputs of the last attribution of drift to modules, and the measurements that it has made
@@ -416,33 +409,16 @@ class Session:
 
     @reading_weights
     def export_contents(self, cancelled: IsCancelled = never) -> Contents:
-        """Return the tensors that `export` writes, before they are computed. The model runs if a format needs activation scales.
-        Raises what `export` raises.
+        """Return the plan of an export: name, dtype and size of every tensor that `export` will write. No value of them is
+        computed, but the model runs if a format needs activation scales. Raises what `export` raises.
 
         Example:
             >>> session.export_contents().nbytes == session.plan.planned_bytes
             True
         """
-        from dtype_engine.runtime.export import of_live
-        from dtype_engine.runtime.export.cache_scales import cache_scheme, module_in_files, with_cache_scales
-        from dtype_engine.runtime.export.input_scales import needs_calibration
-        from dtype_engine.runtime.measure.activation_ranges import input_ranges
+        from dtype_engine.runtime.session.export_contents import contents_of
 
-        planned, caches = self.plan.dtypes, self.plan.caches
-        contents = of_live(self.model, self.recipe, planned, self.settings)
-        if needs_calibration(contents):
-            names = [item.name for item in contents.items if item.input_scale is not None]
-            ranges = input_ranges(self.model, self.need_inputs(), self.settings, names, cancelled, self._behavior)
-            contents = of_live(self.model, self.recipe, planned, self.settings, ranges)
-        if not caches:
-            return contents
-        amax: Mapping[str, torch.Tensor] = {}
-        if cache_scheme(self.tree, caches) is not None:
-            with ForwardRunner(self.model, self.settings, cancelled, behavior=self._behavior) as runner:
-                runner.calibrate_caches(self.need_inputs().batches)
-                amax = runner.amax_of("candidate")
-        file_name = functools.partial(module_in_files, self.model)
-        return with_cache_scales(contents, self.tree, caches, amax, file_name)
+        return contents_of(self.model, self.plan, self.settings, self.need_inputs, self._behavior, cancelled)
 
     def need_inputs(self) -> Inputs:
         """Return the inputs on which the model is run. Raises NoForward if the model can't be run.
@@ -482,51 +458,8 @@ class Session:
             >>> 0 < session.drift().output.max_abs < 1
             True
         """
-        metrics = self._metric_meter()  # what is wrong with a metric is said before the model runs
-        if self._meter is None:
-            budget = budget_for(self.model, self.options.reference_bytes)
-            self._meter = DriftMeter(self.model, self.need_inputs(), budget=budget, behavior=self._behavior)
-        self._meter.settings = self.settings
-        if listener is None:
-            listener = MeasurementListener(cancelled=cancelled)
-        listener = dataclasses.replace(
-            listener,
-            precision=listener.precision or (lambda: self.options.precision),
-            all_modules=listener.all_modules or (lambda: self.options.modules == "exact"),
-        )
-        reset_peaks(self.model.device)
-        if self.model.visits is not None:
-            self.model.visits.bytes_read = 0
-        if save is None:
-            totals = self._meter.measure(listener)
-        else:
-            fingerprint = Fingerprint.of(
-                self.model, self._meter.inputs, list(map(str, self.recipe.rules)), self.settings
-            )
-            with saved_drift.saving(save, fingerprint, self._meter, listener) as (listener, begun):
-                totals = self._meter.measure(listener, begun=begun)
-        throttle, on_progress = Throttle(), listener.on_progress
-
-        def on_weights(done: int, total: int) -> None:
-            if self.model.visits is not None and throttle.due():
-                on_progress("values that casts lose", done, total)
-
-        report = self._meter.report(totals, self.recipe, self.memory(), self.model.known_losses(self.plan.dtypes))
-        if listener.on_measured is not None:
-            listener.on_measured(report)
-        lost = self.model.lost_values(None, listener.cancelled, on_weights)
-        changes = (
-            metrics.measure(self.settings, listener.on_progress, listener.cancelled) if metrics is not None else ()
-        )
-        return dataclasses.replace(report, lost=lost, metrics=changes)
-
-    def _metric_meter(self) -> MetricMeter | None:
-        if self._metrics is None and self.options.metrics:
-            loaded, data = load_metrics(self.options.metrics), self.need_inputs()
-            if self.options.data:
-                data = inputs_of(self.model, data_options(self.options))
-            self._metrics = MetricMeter(self.model, loaded, data, self._behavior)
-        return self._metrics
+        listener = listener or MeasurementListener(cancelled=cancelled)
+        return self._drift.measure(self.need_inputs, self.plan, self.settings, listener, save)
 
     @reading_weights
     def causes(
@@ -606,10 +539,11 @@ class Session:
             True
         """
         output, inside = report.output, any(each.nonfinite for each in report.modules)
-        if self._meter is None or not (output.nonfinite or output.nonfinite_reference or inside):
+        if self._drift.meter is None or not (output.nonfinite or output.nonfinite_reference or inside):
             return None
         with self.putting_back():
-            return diagnose_nonfinite(self._meter, self.tree, self.recipe, report.modules, output, on_trial, cancelled)
+            meter = self._drift.meter
+            return diagnose_nonfinite(meter, self.tree, self.recipe, report.modules, output, on_trial, cancelled)
 
     @reading_weights
     def loss_remedy(
@@ -634,11 +568,12 @@ class Session:
         def count(name: str, dtype: str) -> ValueLoss | None:
             return self.model.weights[name].count_loss(dtype, cancelled)
 
-        if report is None or self._meter is None:
+        meter = self._drift.meter
+        if report is None or meter is None:
             reason = self.no_forward or "the recipe was not measured"
             return untried_remedy(self.tree, self.plan, self.lost_values(cancelled), count, reason)
         with self.putting_back():
-            return tried_remedy(self._meter, self.tree, self.plan, report, count, on_trial, cancelled)
+            return tried_remedy(meter, self.tree, self.plan, report, count, on_trial, cancelled)
 
     @reading_weights
     def weight_differences(self, cancelled: IsCancelled = never) -> tuple[ModuleDrift, ...]:
@@ -727,17 +662,7 @@ class Session:
             >>> session.activation_memory(64).module
             'model.layers.5.mlp.up_proj'
         """
-        cache = self.tree.kv_cache
-        dtype = serving_dtype(self.tree.totals(self.plan.dtypes)[""], cache)
-        if dtype == serving_dtype(self.tree.totals()[""], cache):
-            with stored_values(self.model):
-                return measured(self.model.module, context, batch)
-        recipe = self.recipe
-        try:
-            self.use_recipe(Recipe.of([Rule.parse(f"*={dtype}")]))
-            return measured(self.model.module, context, batch)
-        finally:
-            self.use_recipe(recipe)
+        return measured_activations(self.model, self._casting, context, batch)
 
     def estimated_activations(
         self, contexts: Sequence[int], batch: int = 1, cancelled: IsCancelled = never
@@ -756,16 +681,7 @@ class Session:
             >>> [peak.context for peak in session.estimated_activations([64, 128])]
             [64, 128]
         """
-        checkpoint = self.model.checkpoint
-        if checkpoint is None:
-            raise NoForward(f"{self.model.title} is code, and only checkpoints can be estimated")
-        dtype = serving_dtype(self.tree.totals(self.plan.dtypes)[""], self.tree.kv_cache)
-        estimator, found = estimator_of(checkpoint, self.options, dtype), []
-        for context in contexts:
-            if cancelled():
-                raise Cancelled
-            found.append(estimator.estimate(context, batch))
-        return tuple(found)
+        return estimated_activations(self.model, self.plan, self.options, contexts, batch, cancelled)
 
     @reading_weights
     def speed(
@@ -877,24 +793,9 @@ class Session:
         if measure:
             self.apply(recipe, cancelled=cancelled)
         report = self.drift(cancelled=cancelled) if measure else None
+        lost = self.lost_values(cancelled, plan)
         assert self.scanned is not None
-        return SearchReport(
-            model=self.model.title,
-            unit=self.scanned.unit,
-            rules=tuple(map(str, recipe.rules)),
-            stored_bytes=self.tree.stored_bytes,
-            planned_bytes=solution.bytes,
-            predicted=solution.score,
-            front=tuple(front.points),
-            measured=None if report is None else scalar_drift(report.output),
-            metrics=() if report is None else report.metrics,
-            notices=self.model.notices,
-            lost=self.lost_values(cancelled, plan),
-            coverage=self.model.coverage,
-            context=context,
-            cache_bytes=0 if context is None else solution.bytes - plan.planned_bytes,
-            formats=front.formats,
-        )
+        return search_report(self.model, self.scanned.unit, front, solution, plan, report, context, lost)
 
     @reading_weights
     def use_inputs(self, options: Options, cancelled: IsCancelled = never) -> None:
@@ -917,7 +818,7 @@ class Session:
             for tried in one_of_each_shape(inputs):
                 runner.reference(runner.reference_call(tried))
         self.inputs, self.options, self.why_no_forward = inputs, options, None
-        self._meter = self._metrics = self.scanned = None
+        self._drift, self.scanned = DriftMeasurements(self.model, options, self._behavior), None
         self._behavior.calibrations.clear()
         self._scan = LastScan()
 
@@ -938,4 +839,4 @@ class Session:
 
         >>> de.open().kept_outputs  # nothing is measured
         """
-        return None if self._meter is None else (self._meter.kept_bytes, self._meter.budget)
+        return self._drift.kept_outputs

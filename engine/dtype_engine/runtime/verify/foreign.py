@@ -20,7 +20,7 @@ from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.results.export import CastReport, ComparedTensor, TensorDifference
@@ -87,7 +87,7 @@ def _of_values(values: SourceValues) -> _Side:
 def compare_foreign(
     path: Path,
     source: Source,
-    options: Options,
+    options: ModelOptions,
     on_bytes: OnBytes = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> CastReport:
@@ -109,15 +109,8 @@ def compare_foreign(
         pairs = _Pairs(theirs, ours, describe(source, options, checkpoint).tree)
         if not pairs.same and not pairs.undecoded:
             of_llama_cpp = [each is not None and each.form == "gguf" for each in (other, checkpoint)]
-            why = (
-                ": GGUF has llama.cpp's names, which are not mapped to those of transformers yet"
-                if any(of_llama_cpp) and not all(of_llama_cpp)
-                else ", so there is nothing to compare"
-            )
-            raise UserError(
-                f"{path} and {source.title} have no tensor's name in common{why}; the first names are "
-                f"{printable(next(iter(theirs.stored)))} and {printable(next(iter(ours.stored)))}"
-            )
+            mapped = not any(of_llama_cpp) or all(of_llama_cpp)
+            raise _nothing_in_common(f"{path} and {source.title}", theirs, ours, mapped)
         sizes = {name: _nbytes(*theirs.stored[name]) for name in pairs.same}
         whole = sum(sizes.values())
         tensors, differences, undecoded = list[ComparedTensor](), list[TensorDifference](), dict(pairs.undecoded)
@@ -145,6 +138,21 @@ def compare_foreign(
         uncompared=tuple(TensorDifference(name, f"is {what}") for name, what in undecoded.items()),
         seconds=time.perf_counter() - started,
         unchecked=ours.unchecked,
+    )
+
+
+def _nothing_in_common(titles: str, theirs: _Side, ours: _Side, mapped: bool) -> UserError:
+    """Return the error for two checkpoints without a common name of a tensor. mapped: False if only one of them has llama.cpp's
+    names.
+    """
+    why = (
+        ", so there is nothing to compare"
+        if mapped
+        else ": GGUF has llama.cpp's names, which are not mapped to those of transformers yet"
+    )
+    return UserError(
+        f"{titles} have no tensor's name in common{why}; the first names are "
+        f"{printable(next(iter(theirs.stored)))} and {printable(next(iter(ours.stored)))}"
     )
 
 

@@ -18,7 +18,7 @@ from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ModelOptions, Options
 from dtype_engine.core.text import printable
 from dtype_engine.recipe import Recipe
 from dtype_engine.recipe.file import RecipeFile, read_recipe_file
@@ -393,7 +393,7 @@ def drift_of_export(
     session: Session,
     source: Source,
     exported: Checkpoint,
-    options: Options,
+    options: ModelOptions,
     cancelled: IsCancelled = never,
 ) -> OutputDrift:
     """Measure the drift of an export. The candidate is the model that is loaded from the export. The reference is the model from

@@ -49,7 +49,7 @@ def test_zero_points_tell_which_of_several_groups_a_module_is_in(name: str, targ
 
 
 @pytest.mark.parametrize(("location", "read"), [("weight_input", True), ("weight_output", True), ("input", False)])
-def test_weights_of_a_model_that_transforms_its_inputs_are_not_read(location: str, read: bool, tmp_path: Path) -> None:
+def test_weights_with_input_transforms_are_not_decoded(location: str, read: bool, tmp_path: Path) -> None:
     case = CASES["ct int4 in groups"]()
     apply = [{"targets": ["Linear"], "location": location, "inverse": False}]
     transforms = {"config_groups": {"R4": {"type": "hadamard", "apply": apply}}}
@@ -61,7 +61,7 @@ def test_weights_of_a_model_that_transforms_its_inputs_are_not_read(location: st
         assert_unread(checkpoint)
 
 
-def test_stacked_experts_have_no_order_of_columns(tmp_path: Path) -> None:
+def test_stacked_experts_with_a_column_order_are_not_decoded(tmp_path: Path) -> None:
     case = CASES["ct int4 stacked"]()
     case.tensors["x.weight_g_idx"] = torch.arange(64, dtype=torch.int32) // 32
     assert_unread(open_checkpoint(case.save(tmp_path)))
@@ -77,7 +77,7 @@ def test_stacked_experts_have_no_order_of_columns(tmp_path: Path) -> None:
         ("ct int4 stacked", "x.weight_scale", (1, 3, 8, 2)),
     ],
 )
-def test_scales_along_another_dimension_make_no_weight(
+def test_weight_with_scales_along_the_wrong_dimension_is_not_decoded(
     name: str, part: str, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
     case = CASES[name]()
@@ -89,13 +89,13 @@ def test_scales_along_another_dimension_make_no_weight(
     assert_unread(open_checkpoint(case.save(tmp_path)))
 
 
-def test_scales_of_columns_make_no_weight_of_quark(tmp_path: Path) -> None:
+def test_quark_weight_with_column_scales_is_not_decoded(tmp_path: Path) -> None:
     case = CASES["quark fp8"]()
     case.config["quantization_config"]["layer_quant_config"]["*"]["weight"]["ch_axis"] = 1
     assert_unread(open_checkpoint(case.save(tmp_path)))
 
 
-def test_factors_of_inputs_are_factors_of_columns_in_torchao(tmp_path: Path) -> None:
+def test_torchao_input_factors_scale_the_columns(tmp_path: Path) -> None:
     made = torchao_blocks()
     factors = torch.rand(64) + 0.5
     made.tensors["m._weight_act_pre_scale"] = factors
@@ -103,7 +103,7 @@ def test_factors_of_inputs_are_factors_of_columns_in_torchao(tmp_path: Path) -> 
     made.check(tmp_path, "torchao:int4@g32")
 
 
-def test_one_factor_for_all_inputs_makes_no_weight_of_torchao(tmp_path: Path) -> None:
+def test_torchao_weight_with_one_input_factor_is_not_decoded(tmp_path: Path) -> None:
     made = torchao_blocks()
     made.tensors["m._weight_act_pre_scale"] = torch.tensor(2.0)
     assert not made.open(tmp_path).encoded
@@ -113,7 +113,7 @@ def test_one_factor_for_all_inputs_makes_no_weight_of_torchao(tmp_path: Path) ->
     "settings", [{"bits": [4]}, {"group_size": [32]}, {"bits": {"a": 4}}, {"dynamic": {"m": {"bits": [4]}}}]
 )
 @pytest.mark.parametrize("made", [gptq, awq])
-def test_lists_in_place_of_numbers_are_passed_over(
+def test_lists_instead_of_numbers_in_settings_are_ignored(
     made: Callable[[], Case], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     changed = made()
@@ -121,17 +121,17 @@ def test_lists_in_place_of_numbers_are_passed_over(
     assert bool(changed.open(tmp_path).encoded) is ("dynamic" in settings)
 
 
-def test_unused_places_in_words_of_awq_are_no_findings(tmp_path: Path) -> None:
+def test_check_ignores_unused_bits_of_packed_awq_words(tmp_path: Path) -> None:
     assert not check(awq("gemv").open(tmp_path), "model").findings
 
 
 @pytest.mark.slow
-def test_a_stack_of_too_many_experts_stays_whole(tmp_path: Path) -> None:
+def test_stack_of_too_many_experts_is_not_split(tmp_path: Path) -> None:
     made = mlx_affine(name="l.switch_mlp.up_proj", shape=(4097, 1, 32))
     assert made.open(tmp_path).encoded.keys() == {"l.switch_mlp.up_proj.weight"}
 
 
-def test_a_method_that_no_terminal_should_get_is_escaped(tmp_path: Path) -> None:
+def test_control_characters_in_quant_method_are_escaped(tmp_path: Path) -> None:
     case = CASES["ct int4 in groups"]()
     case.config = {"quantization_config": {"quant_method": "\x1b[2J"}}
     for tensor in open_checkpoint(case.save(tmp_path)).tree().tensors.values():
@@ -139,9 +139,7 @@ def test_a_method_that_no_terminal_should_get_is_escaped(tmp_path: Path) -> None
         assert tensor.uncastable_reason.isprintable()
 
 
-def test_descriptions_of_layers_in_formats_that_are_not_read_are_parsed_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unread_layer_descriptions_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["comfy fp8 in metadata"]()
     case.tensors |= {f"{place}.{name}": tensor.clone() for place in range(50) for name, tensor in case.tensors.items()}
     layers = {f"{place}.x": {"format": "asym_w4a8_int8"} for place in range(50)}
@@ -154,7 +152,7 @@ def test_descriptions_of_layers_in_formats_that_are_not_read_are_parsed_once(
     assert len(parsed) <= 1
 
 
-def test_blocks_of_a_vision_tower_that_stays_plain(tmp_path: Path) -> None:
+def test_unquantized_vision_tower_is_read_as_plain(tmp_path: Path) -> None:
     case = CASES["fp8 with one scale"]()
     prefix = "model.language_model.layers.0.mlp.up_proj"
     case.tensors = {f"{prefix}.{name.removeprefix('x.')}": tensor for name, tensor in case.tensors.items()}
@@ -173,7 +171,7 @@ def test_blocks_of_a_vision_tower_that_stays_plain(tmp_path: Path) -> None:
     ("made", "name"),
     [(gptq, "m.qzeros"), (gptq, "m.scales"), (gptq, "m.qweight"), (lambda: CASES["modelopt nvfp4"](), "x.weight")],
 )
-def test_a_part_without_dimensions_makes_no_weight(made: Callable[[], Case], name: str, tmp_path: Path) -> None:
+def test_weight_with_a_scalar_part_is_not_decoded(made: Callable[[], Case], name: str, tmp_path: Path) -> None:
     changed = made()
     changed.tensors[name] = changed.tensors[name].reshape(-1)[0].clone()
     checkpoint = changed.open(tmp_path)
@@ -234,9 +232,7 @@ UNREAD: dict[str, dict[str, torch.Tensor]] = {
 
 @pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", None])
 @pytest.mark.parametrize("name", UNREAD)
-def test_floats_of_weights_that_are_not_read_are_not_plain_values(
-    name: str, method: str | None, tmp_path: Path
-) -> None:
+def test_floats_of_undecoded_weights_are_not_plain_values(name: str, method: str | None, tmp_path: Path) -> None:
     declared = {"quant_method": method, "quant_algo": "FP8", "config_groups": {}}
     checkpoint = open_checkpoint(
         Case(UNREAD[name], {}, "", {"quantization_config": declared} if method else {}).save(tmp_path)

@@ -37,7 +37,7 @@ def _damages(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, 
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "modelopt mixed"])
-def test_a_damaged_weight_is_not_returned_and_is_named_by_the_check(name: str, tmp_path: Path) -> None:
+def test_damaged_weight_is_not_decoded_and_check_names_it(name: str, tmp_path: Path) -> None:
     case = CASES[name]()
     case.tensors = _with_twin(case)
     sound = open_checkpoint(case.save(tmp_path))
@@ -54,14 +54,14 @@ def test_a_damaged_weight_is_not_returned_and_is_named_by_the_check(name: str, t
 
 
 @pytest.mark.parametrize("index", [[0, 1, 2, 4], [0, 1, 2, -1], [0, 1, 2]])
-def test_columns_with_an_impossible_block_make_no_weight(index: list[int], tmp_path: Path) -> None:
+def test_weight_with_an_impossible_column_order_is_not_decoded(index: list[int], tmp_path: Path) -> None:
     case = CASES["ct int4 with ordered columns"]()
     case.tensors["x.weight_g_idx"] = torch.tensor(index, dtype=torch.int32).repeat_interleave(32)
     checkpoint = open_checkpoint(case.save(tmp_path))
     assert not checkpoint.encoded
 
 
-def test_columns_without_an_order_are_in_order(tmp_path: Path) -> None:
+def test_missing_column_order_means_identity(tmp_path: Path) -> None:
     case = CASES["ct int4 in groups"]()
     case.tensors["x.weight_g_idx"] = torch.full((160,), -1, dtype=torch.int32)
     (weight,) = open_checkpoint(case.save(tmp_path)).encoded.values()
@@ -73,7 +73,7 @@ def test_columns_without_an_order_are_in_order(tmp_path: Path) -> None:
     ("targets", "read"),
     [(["Linear"], True), (["x"], True), (["re:.*x"], True), (["re:("], True), ([], True)],
 )
-def test_a_group_is_found_by_what_it_targets(targets: list[str], read: bool, tmp_path: Path) -> None:
+def test_group_applies_to_the_modules_that_it_targets(targets: list[str], read: bool, tmp_path: Path) -> None:
     case = CASES["ct fp8 by rows"]()
     other = {
         "targets": ["re:y"],
@@ -107,7 +107,7 @@ def test_a_group_is_found_by_what_it_targets(targets: list[str], read: bool, tmp
         {},
     ],
 )
-def test_a_configuration_that_says_nothing_useful_makes_no_weight(declared: object, tmp_path: Path) -> None:
+def test_useless_quantization_config_decodes_no_weight(declared: object, tmp_path: Path) -> None:
     for name in ("ct int4 in groups", "ct nvfp4", "modelopt int4"):
         (folder := tmp_path / name).mkdir()
         case = CASES[name]()
@@ -127,13 +127,13 @@ def test_a_configuration_that_says_nothing_useful_makes_no_weight(declared: obje
         '"mxfp8"',
     ],
 )
-def test_a_layer_of_comfy_in_another_format_makes_no_weight(about: str, tmp_path: Path) -> None:
+def test_comfy_layer_in_an_unknown_format_is_not_decoded(about: str, tmp_path: Path) -> None:
     case = CASES["comfy int8"]()
     case.tensors["x.comfy_quant"] = torch.tensor(list(about.encode()), dtype=torch.uint8)
     assert not open_checkpoint(case.save(tmp_path)).encoded
 
 
-def test_a_file_that_modelopt_wrote_for_comfy_makes_no_weight(tmp_path: Path) -> None:
+def test_comfy_file_written_by_modelopt_is_not_decoded(tmp_path: Path) -> None:
     case = CASES["comfy nvfp4"]()
     del case.tensors["x.comfy_quant"]
     case.metadata = {"_quantization_metadata": '{"layers": {"x": {"format": "nvfp4"}}}'}
@@ -143,7 +143,7 @@ def test_a_file_that_modelopt_wrote_for_comfy_makes_no_weight(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_scale_that_is_not_a_number_is_counted(name: str, tmp_path: Path) -> None:
+def test_check_counts_scales_that_are_nan(name: str, tmp_path: Path) -> None:
     case = CASES[name]()
     for part, tensor in case.tensors.items():
         if not part.endswith(("weight_scale", "_scale_2", "global_scale", "scale_weight", "_scales", ".scale")):

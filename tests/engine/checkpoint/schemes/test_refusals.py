@@ -160,14 +160,14 @@ LARGE = torch.zeros((1 << 20) + 1, dtype=torch.uint8)
         )),
     ],
 )  # fmt: skip
-def test_a_weight_that_contradicts_itself_is_not_read(tmp_path: Path, made: Callable[[], Case], change: Change) -> None:
+def test_inconsistent_weight_is_not_decoded(tmp_path: Path, made: Callable[[], Case], change: Change) -> None:
     changed = made()
     change(changed)
     assert changed.open(tmp_path).encoded == {}
 
 
 @pytest.mark.parametrize("settings", [{"group_size": 64}, {"bits": 8}, {"m": {"bits": 4, "group_size": 16}}])
-def test_a_group_size_that_is_not_true_is_found(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_check_finds_a_wrong_group_size(tmp_path: Path, settings: dict[str, Any]) -> None:
     made = mlx_affine()
     assert not check(made.open(tmp_path), "m").findings
     declared("quantization", **settings)(made)

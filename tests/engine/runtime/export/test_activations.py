@@ -125,7 +125,7 @@ def test_transformers_computes_what_was_measured(
 
 
 @pytest.mark.parametrize("dtype", PRESETS)
-def test_what_is_declared_is_a_scheme_of_compressed_tensors(
+def test_declared_scheme_is_valid_for_compressed_tensors(
     dtype: str, make_llama: Callable[..., Path], ids: Path, tmp_path: Path
 ) -> None:
     source = make_llama(dtype="bfloat16", **WIDE)
@@ -153,9 +153,7 @@ def test_what_is_declared_is_a_scheme_of_compressed_tensors(
     assert "quantize_activations: weights" in (tmp_path / "both" / "recipe.yaml").read_text()
 
 
-def test_nvfp4_has_the_largest_input_of_all_and_of_fused_siblings(
-    make_llama: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_nvfp4_input_scale_is_shared_by_fused_siblings(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     """Seen by hooks of plain torch on two sequences; a layer's amax is of the model as it is cast."""
     source = make_llama(dtype="float32", **WIDE)
     given = [{"input_ids": torch.arange(2, 2 + length)[None]} for length in (5, 9)]
@@ -181,9 +179,7 @@ def test_nvfp4_has_the_largest_input_of_all_and_of_fused_siblings(
     assert len({float(written[f"{layer}.{part}_proj.input_global_scale"]) for part in "qkv"}) == 1
 
 
-def test_without_inputs_nvfp4_is_refused_and_the_command_runs_them(
-    make_llama: Callable[..., Path], ids: Path, tmp_path: Path
-) -> None:
+def test_nvfp4_export_without_inputs_is_refused(make_llama: Callable[..., Path], ids: Path, tmp_path: Path) -> None:
     source, out = make_llama(dtype="bfloat16", **WIDE), tmp_path / "out"
     recipe = Recipe((Rule.parse("*_proj=nvfp4"),))
     with pytest.raises(UserError, match="comes from calibration inputs"):
@@ -209,7 +205,9 @@ def test_without_inputs_nvfp4_is_refused_and_the_command_runs_them(
     assert difference.name == "model.layers.1.mlp.up_proj.weight"
 
 
-def test_an_export_of_an_export_says_the_same(make_llama: Callable[..., Path], ids: Path, tmp_path: Path) -> None:
+def test_export_of_an_export_declares_the_same_activations(
+    make_llama: Callable[..., Path], ids: Path, tmp_path: Path
+) -> None:
     """Read as weights, without a stray tensor for the scale; kept with it where the weight is kept."""
     source, one, two = make_llama(dtype="bfloat16", **WIDE), tmp_path / "one", tmp_path / "two"
     session = opened(source, ids, "nvfp4")
@@ -229,7 +227,7 @@ def test_an_export_of_an_export_says_the_same(make_llama: Callable[..., Path], i
     assert torch.equal(before[name], after[name])
 
 
-def test_what_others_do_otherwise_is_said(make_llama: Callable[..., Path], ids: Path, tmp_path: Path) -> None:
+def test_differences_of_other_programs_are_noted(make_llama: Callable[..., Path], ids: Path, tmp_path: Path) -> None:
     source = make_llama(dtype="bfloat16", **WIDE)
     session = opened(source, ids, "mxfp4:floor")
     session.cast("*.mlp", "int4@g128")

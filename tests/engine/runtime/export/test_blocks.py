@@ -58,7 +58,7 @@ def tensors(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [name for name in dtypes.BLOCK_FORMATS if not name.startswith("mxfp6")])
-def test_an_export_is_verified_opened_and_exported_again(dtype: str, tensors: Path, tmp_path: Path) -> None:
+def test_block_format_export_is_verified_opened_and_exported_again(dtype: str, tensors: Path, tmp_path: Path) -> None:
     """Each step by code of its own: verify works codes and scales out again, without those that wrote them."""
     one, two = tmp_path / "one", tmp_path / "two"
     report = export_checkpoint(open_checkpoint(tensors), "source", recipe(f"*={dtype}"), one)
@@ -86,7 +86,7 @@ def written_as(tensors: Path, pattern: str, out: Path) -> tuple[Path, dict[str, 
     return file, load_file(file), metadata
 
 
-def test_one_wrong_code_or_scale_is_found(tensors: Path, tmp_path: Path) -> None:
+def test_verify_finds_one_wrong_code_or_scale(tensors: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     file, written, metadata = written_as(tensors, "*=nvfp4", out)
     for name in ("b.weight_quantized_packed", "b.weight_scale", "b.weight_global_scale"):
@@ -99,9 +99,7 @@ def test_one_wrong_code_or_scale_is_found(tensors: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", LAYOUTS)
-def test_transformers_loads_the_values_that_were_measured(
-    dtype: str, make_llama: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_transformers_loads_the_measured_values(dtype: str, make_llama: Callable[..., Path], tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
     import transformers
 
@@ -132,7 +130,7 @@ def test_transformers_loads_the_values_that_were_measured(
     assert opened_again.model.resident_bytes == session.model.resident_bytes
 
 
-def test_deepseeks_layout_is_named_as_transformers_reads_it(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_deepseek_layout_is_named_as_transformers_reads_it(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     source, out = make_llama(dtype="bfloat16", **WIDE), tmp_path / "out"
     export_checkpoint(open_checkpoint(source), "source", recipe("*.mlp=fp8@128x128:ue8m0"), out)
     described: dict[str, Any] = json.loads((out / "config.json").read_text())["quantization_config"]
@@ -147,7 +145,7 @@ def test_deepseeks_layout_is_named_as_transformers_reads_it(make_llama: Callable
         assert opened.get_slice(f"{name}_scale_inv").get_shape() == [2, 1]
 
 
-def test_what_no_file_has_is_refused_in_a_sentence(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_unstorable_format_is_refused_in_one_sentence(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     source = open_checkpoint(make_llama(dtype="bfloat16", **WIDE))
     with pytest.raises(UserError, match="no layout of a checkpoint has it"):
         export_checkpoint(source, "source", recipe("*.mlp=mxfp6_e2m3"), tmp_path / "out")
@@ -156,7 +154,7 @@ def test_what_no_file_has_is_refused_in_a_sentence(make_llama: Callable[..., Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_codes_are_those_of_one_weight(tensors: Path, tmp_path: Path) -> None:
+def test_codes_belong_to_exactly_one_weight(tensors: Path, tmp_path: Path) -> None:
     """A name may end as the codes of another weight do, so that both would be read of one tensor."""
     out = tmp_path / "out"
     file, written, metadata = written_as(tensors, "*=int8", out)
@@ -171,7 +169,7 @@ def test_codes_are_those_of_one_weight(tensors: Path, tmp_path: Path) -> None:
         open_checkpoint(out).tree()
 
 
-def test_a_shape_that_does_not_belong_to_the_codes_is_refused(tensors: Path, tmp_path: Path) -> None:
+def test_shape_that_contradicts_the_codes_is_refused(tensors: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export_checkpoint(open_checkpoint(tensors), "source", recipe("*=mxfp4"), out)
     file = out / "model.safetensors"

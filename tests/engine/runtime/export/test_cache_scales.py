@@ -24,9 +24,7 @@ FORMS = pytest.mark.parametrize(("form", "shape"), [("fp8@tensor", (1,)), ("fp8@
 
 
 @FORMS
-def test_the_scales_are_the_largest_values_that_the_prompt_writes(
-    form: str, shape: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_cache_scales_are_the_largest_written_values(form: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     """As a cache of transformers that only looks sees them."""
     session = de.open(options=de.Options(prompts=(PROMPT,)))
     model: Any = session.model.module
@@ -45,9 +43,7 @@ def test_the_scales_are_the_largest_values_that_the_prompt_writes(
 
 
 @FORMS
-def test_compressed_tensors_reads_the_scales_and_rounds_alike(
-    form: str, shape: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_compressed_tensors_rounds_caches_alike(form: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     lifecycle = pytest.importorskip("compressed_tensors.quantization.lifecycle.initialize")
     from transformers import AutoModelForCausalLM
 
@@ -76,7 +72,7 @@ def test_compressed_tensors_reads_the_scales_and_rounds_alike(
     assert again.drift().output.kl_mean == pytest.approx(drift, abs=1e-9)
 
 
-def test_formats_that_no_scheme_expresses_are_told_by_a_notice(tmp_path: Path) -> None:
+def test_inexpressible_cache_formats_give_a_notice(tmp_path: Path) -> None:
     session = de.open(options=de.Options(prompts=(PROMPT,)))
     session.cast("*.kv_cache", "fp8")
     session.cast("*.0.*.kv_cache", "bf16")

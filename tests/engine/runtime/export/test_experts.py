@@ -138,7 +138,7 @@ def plain(state: dict[str, torch.Tensor], source: Path, folder: Path) -> nn.Modu
 
 
 @in_turn(FORMATS)
-def test_the_file_decoded_by_hand_computes_what_was_measured(
+def test_decoded_export_of_experts_computes_the_measured_output(
     dtype: str, source: tuple[str, Path], tmp_path: Path
 ) -> None:
     _, folder = source
@@ -174,7 +174,7 @@ def test_the_file_decoded_by_hand_computes_what_was_measured(
 
 
 @in_turn(FORMATS, 1)
-def test_every_expert_is_a_target_and_has_its_tensors(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
+def test_every_expert_is_a_target_with_its_tensors(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder = source
     out = tmp_path / "out"
     contents = export_checkpoint(open_checkpoint(folder), "moe", Recipe((Rule("*.experts", dtype),)), out)
@@ -196,9 +196,7 @@ def test_every_expert_is_a_target_and_has_its_tensors(dtype: str, source: tuple[
     assert contents.notices == () or "transformers 5 does not read them" in contents.notices[0]
 
 
-def test_nvfp4_has_one_scale_for_all_that_is_packed_and_fp8_one_for_each_expert(
-    source: tuple[str, Path], tmp_path: Path
-) -> None:
+def test_nvfp4_experts_share_a_scale_and_fp8_experts_do_not(source: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder = source
     recipe = Recipe((Rule("*.experts.gate_up_proj", "nvfp4"), Rule("*.experts.down_proj", "float8_e4m3fn")))
     export_checkpoint(open_checkpoint(folder), "moe", recipe, tmp_path / "out")
@@ -214,7 +212,7 @@ def test_nvfp4_has_one_scale_for_all_that_is_packed_and_fp8_one_for_each_expert(
 
 
 @in_turn(["nvfp4", "float8_e4m3fn", "float8_e4m3fn@tensor", "mxfp4", "fp8@128x128", "int4@g32"])
-def test_one_byte_of_one_expert_is_found(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
+def test_verify_finds_one_changed_byte_of_an_expert(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
     _, folder = source
     out = tmp_path / "out"
     export_checkpoint(open_checkpoint(folder), "moe", Recipe((Rule("*.experts", dtype),)), out)
@@ -234,7 +232,7 @@ def test_one_byte_of_one_expert_is_found(dtype: str, source: tuple[str, Path], t
 
 
 @in_turn(LOADED)
-def test_transformers_packs_the_values_of_some_formats(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
+def test_transformers_packs_experts_of_some_formats(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
     import transformers
 
@@ -253,7 +251,7 @@ def test_transformers_packs_the_values_of_some_formats(dtype: str, source: tuple
 
 
 @in_turn(name for name in FORMATS if name not in (*LOADED, "mxfp4:rceil", "int4@g32"))
-def test_where_transformers_does_not_it_is_said(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
+def test_formats_that_transformers_cannot_pack_are_noted(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
     import transformers
 
@@ -282,7 +280,7 @@ def test_where_transformers_does_not_it_is_said(dtype: str, source: tuple[str, P
 
 
 @pytest.mark.parametrize("dtype", ["int4@g32", "float8_e4m3fn", "nvfp4"])
-def test_experts_of_another_program_are_decoded_in_float32(dtype: str, tmp_path: Path) -> None:
+def test_foreign_experts_are_decoded_in_float32(dtype: str, tmp_path: Path) -> None:
     """Without its own metadata an export is any checkpoint of compressed-tensors."""
     folder, out = saved("qwen", tmp_path / "source", width=32, count=11), tmp_path / "out"
     export_checkpoint(open_checkpoint(folder), "moe", Recipe((Rule("*.experts", dtype),)), out)
@@ -302,7 +300,7 @@ def test_experts_of_another_program_are_decoded_in_float32(dtype: str, tmp_path:
         assert torch.equal(weight.tensor, expected.half())
 
 
-def test_blocks_that_reach_from_one_part_into_the_next_are_refused(tmp_path: Path) -> None:
+def test_blocks_across_packed_parts_are_refused(tmp_path: Path) -> None:
     source = open_checkpoint(saved("qwen", tmp_path / "source", width=192, count=3))
     for dtype in ("fp8@128x128", "fp8@128x128:ue8m0"):
         recipe = Recipe((Rule("*.experts.gate_up_proj", dtype),))
@@ -325,9 +323,7 @@ def test_rows_shorter_than_a_block_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_parts_that_are_turned_when_they_are_packed_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_transposed_while_packing_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import conversion_mapping
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
@@ -343,7 +339,7 @@ def test_parts_that_are_turned_when_they_are_packed_are_refused(
 
 
 @pytest.mark.parametrize("dtype", ["mxfp8", "fp8@128x128:ue8m0"])
-def test_experts_that_stay_wide_are_ignored_by_name(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
+def test_uncast_experts_are_ignored_by_name(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder = source
     recipe = Recipe((Rule("*.q_proj", dtype), Rule("*.k_proj", dtype), Rule("*.v_proj", dtype)))
     export_checkpoint(open_checkpoint(folder), "moe", recipe, tmp_path / "out")
@@ -355,7 +351,7 @@ def test_experts_that_stay_wide_are_ignored_by_name(dtype: str, source: tuple[st
         assert layer in config["modules_to_not_convert"]
 
 
-def test_projections_in_two_formats_are_named_one_by_one(source: tuple[str, Path], tmp_path: Path) -> None:
+def test_projections_in_two_formats_are_listed_individually(source: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder = source
     recipe = Recipe((Rule("*.experts.gate_up_proj", "nvfp4"), Rule("*.experts.down_proj", "mxfp8")))
     report = export_checkpoint(open_checkpoint(folder), "moe", recipe, tmp_path / "out")
@@ -366,9 +362,7 @@ def test_projections_in_two_formats_are_named_one_by_one(source: tuple[str, Path
     assert verify(tmp_path / "out", locate(str(folder))).same
 
 
-def test_quantised_activations_are_declared_where_a_file_needs_no_scale_of_them(
-    source: tuple[str, Path], tmp_path: Path
-) -> None:
+def test_activations_are_declared_if_no_file_scale_is_needed(source: tuple[str, Path], tmp_path: Path) -> None:
     _, folder = source
     session = opened(folder, de.RunSettings(quantize_activations="weights"))
     session.cast("*.experts", "mxfp4")

@@ -63,7 +63,9 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("shard", ["1GB", "8KB"])
-def test_every_tensor_is_the_cast_of_its_source(make_llama: Any, tmp_path: Path, tied: bool, shard: str) -> None:
+def test_every_exported_tensor_is_the_cast_of_its_source(
+    make_llama: Any, tmp_path: Path, tied: bool, shard: str
+) -> None:
     source = make_llama(dtype="bfloat16", tie_word_embeddings=tied, max_shard_size=shard)
     report = export(source, tmp_path / "out", "*.mlp=float16", "type:LlamaRMSNorm=float32", max_shard_size=shard)
     before, after = stored(source), stored(tmp_path / "out")
@@ -79,7 +81,7 @@ def test_every_tensor_is_the_cast_of_its_source(make_llama: Any, tmp_path: Path,
 
 
 @pytest.mark.parametrize("shard", ["5GB", "8KB"])
-def test_loading_back_gives_every_weight_in_its_dtype_mapped(make_llama: Any, tmp_path: Path, shard: str) -> None:
+def test_load_pretrained_maps_every_weight_in_its_dtype(make_llama: Any, tmp_path: Path, shard: str) -> None:
     source = make_llama(dtype="float32")
     out = tmp_path / "out"
     export(source, out, "*.mlp=float16", "*.self_attn=bfloat16", "model.layers.1.mlp=stored", max_shard_size=shard)
@@ -94,7 +96,7 @@ def test_loading_back_gives_every_weight_in_its_dtype_mapped(make_llama: Any, tm
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_a_source_of_several_dtypes_keeps_them(make_llama: Any, tmp_path: Path) -> None:
+def test_export_keeps_the_dtypes_of_a_mixed_source(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama(dtype="float32", dtypes={"mlp": "float16", "norm": "bfloat16", "q_proj": "float64"})
     export(source, tmp_path / "out", "*.k_proj=float16")
     before, after = stored(source), stored(tmp_path / "out")
@@ -104,7 +106,7 @@ def test_a_source_of_several_dtypes_keeps_them(make_llama: Any, tmp_path: Path) 
         assert same_bits(parameter.data, after[name]), name
 
 
-def test_scaled_linear_weights_are_stored_as_compressed_tensors_has_them(make_llama: Any, tmp_path: Path) -> None:
+def test_scaled_linears_are_stored_like_compressed_tensors(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama(dtype="bfloat16", tie_word_embeddings=False)
     out = tmp_path / "out"
     report = export(source, out, "*.mlp=fp8", "*.o_proj=int8@tensor")
@@ -155,7 +157,7 @@ def test_transformers_reads_scaled_weights_with_compressed_tensors(make_llama: A
         assert same_bits(read, files[name].to(tensor.dtype) * files[f"{name}_scale"].to(tensor.dtype)), name
 
 
-def test_scaled_weights_that_others_can_not_read_have_names_of_their_own(make_llama: Any, tmp_path: Path) -> None:
+def test_scaled_weights_that_others_cannot_read_have_own_names(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama(dtype="bfloat16")
     out = tmp_path / "out"
     report = export(source, out, "model.embed_tokens=fp8", "*.o_proj=e5m2", "*norm*=int8")
@@ -170,7 +172,7 @@ def test_scaled_weights_that_others_can_not_read_have_names_of_their_own(make_ll
     assert session.tree.tensors["model.norm.weight"].dtype == "int8"
 
 
-def test_an_opened_export_runs_as_the_session_that_wrote_it(make_llama: Any, tmp_path: Path) -> None:
+def test_opened_export_runs_like_its_session(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama(dtype="bfloat16")
     session = de.open(str(source))
     for cast in ("*.mlp=fp8", "*.o_proj=int8@tensor", "*norm*=float32", "model.embed_tokens=fp8", "*.q_proj=e5m2"):
@@ -190,7 +192,7 @@ def test_an_opened_export_runs_as_the_session_that_wrote_it(make_llama: Any, tmp
     assert drift.rel_l2 < 0.02  # from float32 arithmetic on the very same values; a scale forgotten would give over 1
 
 
-def test_an_export_of_an_export_keeps_what_has_scales(make_llama: Any, tmp_path: Path) -> None:
+def test_export_of_an_export_keeps_scaled_weights(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama(dtype="bfloat16")
     export(source, tmp_path / "one", "*.mlp=fp8", "*.v_proj=e5m2")
     export(tmp_path / "one", tmp_path / "two", "*.q_proj=float16")
@@ -255,7 +257,7 @@ def sources() -> Any:
 @given(
     rules=st.lists(st.tuples(PATTERNS, TARGETS), max_size=4), tied=st.booleans(), shard=st.sampled_from([3000, 10**9])
 )
-def test_whatever_the_recipe_an_export_is_the_plan(sources: Path, rules: Any, tied: bool, shard: int) -> None:
+def test_export_equals_the_plan_for_any_recipe(sources: Path, rules: Any, tied: bool, shard: int) -> None:
     source = open_checkpoint(sources / str(tied))
     wanted = Recipe(tuple(Rule.make(pattern, dtype) for pattern, dtype in rules))
     target = Path(tempfile.mkdtemp()) / "out"
@@ -283,7 +285,7 @@ def test_whatever_the_recipe_an_export_is_the_plan(sources: Path, rules: Any, ti
     shutil.rmtree(target.parent)
 
 
-def test_files_beside_the_weights_go_along_and_links_out_do_not(make_llama: Any, tmp_path: Path) -> None:
+def test_other_files_are_copied_and_links_outside_are_not(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama()
     (tmp_path / "secret").write_text("not yours")
     (source / "tokenizer.json").write_text("{}")
@@ -300,7 +302,7 @@ def test_files_beside_the_weights_go_along_and_links_out_do_not(make_llama: Any,
     assert not any(entry.is_symlink() for entry in (tmp_path / "out").iterdir())
 
 
-def test_a_snapshot_of_the_hub_cache_is_made_of_links_and_exports(make_llama: Any, tmp_path: Path) -> None:
+def test_export_of_a_linked_hub_snapshot(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama()
     (source / "tokenizer.json").write_text("{}")
     blobs = tmp_path / "models--a--b" / "blobs"
@@ -337,7 +339,7 @@ def test_a_cancelled_export_leaves_nothing(make_llama: Any, tmp_path: Path, at: 
     assert list(place.iterdir()) == []
 
 
-def test_progress_counts_every_byte_once(make_llama: Any, tmp_path: Path) -> None:
+def test_export_progress_counts_every_byte_once(make_llama: Any, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     report = export(
         make_llama(), tmp_path / "out", "*.mlp=fp8", "*.q_proj=half", on_bytes=lambda *heard: told.append(heard)
@@ -347,7 +349,7 @@ def test_progress_counts_every_byte_once(make_llama: Any, tmp_path: Path) -> Non
     assert told == sorted(told)
 
 
-def test_a_folder_that_holds_something_is_never_written_over(make_llama: Any, tmp_path: Path) -> None:
+def test_nonempty_folder_is_never_overwritten(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama()
     before = {entry.name: entry.read_bytes() for entry in source.iterdir()}
     with pytest.raises(UserError, match="is not empty"):
@@ -362,7 +364,7 @@ def test_a_folder_that_holds_something_is_never_written_over(make_llama: Any, tm
     assert {entry.name: entry.read_bytes() for entry in source.iterdir()} == before
 
 
-def test_too_little_room_is_said_before_anything_is_written(
+def test_too_little_disk_space_is_reported_before_writing(
     make_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make_llama()
@@ -375,7 +377,7 @@ def test_too_little_room_is_said_before_anything_is_written(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits are POSIX's")
-def test_a_disk_that_fills_up_is_a_sentence_and_leaves_nothing(make_llama: Any, tmp_path: Path) -> None:
+def test_full_disk_leaves_no_export(make_llama: Any, tmp_path: Path) -> None:
     source = make_llama()
     place = tmp_path / "place"
     place.mkdir()
@@ -411,7 +413,7 @@ that its thread which writes is sent there, 0 for none."""
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_killed_export_leaves_no_folder_of_that_name(make_llama: Any, tmp_path: Path, number: int) -> None:
+def test_killed_export_leaves_no_target_folder(make_llama: Any, tmp_path: Path, number: int) -> None:
     source = make_llama()
     before = {entry.name: entry.read_bytes() for entry in source.iterdir()}
     place = tmp_path / "place"
@@ -430,9 +432,7 @@ def test_a_killed_export_leaves_no_folder_of_that_name(make_llama: Any, tmp_path
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_that_does_not_wake_the_main_thread_ends_an_export(
-    make_llama: Any, tmp_path: Path, number: int
-) -> None:
+def test_signal_to_another_thread_ends_an_export(make_llama: Any, tmp_path: Path, number: int) -> None:
     """One that the system gives to another thread, as one that comes just before the main thread waits, wakes nobody."""
     place = tmp_path / "place"
     place.mkdir()
@@ -485,7 +485,7 @@ def test_a_live_module_without_a_checkpoint_is_exported_and_loaded_back(tmp_path
         de.load_pretrained(tmp_path / "out", module=nn.Linear(2, 2))
 
 
-def test_a_python_source_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_model_is_exported_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     arguments = ["export", f"{TINYNET}:TinyNet", "--cast", "linear_1=bf16", "-o", str(out), "--json"]
     assert run(cli, "dtype-engine", arguments) == 0
@@ -495,7 +495,7 @@ def test_a_python_source_from_the_command_line(tmp_path: Path, capsys: pytest.Ca
     assert not (out / "config.json").exists()
 
 
-def test_experts_that_loading_packs_are_exported_in_the_dtype_of_the_packed_weight(tmp_path: Path) -> None:
+def test_packed_experts_are_exported_in_the_dtype_of_the_pack(tmp_path: Path) -> None:
     import transformers
 
     torch.manual_seed(0)
@@ -520,13 +520,13 @@ def test_experts_that_loading_packs_are_exported_in_the_dtype_of_the_packed_weig
             assert same_bits(back[name].data, weight.tensor.data), name
 
 
-def test_a_rule_that_takes_nothing_is_refused(make_llama: Any, tmp_path: Path) -> None:
+def test_export_rule_without_matches_is_refused(make_llama: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="matches nothing"):
         export(make_llama(), tmp_path / "out", "*.nothing=float16")
     assert not (tmp_path / "out").exists()
 
 
-def test_files_that_lie_about_their_scales_are_refused(make_llama: Any, tmp_path: Path) -> None:
+def test_inconsistent_scales_in_files_are_refused(make_llama: Any, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     export(make_llama(tie_word_embeddings=False), tmp_path / "out", "lm_head=fp8")
@@ -540,7 +540,7 @@ def test_files_that_lie_about_their_scales_are_refused(make_llama: Any, tmp_path
         de.open(str(tmp_path / "out"))
 
 
-def test_every_tensor_of_a_written_file_is_aligned(make_llama: Any, tmp_path: Path) -> None:
+def test_tensors_in_written_files_are_aligned(make_llama: Any, tmp_path: Path) -> None:
     contents = of_checkpoint(
         open_checkpoint(make_llama(vocab_size=63, intermediate_size=47)), "m", recipe("*.mlp=fp8", "*.q_proj=half")
     )
@@ -551,7 +551,7 @@ def test_every_tensor_of_a_written_file_is_aligned(make_llama: Any, tmp_path: Pa
         assert starts[entry.name] % torch_dtype(entry.dtype).itemsize == 0
 
 
-def test_memory_of_an_export_is_that_of_a_piece(tmp_path: Path) -> None:
+def test_export_memory_is_that_of_one_block(tmp_path: Path) -> None:
     """Anonymous memory while 128 MiB are cast and 64 copied, in a process of its own, so that nothing else counts: pieces, of which
     the C library keeps what was freed, however large a tensor is. One tensor as a whole would be too much.
     """
@@ -561,7 +561,7 @@ def test_memory_of_an_export_is_that_of_a_piece(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rules", [("*.mlp=bfloat16",), ("*=bfloat16", "*norm=float32", "lm_head=float16")])
-def test_a_mixed_export_runs_as_it_was_measured(make_llama: Any, tmp_path: Path, rules: tuple[str, ...]) -> None:
+def test_mixed_export_runs_as_measured(make_llama: Any, tmp_path: Path, rules: tuple[str, ...]) -> None:
     import transformers
 
     source = make_llama(dtype="float32")

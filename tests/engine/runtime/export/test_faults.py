@@ -76,7 +76,7 @@ def pieces(parent: Path) -> list[Path]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed as POSIX has it")
 @pytest.mark.parametrize("replacing", [False, True], ids=["a new folder", "with --force"])
-def test_kill_9_at_random_moments(source: Path, tmp_path: Path, replacing: bool) -> None:
+def test_kill_9_during_export_leaves_old_or_new_folder(source: Path, tmp_path: Path, replacing: bool) -> None:
     before = contents_of(source)
     out = tmp_path / "out"
     if replacing:
@@ -127,7 +127,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(parent)], check=True)
 
 
-def test_a_disk_that_others_fill_up_meanwhile(source: Path, small_disk: Path) -> None:
+def test_disk_filled_during_export_is_reported(source: Path, small_disk: Path) -> None:
     """There is room when the export begins; halfway somebody else takes it."""
     before = contents_of(source)
     greedy = small_disk / "somebody else's"
@@ -155,7 +155,7 @@ def test_a_disk_that_others_fill_up_meanwhile(source: Path, small_disk: Path) ->
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits are POSIX's")
 @pytest.mark.parametrize("most", [4096, 1 << 18, 9 << 18])
-def test_files_that_may_not_grow_any_more(source: Path, tmp_path: Path, most: int) -> None:
+def test_file_size_limit_during_export_is_reported(source: Path, tmp_path: Path, most: int) -> None:
     """What always can be tried: a limit on the size of files makes writing fail in the middle, as a full disk does."""
     (tmp_path / "place").mkdir()
     limited = (
@@ -173,9 +173,7 @@ def export(source: Path, target: Path, **rest: Any) -> Any:
     return export_checkpoint(open_checkpoint(source), "source", RECIPE, target, **rest)
 
 
-def test_force_replaces_an_export_and_nothing_else(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_force_replaces_only_exports(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     export(source, out)
     (out / "of the user").write_text("x")
@@ -223,7 +221,7 @@ def test_force_never_replaces_the_source(source: Path, tmp_path: Path) -> None:
     assert contents_of(source) == before
 
 
-def test_what_was_about_to_be_replaced_has_its_name_again(source: Path, tmp_path: Path) -> None:
+def test_replaced_folder_gets_its_name_back_after_a_kill(source: Path, tmp_path: Path) -> None:
     """The process was killed between the two renames: the folder's name is free, and what had it waits beside it."""
     out = tmp_path / "out"
     aside = sibling(out, REPLACED)
@@ -236,7 +234,7 @@ def test_what_was_about_to_be_replaced_has_its_name_again(source: Path, tmp_path
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
-def test_only_what_a_dead_process_of_ours_left_is_removed(source: Path, tmp_path: Path) -> None:
+def test_only_remains_of_dead_processes_are_removed(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def left(folder: Path) -> Path:
@@ -283,9 +281,7 @@ README = "# out\n\n`m`, cast by the rules in `recipe.yaml` and written by dtype-
         {"recipe.yaml": "flour: 500 g\n", "README.md": README},
     ],
 )  # fmt: skip
-def test_force_replaces_no_folder_without_the_mark_of_an_export(
-    source: Path, tmp_path: Path, files: dict[str, str]
-) -> None:
+def test_force_keeps_folders_without_an_export_mark(source: Path, tmp_path: Path, files: dict[str, str]) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     for name, text in files.items():
@@ -295,7 +291,7 @@ def test_force_replaces_no_folder_without_the_mark_of_an_export(
     assert {entry.name: entry.read_text() for entry in docs.iterdir()} == files
 
 
-def test_force_replaces_an_export_of_the_first_version(source: Path, tmp_path: Path) -> None:
+def test_force_replaces_exports_of_version_0_1_0(source: Path, tmp_path: Path) -> None:
     """Its README and recipe, word for word as 0.1.0 wrote them."""
     out = tmp_path / "old"
     out.mkdir()
@@ -337,7 +333,7 @@ def cut_short(file: Path) -> None:
         != ("pickle", cut_short)  # torch maps pickles, and reading a page that is gone ends the process
     ],
 )
-def test_a_source_that_changes_while_it_is_read_is_refused(form: str, change: Any, tmp_path: Path) -> None:
+def test_source_that_changes_during_export_is_refused(form: str, change: Any, tmp_path: Path) -> None:
     """Whatever was written by then is of two files. Nothing is left of it."""
     (tmp_path / "place").mkdir()
     (tmp_path / "in").mkdir()
@@ -379,7 +375,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(form: str, change: An
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_signal_right_after_a_folder_was_made_leaves_none(
+def test_signal_after_creating_the_folder_leaves_none(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     """Over nothing, and over an export that is replaced, for which two folders are made: at each of them."""
@@ -406,7 +402,7 @@ def test_a_signal_right_after_a_folder_was_made_leaves_none(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed as POSIX has it")
-def test_every_way_of_being_killed_while_a_pickle_is_exported(source: Path, tmp_path: Path) -> None:
+def test_killed_pickle_export_leaves_no_target(source: Path, tmp_path: Path) -> None:
     """30 moments; hang-up, interrupt and a plain kill clear up after themselves, kill -9 leaves that to the next export."""
     folder, parent = tmp_path / "pickled", tmp_path / "place"
     folder.mkdir()

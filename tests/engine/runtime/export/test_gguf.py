@@ -59,7 +59,7 @@ def engine(*arguments: object) -> int:
     return run(cli, "dtype-engine", [str(argument) for argument in arguments])
 
 
-def test_blocks_are_dequantized_and_cast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gguf_blocks_are_dequantized_and_cast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = {f"blk.{n}.{kind.name.lower()}.weight": (kind, blocks_of(kind)) for n, kind in enumerate(DEQUANTIZED)}
     path = write(tmp_path / "x.gguf", made)
     wanted = {name: torch.from_numpy(gguf.quants.dequantize(raw, kind)) for name, (kind, raw) in made.items()}
@@ -92,7 +92,7 @@ def test_blocks_are_dequantized_and_cast(tmp_path: Path, capsys: pytest.CaptureF
     assert [error.stored for error in reading.errors] == ["gguf:q8_0", "gguf:q8_0"]
 
 
-def test_blocks_with_scales(tmp_path: Path) -> None:
+def test_gguf_blocks_are_cast_to_scaled_formats(tmp_path: Path) -> None:
     raw = blocks_of(Kind.Q8_0)
     path = write(tmp_path / "x.gguf", {"blk.0.weight": (Kind.Q8_0, raw)})
     assert engine("export", path, "--cast", "blk=int8", "-o", tmp_path / "out") == 0
@@ -104,9 +104,7 @@ def test_blocks_with_scales(tmp_path: Path) -> None:
     assert engine("verify", tmp_path / "out", "--against", path) == 0
 
 
-def test_without_a_rule_for_them_blocks_are_refused_in_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gguf_blocks_without_a_rule_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "x.gguf", {"blk.0.weight": (Kind.Q4_K, blocks_of(Kind.Q4_K))})
     sentence = "x.gguf: blk.0.weight is stored as gguf:q4_k, which safetensors can't hold; give it a dtype to be dequantized to"
     for arguments in ((), ("--cast", "output_norm=bf16")):
@@ -121,7 +119,7 @@ def test_without_a_rule_for_them_blocks_are_refused_in_a_sentence(
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.gguf"]
 
 
-def test_blocks_that_nothing_dequantizes_are_shown_and_refused(
+def test_gguf_blocks_without_a_decoder_are_shown_and_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = blocks_of(Kind.Q8_K)
@@ -137,9 +135,7 @@ def test_blocks_that_nothing_dequantizes_are_shown_and_refused(
         inspect_weight(open_checkpoint(path), "blk.0.weight", ("float16",))
 
 
-def test_a_file_of_the_other_byte_order_is_shown_and_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_big_endian_gguf_is_shown_and_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "x.gguf", {}, endianess=gguf.GGUFEndian.BIG)
     assert engine("inspect", path) == 0
     assert engine("export", path, "--cast", "*=bf16", "-o", tmp_path / "out") == 2
@@ -157,7 +153,7 @@ def test_a_file_of_the_other_byte_order_is_shown_and_refused(
     ],
 )
 @pytest.mark.filterwarnings("error")
-def test_tensors_that_share_bytes_or_lie_in_the_header_are_refused(tmp_path: Path, offset: int, says: str) -> None:
+def test_overlapping_gguf_tensors_are_refused(tmp_path: Path, offset: int, says: str) -> None:
     path = write(tmp_path / "x.gguf", {"blk.0.weight": (Kind.Q8_0, blocks_of(Kind.Q8_0))})
     whole = path.read_bytes()
     # After a tensor's name: the number of dimensions, two extents, its type, and where it begins.
@@ -168,7 +164,7 @@ def test_tensors_that_share_bytes_or_lie_in_the_header_are_refused(tmp_path: Pat
         open_checkpoint(path)
 
 
-def test_what_the_app_asks_of_blocks_is_answered(tmp_path: Path) -> None:
+def test_app_shows_and_exports_gguf_blocks(tmp_path: Path) -> None:
     """Its dialog of an export, with and without a rule for them, the values of a tensor, and the export itself."""
     raw = blocks_of(Kind.Q8_0)
     path = write(tmp_path / "x.gguf", {"blk.0.weight": (Kind.Q8_0, raw)})

@@ -103,7 +103,7 @@ def of_folder(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def test_a_pipeline_is_exported_with_all_its_folders(
+def test_pipeline_is_exported_with_all_folders(
     pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -138,7 +138,7 @@ def test_a_pipeline_is_exported_with_all_its_folders(
     assert dtype_engine("verify", out, "--against", pipeline) == 0
 
 
-def test_a_component_in_shards_has_the_index_of_its_library(pipeline: Path, tmp_path: Path) -> None:
+def test_sharded_component_gets_the_index_of_its_library(pipeline: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert dtype_engine("export", pipeline, "--cast", "unet.mid=f16", "--max-shard-size", "2KB", "-o", out) == 0
     for folder, stem in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
@@ -154,7 +154,7 @@ def test_a_component_in_shards_has_the_index_of_its_library(pipeline: Path, tmp_
     assert dtype_engine("verify", out, "--against", pipeline) == 0
 
 
-def test_what_an_exported_pipeline_lacks_or_has_otherwise_is_a_difference(
+def test_verify_finds_missing_and_changed_files_of_a_pipeline(
     pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -172,7 +172,7 @@ def test_what_an_exported_pipeline_lacks_or_has_otherwise_is_a_difference(
     assert "scheduler/scheduler_config.json is not the file of the source" in said
 
 
-def test_our_own_ways_of_loading_a_pipeline(pipeline: Path, tmp_path: Path) -> None:
+def test_exported_pipeline_opens_in_this_program(pipeline: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert dtype_engine("export", pipeline, "--cast", "*=bf16", "--cast", "*.conv_in=f16", "-o", out) == 0
     session = de.open(str(out / "text_encoder"))
@@ -199,7 +199,7 @@ def test_our_own_ways_of_loading_a_pipeline(pipeline: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("target", ["fp8", "int8", "e5m2@tensor"])
-def test_scales_are_refused_where_no_loader_has_them(
+def test_scaled_formats_are_refused_for_loaders_without_them(
     pipeline: Path, adapter: Path, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for source, loader in ((pipeline, "diffusers"), (adapter, "PEFT"), (pipeline / "unet", "diffusers")):
@@ -211,7 +211,7 @@ def test_scales_are_refused_where_no_loader_has_them(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_variant_is_read_and_written_without_its_name(
+def test_variant_is_exported_without_its_suffix(
     tmp_path: Path, sharded: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, out = tmp_path / "variant", tmp_path / "out"
@@ -229,7 +229,7 @@ def test_a_variant_is_read_and_written_without_its_name(
     assert de.open(str(folder / "text_encoder")).drift().output.elements > 0
 
 
-def test_other_forms_of_the_same_weights_are_left_out_and_said(
+def test_other_copies_of_the_weights_are_left_out_and_noted(
     pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small_clip().half().save_pretrained(pipeline / "text_encoder", variant="fp16")
@@ -242,7 +242,7 @@ def test_other_forms_of_the_same_weights_are_left_out_and_said(
     assert not (tmp_path / "out" / "text_encoder" / "pytorch_model.bin").exists()
 
 
-def test_links_out_of_a_component_are_not_followed(
+def test_component_links_outside_are_not_followed(
     pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "secret.txt").write_text("secret")
@@ -284,7 +284,7 @@ def test_a_cancelled_export_of_a_pipeline_leaves_nothing(pipeline: Path, tmp_pat
         assert sorted(path.name for path in tmp_path.iterdir()) == ["pipeline", "whole"]
 
 
-def test_a_diffusers_model_of_its_own_keeps_its_names(pipeline: Path, tmp_path: Path) -> None:
+def test_standalone_diffusers_model_keeps_its_names(pipeline: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     # With diffusers, the architecture is known, and the fixture has a few of its tensors only.
     assert dtype_engine("export", pipeline / "unet", "--cast", "*=bf16", "-o", out, "--incomplete") == 0
@@ -295,7 +295,7 @@ def test_a_diffusers_model_of_its_own_keeps_its_names(pipeline: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("shard", ["5GB", "1KB"])
-def test_an_adapter_is_exported_as_one(adapter: Path, tmp_path: Path, shard: str) -> None:
+def test_adapter_is_exported_as_an_adapter(adapter: Path, tmp_path: Path, shard: str) -> None:
     out = tmp_path / "out"
     assert dtype_engine("export", adapter, "--cast", "*lora_A*=bf16", "--max-shard-size", shard, "-o", out) == 0
     assert files_in(out) == files_in(adapter) | {"README.md", "recipe.yaml"}
@@ -333,7 +333,7 @@ def real_pipeline() -> Any:
     )  # fmt: skip
 
 
-def test_a_component_of_several_dtypes_runs_in_diffusers_as_its_readme_says(real_pipeline: Any, tmp_path: Path) -> None:
+def test_mixed_component_runs_in_diffusers_as_documented(real_pipeline: Any, tmp_path: Path) -> None:
     import diffusers
 
     source, out = tmp_path / "source", tmp_path / "out"
@@ -393,9 +393,7 @@ def test_peft_loads_an_exported_adapter(make_llama: Any, tmp_path: Path) -> None
             assert torch.equal(loaded[name].float(), tensor.bfloat16().float())
 
 
-def test_the_app_exports_a_pipeline_and_an_adapter_in_their_layouts(
-    pipeline: Path, adapter: Path, tmp_path: Path
-) -> None:
+def test_app_exports_pipelines_and_adapters_in_their_layouts(pipeline: Path, adapter: Path, tmp_path: Path) -> None:
     from dtype_engine.checkpoint.source import locate
     from dtype_engine.core.options import RunSettings
     from dtype_engine.recipe import Recipe, Rule

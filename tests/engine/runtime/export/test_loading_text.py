@@ -14,7 +14,7 @@ from dtype_engine.runtime.export.plan import of_checkpoint
 from dtype_engine.runtime.export.readme import loading_text
 
 
-def test_weights_that_another_program_quantized_are_not_said_to_become_float32(tmp_path: Path) -> None:
+def test_notes_do_not_call_quantized_weights_float32(tmp_path: Path) -> None:
     quantization = {"quant_method": "gptq", "bits": 4}
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "quantization_config": quantization}
     (tmp_path / "config.json").write_text(json.dumps(config))

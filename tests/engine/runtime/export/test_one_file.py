@@ -33,7 +33,7 @@ def source(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["cast.pth", "cast.pt", "cast.bin", "cast.ckpt", "cast.safetensors"])
-def test_other_loaders_read_what_torch_casts(tmp_path: Path, name: str) -> None:
+def test_other_loaders_read_the_cast_values(tmp_path: Path, name: str) -> None:
     before = torch.load(source(tmp_path))["state_dict"]
     checkpoint = open_checkpoint(tmp_path / "net.pth")
     report = export_checkpoint(checkpoint, "net", RULES, tmp_path / name)
@@ -53,7 +53,7 @@ def test_other_loaders_read_what_torch_casts(tmp_path: Path, name: str) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["net.pth", name])
 
 
-def test_a_module_runs_from_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickled_module_runs_from_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     torch.save(net.state_dict(), tmp_path / "net.pth")
@@ -65,7 +65,7 @@ def test_a_module_runs_from_the_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run(cli, "dtype-engine", ["verify", str(target), "--against", str(tmp_path / "net.pth")]) == 0
 
 
-def test_what_exists_is_replaced_only_by_request_and_the_source_never(
+def test_existing_file_is_replaced_only_with_force_and_never_the_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     net, target = source(tmp_path), tmp_path / "out.pth"
@@ -86,14 +86,14 @@ def test_what_exists_is_replaced_only_by_request_and_the_source_never(
 
 
 @pytest.mark.parametrize("name", ["x.pth", "x.safetensors"])
-def test_formats_with_scales_need_a_folder(tmp_path: Path, make_llama: Make, name: str) -> None:
+def test_one_file_export_refuses_scaled_formats(tmp_path: Path, make_llama: Make, name: str) -> None:
     checkpoint = open_checkpoint(make_llama())
     with pytest.raises(UserError, match=r"int8\) have scales, which need a config.json; name a folder instead"):
         export_checkpoint(checkpoint, "llama", Recipe((Rule("*.mlp", "int8"),)), tmp_path / name)
     assert not (tmp_path / name).exists()
 
 
-def test_a_folder_is_named_where_more_than_weights_exists(tmp_path: Path, make_llama: Make) -> None:
+def test_one_file_export_points_to_a_folder_for_more_than_weights(tmp_path: Path, make_llama: Make) -> None:
     folder = make_llama()
     report = export_checkpoint(
         open_checkpoint(folder),
@@ -106,7 +106,7 @@ def test_a_folder_is_named_where_more_than_weights_exists(tmp_path: Path, make_l
     assert len(load_file(tmp_path / "x.safetensors")) == len(load_file(folder / "model.safetensors"))
 
 
-def test_a_session_writes_the_file_that_it_measured(tmp_path: Path) -> None:
+def test_session_exports_one_file_as_measured(tmp_path: Path) -> None:
     session = de.open("demo")
     session.cast("*.mlp", "float16")
     session.export(tmp_path / "demo.pt")
@@ -116,7 +116,7 @@ def test_a_session_writes_the_file_that_it_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", [0.3, 0.8])
-def test_a_cancelled_export_leaves_nothing(tmp_path: Path, after: float) -> None:
+def test_cancelled_one_file_export_leaves_nothing(tmp_path: Path, after: float) -> None:
     """0.3: while the weights are cast; 0.8: while the PyTorch file is written."""
     checkpoint, share = open_checkpoint(source(tmp_path)), [0.0]
 
@@ -130,13 +130,13 @@ def test_a_cancelled_export_leaves_nothing(tmp_path: Path, after: float) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["net.pth"]
 
 
-def test_formats_of_kv_caches_need_a_folder(tmp_path: Path, make_llama: Make) -> None:
+def test_one_file_export_refuses_cache_formats(tmp_path: Path, make_llama: Make) -> None:
     rules = Recipe((Rule("*", "bfloat16"), Rule("*.kv_cache", "fp8")))
     with pytest.raises(UserError, match="the formats of KV caches need the files of a folder; name a folder instead"):
         export_checkpoint(open_checkpoint(make_llama()), "llama", rules, tmp_path / "x.pth")
 
 
-def test_a_disk_that_is_too_full_for_both_files_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_too_full_for_both_files_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(source(tmp_path))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=500))

@@ -19,6 +19,7 @@ from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli, run
 from dtype_engine.core.errors import UserError
 from dtype_engine.runtime.inputs.tensor_files import read_tensors
+from dtype_engine.runtime.weights.plain import PlainSource
 
 Make = Callable[..., Path]
 
@@ -79,7 +80,7 @@ def engine(*arguments: object) -> int:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_export_is_the_cast_of_what_torch_loads(
+def test_pickle_export_is_the_cast_of_what_torch_loads(
     form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "net.pth"
@@ -112,7 +113,9 @@ def test_an_export_is_the_cast_of_what_torch_loads(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_folder_with_pickled_weights(make_llama: Make, tmp_path: Path, sharded: bool) -> None:
+def test_folder_with_pickled_weights_is_exported_and_loaded_back(
+    make_llama: Make, tmp_path: Path, sharded: bool
+) -> None:
     """Through the command line and a live session, loaded back by transformers."""
     import transformers
 
@@ -142,15 +145,17 @@ def test_a_folder_with_pickled_weights(make_llama: Make, tmp_path: Path, sharded
             assert torch.equal(tensor, wanted[name].bfloat16().float() if ".mlp." in name else wanted[name]), name
 
 
-def test_the_check_does_not_read_as_the_exporter_does(
+def test_verify_reads_pickles_independently_of_the_exporter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What the exporter's own reader gets wrong is found, whatever the source's form."""
     from dtype_engine.runtime.export import plan as contents
 
     torch.save({"a": torch.randn(4, 4), "b": torch.randn(3)}, tmp_path / "net.pth")
-    right = contents.read_tensor
-    monkeypatch.setattr(contents, "read_tensor", lambda checkpoint, name: right(checkpoint, name).flip(0))
+    right = contents.source_of
+    monkeypatch.setattr(
+        contents, "source_of", lambda checkpoint, name, how: PlainSource(right(checkpoint, name, how).read().flip(0))
+    )
     assert engine("export", tmp_path / "net.pth", "--cast", "a=bf16", "-o", tmp_path / "out") == 0
     assert engine("verify", tmp_path / "out", "--against", tmp_path / "net.pth") == 1
     said = capsys.readouterr().out
@@ -172,7 +177,7 @@ def test_a_storage_shorter_than_its_tensor_is_refused(tmp_path: Path) -> None:
             open_checkpoint(path)
 
 
-def test_records_that_lie_over_each_other_or_are_missing_are_refused(tmp_path: Path) -> None:
+def test_overlapping_or_missing_pickle_records_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.pth"
     torch.save({"a": torch.zeros(100), "b": torch.ones(100)}, path)
     whole = path.read_bytes()
@@ -196,7 +201,7 @@ def test_records_that_lie_over_each_other_or_are_missing_are_refused(tmp_path: P
         open_checkpoint(path)
 
 
-def test_what_inflates_to_more_than_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archive_larger_than_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import psutil
 
     path = tmp_path / "bomb.pth"
@@ -232,7 +237,7 @@ ODD: dict[str, tuple[Callable[[], torch.Tensor], int, str]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ODD)
-def test_what_safetensors_can_not_hold_is_shown_and_refused_by_name(
+def test_tensors_that_safetensors_cannot_store_are_shown_and_refused(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make, nbytes, reason = ODD[kind]
@@ -264,13 +269,13 @@ def torch_loads(path: Path) -> bool:
     return True
 
 
-def test_two_keys_that_are_written_the_same_are_refused(tmp_path: Path) -> None:
+def test_pickle_keys_with_the_same_text_are_refused(tmp_path: Path) -> None:
     torch.save({1: torch.zeros(2), "1": torch.ones(2)}, tmp_path / "x.pth")
     with pytest.raises(UserError, match="two tensors whose names are both written '1'"):
         open_checkpoint(tmp_path / "x.pth")
 
 
-def test_what_is_not_among_the_weights_is_said(tmp_path: Path) -> None:
+def test_pickle_entries_besides_the_weights_are_noted(tmp_path: Path) -> None:
     state = {"weight": torch.zeros(2), "bias": torch.zeros(2)}
     torch.save({"model": state, "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}}, tmp_path / "x.pth")
     assert open_checkpoint(tmp_path / "x.pth").notices == (
@@ -289,7 +294,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def test_a_tied_weight_is_counted_and_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tied_weight_is_counted_and_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     net = Tied()
     torch.save(net.state_dict(), tmp_path / "net.pth")
     assert engine("inspect", tmp_path / "net.pth", "--cast", "head=bf16", "--json") == 0
@@ -320,9 +325,7 @@ def test_a_tied_weight_is_counted_and_written_once(tmp_path: Path, capsys: pytes
     assert torch.equal(ours.head.weight.float(), back.head.weight)
 
 
-def test_one_storage_that_a_model_does_not_tie_is_written_for_each_of_its_names(
-    make_llama: Make, tmp_path: Path
-) -> None:
+def test_shared_storage_of_untied_weights_is_written_for_each_name(make_llama: Make, tmp_path: Path) -> None:
     """Two modules that hold the same storage in a pickle, and an architecture that has them apart."""
     import transformers
 
@@ -341,7 +344,7 @@ def test_one_storage_that_a_model_does_not_tie_is_written_for_each_of_its_names(
     assert engine("verify", tmp_path / "out", "--against", folder) == 0
 
 
-def test_a_tied_weight_of_a_file_is_one_tensor_of_the_users_own_code(tmp_path: Path) -> None:
+def test_tied_file_weight_is_one_tensor_of_the_users_module(tmp_path: Path) -> None:
     """`--weights` with a pickle, which has both names, and with an export of it, which has one."""
     code = tmp_path / "net.py"
     code.write_text(
@@ -364,7 +367,7 @@ def test_a_tied_weight_of_a_file_is_one_tensor_of_the_users_own_code(tmp_path: P
     assert "has different values for them" in model.notices[0]
 
 
-def test_what_an_export_keeps_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_notes_what_it_leaves_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {"weight": torch.zeros(2), "steps": torch.tensor(3), "wave": torch.zeros(2, dtype=torch.complex64)}
     torch.save({"model": state, "optimizer": {"exp_avg": torch.zeros(2)}}, tmp_path / "x.pth")
     assert engine("export", tmp_path / "x.pth", "--cast", "*=bf16", "-o", tmp_path / "out", "--json") == 0
@@ -375,7 +378,7 @@ def test_what_an_export_keeps_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
 
 
-def test_a_compressed_folder_is_not_run_on_bytes_that_are_no_weights(make_llama: Make) -> None:
+def test_compressed_archive_is_not_run_with_wrong_values(make_llama: Make) -> None:
     """transformers maps every archive: what it would compute is not of these weights."""
     folder = make_llama("packed")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
@@ -388,7 +391,7 @@ def test_a_compressed_folder_is_not_run_on_bytes_that_are_no_weights(make_llama:
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("share", [0.5, 0.99])
-def test_a_file_that_is_cut_short_is_said_to_be(zipped: bool, share: float, tmp_path: Path) -> None:
+def test_truncated_pickle_archive_is_reported_as_cut(zipped: bool, share: float, tmp_path: Path) -> None:
     path = tmp_path / "half.pt"
     torch.save({"x": torch.randn(64, 64)}, path, _use_new_zipfile_serialization=zipped)
     whole = path.read_bytes()
@@ -401,7 +404,7 @@ def test_a_file_that_is_cut_short_is_said_to_be(zipped: bool, share: float, tmp_
 
 @pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize("kept", [2, 14, 40, 200])
-def test_a_file_that_ends_inside_its_pickle_is_said_to_be_cut(kept: int, trust: bool, tmp_path: Path) -> None:
+def test_file_ending_inside_its_pickle_is_reported_as_cut(kept: int, trust: bool, tmp_path: Path) -> None:
     """After 14 bytes the first pickle of torch's old format, its magic number, is nearly over; a bare one is a pickle alone."""
     torch.save({"x": torch.randn(64, 64)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "bare.pt").write_bytes(pickle.dumps({"x": list(range(500))}))

@@ -81,7 +81,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("dtype", "wide"), CASES)
-def test_linear_layers_load_as_the_table_says(
+def test_linear_layers_load_as_the_readme_table_says(
     dtype: str, wide: str, make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
@@ -109,7 +109,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize(("casts", "wide", "plain", "dequantized"), MIXED)
-def test_formats_in_one_export_load_as_the_table_says(
+def test_formats_in_one_export_load_as_the_readme_table_says(
     casts: str, wide: str, plain: Outcome, dequantized: Outcome, make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     """With `dequantize=True` transformers decodes all linear layers by the scheme of one of them, mostly without an error."""
@@ -127,7 +127,7 @@ def test_formats_in_one_export_load_as_the_table_says(
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "mxfp4", "int4@g32"])
 @pytest.mark.parametrize("wide", ["float32", "bfloat16"])
-def test_experts_load_as_the_table_says(dtype: str, wide: str, tmp_path: Path) -> None:
+def test_experts_load_as_the_readme_table_says(dtype: str, wide: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
     import transformers
 
@@ -156,7 +156,7 @@ def test_experts_load_as_the_table_says(dtype: str, wide: str, tmp_path: Path) -
             assert not torch.equal(theirs(IDS).logits, ours(IDS).logits)
 
 
-def test_deepseeks_layout_gives_the_same_values(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_deepseek_layout_loads_the_same_values(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
     pytest.importorskip("accelerate")
     if torch.cuda.is_available():
@@ -168,7 +168,7 @@ def test_deepseeks_layout_gives_the_same_values(make_llama: Callable[..., Path],
         assert outcome(out, False, wide) == {Outcome.SAME}
 
 
-def test_every_format_that_others_read_has_facts() -> None:
+def test_every_readable_format_has_loader_facts() -> None:
     for dtype in READ:
         for expert in (False, True):
             assert isinstance(loader_facts(dtype, expert).outcome("float32", True), Outcome)
@@ -182,7 +182,7 @@ def test_every_format_that_others_read_has_facts() -> None:
         (["*=f16"], "gives the same: all weights are in float16"),
     ],
 )
-def test_exports_without_scales_load_as_it_says(
+def test_exports_without_scales_load_as_the_readme_says(
     casts: list[str], said: str, make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     assert said in exported(make_llama(), tmp_path / "out", *casts)
@@ -193,7 +193,7 @@ def test_exports_without_scales_load_as_it_says(
 
 
 @torch.no_grad()
-def test_modules_that_transformers_keeps_in_float32_are_named(tmp_path: Path) -> None:
+def test_readme_names_modules_that_transformers_keeps_in_float32(tmp_path: Path) -> None:
     import transformers
 
     config = transformers.T5Config(vocab_size=32, d_model=16, d_ff=32, num_layers=1, num_heads=2, d_kv=8)
@@ -209,7 +209,7 @@ def test_modules_that_transformers_keeps_in_float32_are_named(tmp_path: Path) ->
         assert said == (count > 0)
 
 
-def test_a_cast_buffer_that_no_file_holds_is_named(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_readme_names_a_cast_buffer_that_is_not_written(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     readme = exported(make_llama(), tmp_path / "out", "*.inv_freq=bf16")
     assert "Not written: 1 tensor that a rule casts, first model.rotary" in readme
     assert not any("inv_freq" in name for name in load_file(tmp_path / "out" / "model.safetensors"))
@@ -219,9 +219,7 @@ NORM = "model.norm.weight"
 
 
 @torch.no_grad()
-def test_transformers_raises_for_scales_in_our_own_layout_and_would_make_weights_at_random(
-    make_llama: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_transformers_refuses_scales_in_our_own_layout(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     import transformers
 
     out = tmp_path / "out"
@@ -239,7 +237,7 @@ def test_transformers_raises_for_scales_in_our_own_layout_and_would_make_weights
     assert not torch.equal(theirs(IDS).logits, de.load_pretrained(out)(IDS).logits)
 
 
-def test_without_a_configuration_transformers_loads_nothing(tmp_path: Path) -> None:
+def test_transformers_loads_nothing_without_a_config(tmp_path: Path) -> None:
     save_file({"x.weight": torch.ones(4, 4)}, tmp_path / "x.safetensors", {"format": "pt"})
     readme = exported(tmp_path / "x.safetensors", tmp_path / "out", "*=f16")
     assert "There is no `config.json`, so `from_pretrained` of transformers can't load it" in readme
@@ -250,7 +248,7 @@ def test_without_a_configuration_transformers_loads_nothing(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("dtype", "package"), [("float8_e4m3fn", "compressed_tensors"), ("fp8@128x128:ue8m0", "accelerate")]
 )
-def test_the_package_that_the_readme_names_is_needed(
+def test_package_that_the_readme_names_is_required(
     dtype: str, package: str, make_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = {"accelerate": "finegrained_fp8", "compressed_tensors": "compressed_tensors"}[package]
@@ -265,7 +263,7 @@ def test_the_package_that_the_readme_names_is_needed(
 
 
 @torch.no_grad()
-def test_activations_are_quantised_by_transformers_unless_it_dequantises(
+def test_transformers_quantizes_activations_unless_it_dequantizes(
     make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
@@ -282,7 +280,7 @@ def test_activations_are_quantised_by_transformers_unless_it_dequantises(
 
 
 @torch.no_grad()
-def test_weights_that_were_quantised_before_load_as_they_did(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_weights_quantized_before_load_as_before(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     """An export of this program without the metadata is a checkpoint of compressed-tensors like any other."""
     pytest.importorskip("compressed_tensors", "0.20")
     before, out = tmp_path / "before", tmp_path / "out"
@@ -295,7 +293,7 @@ def test_weights_that_were_quantised_before_load_as_they_did(make_llama: Callabl
     assert torch.equal(de.load_pretrained(out)(IDS).logits, expected)
 
 
-def test_our_own_loaders_give_the_dtypes_that_it_says(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+def test_our_loaders_give_the_dtypes_that_the_readme_says(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     readme = exported(make_llama(dtype="bfloat16", **WIDE), out, "*norm=f32", "*.mlp=fp8", "*.o_proj=f16")
     assert "every weight in the dtype of the table, except those with scales (float8_e4m3fn)" in readme
@@ -332,7 +330,7 @@ def rendered(markdown: str) -> Iterator[str]:
     return iter(tags.found)
 
 
-def test_names_of_the_model_are_no_markdown(tmp_path: Path) -> None:
+def test_model_names_are_escaped_in_markdown(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     save_file({f"{HOSTILE}.weight": torch.full((4, 4), 1e30)}, source / "model.safetensors", {"format": "pt"})
@@ -360,7 +358,7 @@ def test_names_of_the_model_are_no_markdown(tmp_path: Path) -> None:
     assert not {"script", "a", "img", "em"} & set(rendered((other / "README.md").read_text()))
 
 
-def test_the_base_model_of_an_adapter_is_no_markdown(tmp_path: Path) -> None:
+def test_base_model_of_an_adapter_is_escaped_in_markdown(tmp_path: Path) -> None:
     source = tmp_path / "adapter"
     source.mkdir()
     save_file({"base_model.model.q.lora_A.weight": torch.ones(2, 4)}, source / "adapter_model.safetensors")
@@ -373,7 +371,7 @@ def test_the_base_model_of_an_adapter_is_no_markdown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [HOSTILE, "```", "`", "A`B", "Net\n```\n<script>", "N" * 200])
-def test_class_names_and_methods_of_quantisation_are_no_markdown(name: str, tmp_path: Path) -> None:
+def test_class_names_and_quantization_methods_are_escaped_in_markdown(name: str, tmp_path: Path) -> None:
     component, quantised = tmp_path / "component", tmp_path / "quantized"
     component.mkdir()
     save_file({"b.weight": torch.ones(4, 4)}, component / "diffusion_pytorch_model.safetensors")

@@ -137,14 +137,14 @@ def by_compressed_tensors(weight: torch.Tensor, dtype: str) -> dict[str, torch.T
 
 @KINDS
 @pytest.mark.parametrize("dtype", COMPRESSED_TENSORS)
-def test_they_are_those_of_compressed_tensors(dtype: str, kind: str) -> None:
+def test_codes_and_scales_equal_those_of_compressed_tensors(dtype: str, kind: str) -> None:
     found, expected = ours(WEIGHTS[kind], dtype), by_compressed_tensors(WEIGHTS[kind], dtype)
     assert found.keys() >= expected.keys()
     assert [suffix for suffix in expected if not same(found[suffix], expected[suffix])] == []
 
 
 @pytest.mark.parametrize("dtype", COMPRESSED_TENSORS)
-def test_so_they_are_for_values_without_all_of_their_bits(dtype: str) -> None:
+def test_subnormal_codes_and_scales_equal_those_of_compressed_tensors(dtype: str) -> None:
     found, expected = ours(SUBNORMAL, dtype), by_compressed_tensors(SUBNORMAL, dtype)
     assert [suffix for suffix in expected if not same(found[suffix], expected[suffix])] == []
 
@@ -152,14 +152,14 @@ def test_so_they_are_for_values_without_all_of_their_bits(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", COMPRESSED_TENSORS)
 @pytest.mark.parametrize("shape", [(130, 200), (6, 6), (1, 130), (257, 16), (5, 384)])
 @pytest.mark.parametrize("size", [0.02, 1e-39, 1e25])
-def test_so_they_are_where_no_block_divides(dtype: str, shape: tuple[int, int], size: float) -> None:
+def test_partial_block_codes_equal_those_of_compressed_tensors(dtype: str, shape: tuple[int, int], size: float) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(2)) * size
     found, expected = ours(weight, dtype), by_compressed_tensors(weight, dtype)
     assert [suffix for suffix in expected if not same(found[suffix], expected[suffix])] == []
 
 
 @pytest.mark.parametrize("dtype", COMPRESSED_TENSORS)
-def test_several_matrices_are_each_as_one_alone(dtype: str) -> None:
+def test_stacked_matrices_are_quantized_independently(dtype: str) -> None:
     """[3, 70, 200] are three matrices, of which no block reaches into the next; they share what is of the whole tensor."""
     weight = torch.randn(3, 70, 200, generator=torch.Generator().manual_seed(3))
     weight[:, 0, 0] = 9.0  # the largest of each, for the scale of the tensor
@@ -174,7 +174,7 @@ def test_several_matrices_are_each_as_one_alone(dtype: str) -> None:
 @KINDS
 @pytest.mark.parametrize("rule", ["floor", "rceil", "even"])
 @pytest.mark.parametrize("element", ["mxfp8", "mxfp4"])
-def test_other_rules_for_mx_scales_are_those_of_torchao(element: str, rule: str, kind: str) -> None:
+def test_other_mx_scale_rules_equal_those_of_torchao(element: str, rule: str, kind: str) -> None:
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     target = torch.float8_e4m3fn if element == "mxfp8" else torch.float4_e2m1fn_x2
     scale, codes = mx.to_mx(WEIGHTS[kind], target, 32, mx.ScaleCalculationMode(rule))
@@ -185,7 +185,7 @@ def test_other_rules_for_mx_scales_are_those_of_torchao(element: str, rule: str,
 
 @pytest.mark.parametrize("rule", ["floor", "rceil", "even"])
 @pytest.mark.parametrize("element", ["mxfp8", "mxfp4"])
-def test_so_are_those_where_no_block_divides(element: str, rule: str) -> None:
+def test_partial_mx_blocks_equal_those_of_torchao(element: str, rule: str) -> None:
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     target = torch.float8_e4m3fn if element == "mxfp8" else torch.float4_e2m1fn_x2
     for shape in ((130, 200), (6, 6), (1, 130)):
@@ -198,7 +198,7 @@ def test_so_are_those_where_no_block_divides(element: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in WEIGHTS if kind != "zero"])
-def test_nvfp4_is_that_of_torchao(kind: str) -> None:
+def test_nvfp4_equals_that_of_torchao(kind: str) -> None:
     """But for tensors whose largest |value| is 0 or subnormal: its scale of the tensor is 0 then, and ours is 1."""
     nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     weight = WEIGHTS[kind]
@@ -212,7 +212,7 @@ def test_nvfp4_is_that_of_torchao(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in WEIGHTS if kind != "zero"])
 @pytest.mark.parametrize("dtype", ["int4@g128", "int4@g32", "int4@g128a", "int8@g128"])
-def test_grouped_integers_are_those_of_torchao(dtype: str, kind: str) -> None:
+def test_grouped_integers_equal_those_of_torchao(dtype: str, kind: str) -> None:
     """It multiplies by the scale's reciprocal where we divide, so of values half-way between two codes it may take the other."""
     primitives = pytest.importorskip("torchao.quantization.quant_primitives")
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
@@ -234,7 +234,7 @@ def test_grouped_integers_are_those_of_torchao(dtype: str, kind: str) -> None:
 
 
 @KINDS
-def test_floor_is_what_llama_cpp_has(kind: str) -> None:
+def test_floor_rule_equals_that_of_llama_cpp(kind: str) -> None:
     """Its layout is another, so values are compared. Of two that are equally near it takes either, as its table has them."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize, quantize
@@ -248,7 +248,7 @@ def test_floor_is_what_llama_cpp_has(kind: str) -> None:
 
 @KINDS
 @pytest.mark.parametrize("dtype", ["fp8@128x128", "fp8@128x128:ue8m0"])
-def test_fp8_blocks_are_those_of_transformers(dtype: str, kind: str) -> None:
+def test_fp8_blocks_equal_those_of_transformers(dtype: str, kind: str) -> None:
     """transformers multiplies by 448 / amax where we divide by amax / 448, so float32 scales may differ in the last bit."""
     finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
     from types import SimpleNamespace
@@ -285,7 +285,7 @@ _ELEMENTS = {
 
 @KINDS
 @pytest.mark.parametrize("name", [name for name in dtypes.BLOCK_FORMATS if name.startswith("mx")])
-def test_mx_is_its_definition_by_ml_dtypes(name: str, kind: str) -> None:
+def test_mx_equals_its_definition_in_ml_dtypes(name: str, kind: str) -> None:
     """A block's exponent by Python's frexp and the threshold that its rule has; elements rounded by ml_dtypes."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     word, _, rule = name.partition(":")
@@ -312,7 +312,7 @@ def test_mx_is_its_definition_by_ml_dtypes(name: str, kind: str) -> None:
 
 
 @KINDS
-def test_nvfp4_is_its_definition_by_ml_dtypes(kind: str) -> None:
+def test_nvfp4_equals_its_definition_in_ml_dtypes(kind: str) -> None:
     """Each step of numpy in float32: 2688 / amax of the tensor, amax / 6 of a block by that in e4m3, elements in e2m1."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     blocks = WEIGHTS[kind].numpy().reshape(-1, 16)
@@ -330,7 +330,7 @@ def test_nvfp4_is_its_definition_by_ml_dtypes(kind: str) -> None:
 
 @KINDS
 @pytest.mark.parametrize("dtype", ["int4@g128", "int4@g32", "int8@g128"])
-def test_grouped_integers_are_their_definition_by_numpy(dtype: str, kind: str) -> None:
+def test_grouped_integers_equal_their_definition_in_numpy(dtype: str, kind: str) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
@@ -351,7 +351,7 @@ STORED = [name for name in dtypes.BLOCK_FORMATS if "mxfp6" not in name]
 
 @pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_verify_works_out_again_is_what_is_written(dtype: str, shape: tuple[int, ...]) -> None:
+def test_verify_recomputes_exactly_what_export_writes(dtype: str, shape: tuple[int, ...]) -> None:
     """Shapes that no block divides, with values that are not finite, and every size of float32, up to its largest values."""
     for size in (0.02, 1e-39, 1e25, 1.2e38):
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(2)) * size

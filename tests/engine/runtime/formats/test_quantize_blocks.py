@@ -46,7 +46,7 @@ def by_element(codes: torch.Tensor, scale: torch.Tensor, dtype: str) -> torch.Te
 
 @FORMATS
 @pytest.mark.parametrize("shape", SHAPES)
-def test_values_are_codes_times_the_scale_of_their_block(dtype: str, shape: tuple[int, ...]) -> None:
+def test_block_values_equal_code_times_scale(dtype: str, shape: tuple[int, ...]) -> None:
     weight = normal(*shape)
     codes, scale = cast_or_quantize(weight, dtype)
     assert scale is not None
@@ -58,7 +58,7 @@ def test_values_are_codes_times_the_scale_of_their_block(dtype: str, shape: tupl
 
 
 @FORMATS
-def test_chunks_make_no_difference(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_chunks_make_no_difference(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = normal(300, 70)
     codes, scale = cast_or_quantize(weight, dtype)
     whole = round_trip("w", weight, dtype)
@@ -79,7 +79,7 @@ _FLOATS = st.floats(-(2.0**60), 2.0**60, width=32)
 
 @given(arrays("float32", (3, 40), elements=_FLOATS), st.sampled_from(MX))
 @settings(max_examples=60)
-def test_values_that_a_format_has_stay(weight: object, dtype: str) -> None:
+def test_representable_values_stay_unchanged(weight: object, dtype: str) -> None:
     """Powers of two as scales round nothing, so what came back once comes back the same; but for blocks that the rule would
     scale otherwise, now that their largest value was rounded.
     """
@@ -91,7 +91,7 @@ def test_values_that_a_format_has_stay(weight: object, dtype: str) -> None:
 
 @given(arrays("float32", (3, 40), elements=_FLOATS), st.sampled_from(dtypes.BLOCK_FORMATS))
 @settings(max_examples=60)
-def test_errors_are_within_half_a_step_of_the_largest_value(weight: object, dtype: str) -> None:
+def test_block_errors_are_within_half_a_step(weight: object, dtype: str) -> None:
     tensor = torch.from_numpy(weight)
     row = dtypes.BY_NAME[dtype]
     back = values_in(tensor, dtype, torch.float32)
@@ -111,7 +111,7 @@ def test_errors_are_within_half_a_step_of_the_largest_value(weight: object, dtyp
 
 @FORMATS
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float64])
-def test_round_trip_errors_are_those_of_the_whole_tensor_in_float64(dtype: str, stored: torch.dtype) -> None:
+def test_block_round_trip_errors_equal_those_in_float64(dtype: str, stored: torch.dtype) -> None:
     tensor = normal(130, 201).to(stored)
     tensor[0, :4] = torch.tensor([math.inf, math.nan, -math.inf, 0.0])
     found = round_trip("w", tensor, dtype)
@@ -132,7 +132,7 @@ def test_round_trip_errors_are_those_of_the_whole_tensor_in_float64(dtype: str, 
 
 
 @FORMATS
-def test_of_values_lost_only_more_than_rounding_is_told(dtype: str) -> None:
+def test_block_rounding_alone_is_not_reported_as_loss(dtype: str) -> None:
     tensor = normal(256, 256, size=1.0)
     assert count_losses("w", tensor, dtype) is None
     tensor[:, ::2] *= 1e-20
@@ -145,11 +145,11 @@ def test_of_values_lost_only_more_than_rounding_is_told(dtype: str) -> None:
 
 
 @FORMATS
-def test_a_tensor_without_elements_loses_nothing(dtype: str) -> None:
+def test_empty_tensor_loses_nothing(dtype: str) -> None:
     assert count_losses("w", torch.zeros(4, 0), dtype) is None
 
 
-def test_memory_stays_bounded_whatever_the_tensor() -> None:
+def test_block_round_trip_uses_bounded_memory() -> None:
     tensor = torch.zeros(1, 4096).expand(20_000, 4096)
     round_trip("w", tensor[:300], "nvfp4")
     assert peak_anonymous(lambda: round_trip("w", tensor, "nvfp4")) < 64 * 2**20

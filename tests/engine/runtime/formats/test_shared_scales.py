@@ -40,7 +40,7 @@ def global_scale(tensors: dict[str, torch.Tensor], *layers: str) -> float:
     return float(generate_gparam(min(weight.min() for weight in weights), max(weight.max() for weight in weights)))
 
 
-def test_an_export_has_the_scales_that_llm_compressor_would_write(llama: Path, tmp_path: Path) -> None:
+def test_export_has_the_shared_scales_of_llm_compressor(llama: Path, tmp_path: Path) -> None:
     session = de.open(str(llama))
     session.cast("*_proj", "nvfp4")
     session.export(tmp_path / "out")
@@ -65,7 +65,7 @@ def test_an_export_has_the_scales_that_llm_compressor_would_write(llama: Path, t
         assert torch.equal(live.scale, written.scale)
 
 
-def test_verify_knows_with_whom_a_scale_is_shared(llama: Path, tmp_path: Path) -> None:
+def test_verify_knows_which_weights_share_a_scale(llama: Path, tmp_path: Path) -> None:
     """Written with a scale of its own, as if nothing were fused, an export is found to be another."""
     out = tmp_path / "out"
     session = de.open(str(llama))
@@ -81,7 +81,7 @@ def test_verify_knows_with_whom_a_scale_is_shared(llama: Path, tmp_path: Path) -
     assert difference.name == f"{ATTENTION}.v_proj.weight"
 
 
-def test_a_cast_of_one_changes_the_others_and_only_then(llama: Path) -> None:
+def test_cast_changes_siblings_only_if_they_share_a_scale(llama: Path) -> None:
     session = de.open(str(llama))
     q, k, v = (session.model.weights[f"{ATTENTION}.{name}_proj.weight"] for name in "qkv")
 
@@ -104,7 +104,7 @@ def test_a_cast_of_one_changes_the_others_and_only_then(llama: Path) -> None:
     assert torch.equal(values(v), alone)
 
 
-def test_outputs_of_siblings_that_changed_are_not_reused(llama: Path) -> None:
+def test_outputs_of_changed_siblings_are_not_reused(llama: Path) -> None:
     """v is used after q: a cast of v changes q's values, so what q gave before must run again."""
     session = de.open(str(llama))
     session.cast("*.q_proj", "nvfp4")
@@ -117,7 +117,7 @@ def test_outputs_of_siblings_that_changed_are_not_reused(llama: Path) -> None:
     assert fresh.drift().output == reused
 
 
-def test_an_export_says_what_no_fused_kernel_takes(llama: Path, tmp_path: Path) -> None:
+def test_export_notes_formats_that_fused_kernels_reject(llama: Path, tmp_path: Path) -> None:
     session = de.open(str(llama))
     session.cast("*.q_proj", "nvfp4")
     notices = session.export(tmp_path / "out").notices
@@ -130,7 +130,7 @@ def test_an_export_says_what_no_fused_kernel_takes(llama: Path, tmp_path: Path) 
     assert not any("fuse" in notice for notice in session.export(tmp_path / "two").notices)
 
 
-def test_a_scan_scores_a_weight_with_the_scale_of_its_group(llama: Path) -> None:
+def test_scan_scores_a_weight_with_the_scale_of_its_group(llama: Path) -> None:
     """Each alone, with the values that it has where q, k and v all are in the format: put into a plain module by hand."""
     session = de.open(str(llama), inputs={"input_ids": torch.arange(2, 14)[None]})
     exact = session.scan(["nvfp4"], exact=True).scores()

@@ -39,7 +39,7 @@ def prepared(folder: Path, picture: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
-def test_drift_of_the_logits_is_plain_transformers(folder: Path, picture: Path, autocast: Any) -> None:
+def test_logit_drift_equals_that_of_plain_transformers(folder: Path, picture: Path, autocast: Any) -> None:
     options = de.Options(images=(picture,), prompts=(PROMPT,), settings=de.RunSettings(autocast=autocast))
     session = de.open(str(folder), options=options)
     session.cast("*", "bfloat16")
@@ -63,14 +63,14 @@ def test_drift_of_the_logits_is_plain_transformers(folder: Path, picture: Path, 
     assert report.output.kl_mean == pytest.approx(kl.sum(-1).mean().item(), rel=1e-6)
 
 
-def test_the_summary_says_whose_text_it_is(folder: Path, picture: Path) -> None:
+def test_inputs_summary_says_whose_text_it_is(folder: Path, picture: Path) -> None:
     session = de.open(str(folder), options=de.Options(images=(picture,), prompts=(PROMPT,)))
     assert session.drift().inputs.endswith(", and your text")
     session.use_inputs(de.Options(prompts=(PROMPT, "two")))
     assert session.drift().inputs == "a synthetic picture, 32 x 32, and 2 of your texts"
 
 
-def test_float32_under_autocast_drifts_as_plain_torch_does(folder: Path, picture: Path) -> None:
+def test_float32_under_autocast_drifts_like_plain_torch(folder: Path, picture: Path) -> None:
     options = de.Options(images=(picture,), prompts=(PROMPT,), settings=de.RunSettings(autocast="bfloat16"))
     report = de.open(str(folder), options=options).drift()
     kwargs, module = prepared(folder, picture), plain(folder, torch.float32)
@@ -85,7 +85,7 @@ def test_float32_under_autocast_drifts_as_plain_torch_does(folder: Path, picture
 @pytest.mark.parametrize(
     ("candidate", "autocast"), [("bfloat16", None), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
 )
-def test_both_captions_are_those_of_plain_transformers(
+def test_generated_captions_equal_those_of_plain_transformers(
     folder: Path, picture: Path, candidate: str, autocast: Any
 ) -> None:
     options = de.Options(images=(picture,), prompts=(PROMPT,), settings=de.RunSettings(autocast=autocast))
@@ -119,7 +119,7 @@ def test_both_captions_are_those_of_plain_transformers(
         assert written.text.split() == tokenizer.decode(ids[-len(written.ids) :]).split()
 
 
-def test_memory_is_the_footprint_of_the_cast_model(folder: Path, picture: Path) -> None:
+def test_reported_memory_is_the_footprint_of_the_cast_model(folder: Path, picture: Path) -> None:
     session = de.open(str(folder), options=de.Options(images=(picture,)))
     assert session.drift().memory.resident_bytes == plain(folder, torch.float32).get_memory_footprint()
     session.cast("*", "bfloat16")
@@ -129,7 +129,7 @@ def test_memory_is_the_footprint_of_the_cast_model(folder: Path, picture: Path) 
     assert memory.stored_bytes == 2 * memory.planned_bytes
 
 
-def test_the_command_says_what_it_ran_on(folder: Path, picture: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_what_it_ran_on(folder: Path, picture: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["drift", str(folder), "--image", str(picture), "--prompt", PROMPT, "--cast", "*=bf16", "--json"]
     assert run(cli, "dtype-engine", [*arguments, "--generate", "4"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -51,7 +51,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("packs", [True, False], ids=["inside", "given"])
 @pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM])
-def test_a_recurrent_layer_runs_on_a_packed_sequence(kind: type[nn.RNNBase], packs: bool) -> None:
+def test_recurrent_layer_runs_on_a_packed_sequence(kind: type[nn.RNNBase], packs: bool) -> None:
     given = X if packs else pack_padded_sequence(X, LENGTHS, batch_first=True)
     given = placed(given)
     plain = placed(Recurrent(kind, packs))
@@ -81,7 +81,7 @@ WRAPPED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_a_batch_moves_and_copies_what_it_holds(name: str) -> None:
+def test_batch_moves_and_copies_nested_tensors(name: str) -> None:
     wrap = WRAPPED[name]
     batch = from_values((wrap(X), {"again": X}), "example_inputs()").batches[0]
     moved = batch.on(torch.device("cpu"), torch.float64)
@@ -100,14 +100,14 @@ def test_a_batch_moves_and_copies_what_it_holds(name: str) -> None:
     assert float(next(tensor for _, tensor in batch.named_tensors()).abs().sum()) > 0
 
 
-def test_a_container_without_tensors_stays_the_very_object() -> None:
+def test_container_without_tensors_is_kept_as_the_same_object() -> None:
     size, settings = torch.Size([1, 2]), {"a": [1]}
     batch = Batch((size, settings, Frozen(1))).on(torch.device("cpu"), torch.float64)
     assert batch.args == (size, settings, Frozen(1))
     assert type(batch.args[0]) is torch.Size
 
 
-def test_a_lone_packed_sequence_or_dataclass_is_one_argument() -> None:
+def test_single_packed_sequence_or_dataclass_is_one_argument() -> None:
     packed = pack_padded_sequence(X, LENGTHS, batch_first=True)
     for value in (packed, Frozen(X)):
         (batch,) = from_values(value, "example_inputs()").batches
@@ -117,7 +117,7 @@ def test_a_lone_packed_sequence_or_dataclass_is_one_argument() -> None:
     assert batch.kwargs["x"] is X
 
 
-def test_tensors_in_nested_containers_of_a_file(tmp_path: Any) -> None:
+def test_tensors_in_nested_containers_are_read_from_files(tmp_path: Any) -> None:
     torch.save(([X, {"y": X}],), tmp_path / "calls.pt")
     (given,) = read_tensors(tmp_path / "calls.pt")
     assert torch.equal(given[1]["y"], X)
@@ -144,7 +144,7 @@ class Output:
         ([Output(None, X)], "output"),
     ],
 )
-def test_the_main_output_is_found_in_a_container(output: Any, name: str) -> None:
+def test_main_output_is_found_in_a_container(output: Any, name: str) -> None:
     found = main_output(output)
     assert found[0] == name
     assert found[1] is X
@@ -161,7 +161,7 @@ class Returns(nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [Frozen, WRAPPED["nested"], WRAPPED["packed"], lambda x: Output(None, x)])
-def test_a_model_that_returns_a_container_is_measured(wrap: Callable[[torch.Tensor], Any]) -> None:
+def test_model_that_returns_a_container_is_measured(wrap: Callable[[torch.Tensor], Any]) -> None:
     session = de.open(Returns(wrap), inputs=(X,))
     session.cast("inner", "bfloat16")
     values = [

@@ -70,7 +70,7 @@ def kwargs_of(session: de.Session, index: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MODALITIES)
-def test_every_folder_has_default_inputs_and_drifts(name: str, saved: Callable[..., Path]) -> None:
+def test_every_folder_has_default_inputs_and_runs(name: str, saved: Callable[..., Path]) -> None:
     session = opened(saved(name), sequences=2)
     reading = session.inputs_reading
     assert reading is not None, session.no_forward
@@ -84,7 +84,7 @@ def test_every_folder_has_default_inputs_and_drifts(name: str, saved: Callable[.
 
 
 @pytest.mark.parametrize("name", MODALITIES)
-def test_a_folder_with_weights_alone_has_inputs_from_its_configuration(name: str, saved: Callable[..., Path]) -> None:
+def test_folder_without_a_processor_has_inputs_from_its_config(name: str, saved: Callable[..., Path]) -> None:
     session = opened(saved(name, processed=False), sequences=2)
     reading = session.inputs_reading
     assert reading is not None, session.no_forward
@@ -94,13 +94,13 @@ def test_a_folder_with_weights_alone_has_inputs_from_its_configuration(name: str
 
 
 @pytest.mark.parametrize("name", ["vit", "blip"])
-def test_options_for_text_alone_are_said_to_be_unused_beside_a_picture(name: str, saved: Callable[..., Path]) -> None:
+def test_text_options_are_noted_as_unused_beside_a_picture(name: str, saved: Callable[..., Path]) -> None:
     reading = opened(saved(name), chat=True, sequences=2).inputs_reading
     assert reading is not None
     assert reading.made_of[-1] == "--chat and --sequences not used: they are for models of text alone"
 
 
-def test_a_picture_file_goes_through_the_models_own_processor(saved: Callable[..., Path], picture: Path) -> None:
+def test_picture_file_is_processed_by_the_models_processor(saved: Callable[..., Path], picture: Path) -> None:
     for name in ("vit", "blip", "clip", "llava", "qwen2_5_vl"):
         folder = saved(name)
         processor = transformers.AutoImageProcessor.from_pretrained(folder)
@@ -109,7 +109,7 @@ def test_a_picture_file_goes_through_the_models_own_processor(saved: Callable[..
         assert torch.equal(found["pixel_values"], expected["pixel_values"])
 
 
-def test_llava_and_its_prompt_are_put_together_as_its_processor_does(saved: Callable[..., Path], picture: Path) -> None:
+def test_llava_prompt_is_built_like_its_processor_does(saved: Callable[..., Path], picture: Path) -> None:
     """Its chat template is applied only if asked for."""
     folder = saved("llava")
     processor = transformers.AutoProcessor.from_pretrained(folder)
@@ -124,7 +124,7 @@ def test_llava_and_its_prompt_are_put_together_as_its_processor_does(saved: Call
     assert len(session.generate(3)[0].candidate.ids) >= 1
 
 
-def test_image_tokens_put_in_by_hand_are_as_many_as_the_features(saved: Callable[..., Path], picture: Path) -> None:
+def test_number_of_image_tokens_equals_that_of_the_features(saved: Callable[..., Path], picture: Path) -> None:
     found = kwargs_of(opened(saved("qwen2_5_vl"), images=(picture,)))
     grid = found["image_grid_thw"]
     assert (found["input_ids"] == checkpoint_folders.IMAGE_TOKEN).sum() == int(grid.prod()) // 4, (
@@ -143,7 +143,7 @@ def test_clip_compares_all_pictures_with_all_prompts(saved: Callable[..., Path],
     assert mask[0].sum() < mask[1].sum() == mask.shape[1]
 
 
-def test_a_sound_file_is_resampled_for_the_feature_extractor(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_sound_file_is_resampled_for_the_feature_extractor(saved: Callable[..., Path], tmp_path: Path) -> None:
     path = tmp_path / "tone.wav"
     time = np.arange(44_100) / 44_100
     stereo = np.stack([0.8 * np.sin(2 * np.pi * 440 * time), 0.4 * np.sin(2 * np.pi * 440 * time)], axis=1)
@@ -169,7 +169,7 @@ def test_a_sound_file_is_resampled_for_the_feature_extractor(saved: Callable[...
     assert float(values.var()) == pytest.approx(1, abs=1e-3)
 
 
-def test_a_frequency_above_half_the_rate_does_not_fold_back(tmp_path: Path) -> None:
+def test_resampling_removes_frequencies_above_half_the_rate(tmp_path: Path) -> None:
     path = tmp_path / "high.wav"
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1)
@@ -181,7 +181,7 @@ def test_a_frequency_above_half_the_rate_does_not_fold_back(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("own_rate", "rate"), [(44_100, 16_000), (48_000, 16_000), (8_000, 16_000), (11_025, 24_000)])
-def test_resampling_is_nearer_to_the_truth_than_a_polyphase_filter_of_scipy(own_rate: int, rate: int) -> None:
+def test_resampling_is_more_accurate_than_scipy(own_rate: int, rate: int) -> None:
     def tones(hertz: int) -> np.ndarray:
         time = np.arange(hertz) / hertz
         return 0.4 * np.sin(2 * np.pi * 440 * time) + 0.3 * np.sin(2 * np.pi * 2500 * time)
@@ -197,14 +197,14 @@ def test_resampling_is_nearer_to_the_truth_than_a_polyphase_filter_of_scipy(own_
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 7])
-def test_a_wave_of_a_few_samples_keeps_its_length(samples: int) -> None:
+def test_resampling_a_few_samples_keeps_the_length(samples: int) -> None:
     for own_rate in (8_000, 44_100, 48_000, 192_000, 10**9):
         found = resampled(np.ones(samples, "float32"), own_rate, 16_000)
         assert len(found) == math.ceil(samples * 16_000 / own_rate) > 0
         assert np.isfinite(found).all()
 
 
-def test_text_is_cut_into_sequences_of_the_length_asked_for(tmp_path: Path) -> None:
+def test_text_is_cut_into_sequences_of_the_requested_length(tmp_path: Path) -> None:
     path = tmp_path / "code.txt"
     path.write_text("import os\n" * 200)
     session = de.open(options=de.Options(texts=(path,), sequence_length=50, sequences=3))
@@ -218,7 +218,7 @@ def test_text_is_cut_into_sequences_of_the_length_asked_for(tmp_path: Path) -> N
     assert [tuple(batch.kwargs["input_ids"].shape) for batch in random.inputs.batches] == [(1, 7)] * 2  # type: ignore[union-attr]
 
 
-def test_sequences_longer_than_the_models_positions_are_refused() -> None:
+def test_sequences_longer_than_the_model_allows_are_refused() -> None:
     with pytest.raises(de.UserError, match=r"sequences of 99999 tokens are too long for .*: it has \d+ positions"):
         de.open(options=de.Options(sequence_length=99_999))
 
@@ -236,7 +236,7 @@ def test_positions_before_the_padding_token_are_not_counted(tmp_path: Path) -> N
         opened(tmp_path, sequence_length=33)
 
 
-def test_arguments_of_a_module_of_ones_own_mean_what_they_mean_there() -> None:
+def test_arguments_of_a_custom_module_keep_their_meaning() -> None:
     class Own(torch.nn.Module):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return input_ids * 2
@@ -247,7 +247,7 @@ def test_arguments_of_a_module_of_ones_own_mean_what_they_mean_there() -> None:
         check_fits(model, Batch(kwargs={"ids": torch.ones(3)}), "here")
 
 
-def test_a_tokenizer_of_another_model_is_named(tmp_path: Path) -> None:
+def test_tokenizer_of_another_model_is_named(tmp_path: Path) -> None:
     folder = checkpoint_folders.save("llama", tmp_path / "llama", processed=False)
     words = dict.fromkeys(["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", "horse"]) | {"zebra": None}
     vocabulary = {word: 99 if word == "zebra" else place for place, word in enumerate(words)}
@@ -257,7 +257,7 @@ def test_a_tokenizer_of_another_model_is_named(tmp_path: Path) -> None:
         opened(folder, prompts=("horse", "horse zebra")).drift()
 
 
-def test_jsonl_has_text_prompts_and_conversations(saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_jsonl_may_have_text_prompts_and_conversations(saved: Callable[..., Path], tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     path.write_text("\n".join(map(json.dumps, ({"text": "one two"}, {"prompt": "three"}, {"messages": talk}, "four"))))
@@ -287,7 +287,7 @@ def test_jsonl_has_text_prompts_and_conversations(saved: Callable[..., Path], tm
         ("17", "line 2: needs a text"),
     ],
 )
-def test_a_bad_line_of_jsonl_is_named(line: str, said: str, tmp_path: Path) -> None:
+def test_invalid_jsonl_line_is_named(line: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"text": "fine"}\n' + line)
     with pytest.raises(de.UserError, match=said):
@@ -315,7 +315,7 @@ def test_tensor_files_of_every_kind_give_the_same_calls(saved: Callable[..., Pat
     assert expected.positions == 14
 
 
-def test_tensors_take_the_place_of_example_inputs(tmp_path: Path) -> None:
+def test_tensor_file_replaces_example_inputs(tmp_path: Path) -> None:
     torch.save(torch.tensor([[1, 1], [0, 1]]), tmp_path / "ids.pt")
     session = de.open(f"{TINYNET}:TinyNet", options=de.Options(tensors=tmp_path / "ids.pt"))
     assert session.inputs is not None
@@ -375,7 +375,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "tensors", "said"), WRONG)
-def test_tensors_that_do_not_fit_are_refused_in_a_sentence(
+def test_unsuitable_tensors_are_refused_in_one_sentence(
     name: str, tensors: dict[str, Any], said: str, saved: Callable[..., Path], tmp_path: Path
 ) -> None:
     save_file({key: value.contiguous() for key, value in tensors.items()}, tmp_path / "wrong.safetensors")
@@ -394,7 +394,7 @@ class Malicious:
         return print, ("this must never run",)
 
 
-def test_files_that_can_not_be_read_are_refused_in_a_sentence(
+def test_unreadable_input_files_are_refused_in_one_sentence(
     saved: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for suffix in (".png", ".wav", ".safetensors", ".npz", ".pt"):
@@ -428,7 +428,7 @@ def test_files_that_can_not_be_read_are_refused_in_a_sentence(
     assert "must never run" not in capsys.readouterr().out
 
 
-def test_inputs_of_the_wrong_kind_are_refused_in_a_sentence(saved: Callable[..., Path], picture: Path) -> None:
+def test_inputs_of_the_wrong_kind_are_refused_in_one_sentence(saved: Callable[..., Path], picture: Path) -> None:
     for name, given, said in (
         ("llama", {"images": (picture,)}, "accepts no pictures"),
         ("vit", {"prompts": ("x",)}, "accepts pictures and no text"),
@@ -449,7 +449,7 @@ def test_inputs_of_the_wrong_kind_are_refused_in_a_sentence(saved: Callable[...,
         (["--sequence-length", "99999"], "sequences of 99999 tokens are too long"),
     ],
 )
-def test_bad_input_options_are_one_line_and_status_two(
+def test_invalid_input_options_are_one_line_and_status_2(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(cli, "dtype-engine", ["drift", *arguments]) == 2
@@ -458,7 +458,7 @@ def test_bad_input_options_are_one_line_and_status_two(
     assert "\n" not in error
 
 
-def test_a_typed_line_is_a_prompt_or_files(tmp_path: Path) -> None:
+def test_typed_line_is_a_prompt_or_files(tmp_path: Path) -> None:
     picture, text = checkpoint_folders.write_picture(tmp_path / "my picture.png"), tmp_path / "notes.txt"
     text.write_text("words")
     save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
@@ -480,7 +480,7 @@ def test_a_typed_line_is_a_prompt_or_files(tmp_path: Path) -> None:
             parse_inputs_line(de.Options(), line)
 
 
-def test_other_inputs_of_an_open_session(saved: Callable[..., Path], tmp_path: Path, picture: Path) -> None:
+def test_open_session_runs_on_other_inputs(saved: Callable[..., Path], tmp_path: Path, picture: Path) -> None:
     session = opened(saved("vit"))
     first = session.drift()
     with pytest.raises(de.UserError, match="accepts pictures and no text"):

@@ -67,17 +67,17 @@ def no_forward(folder: Path, **options: Any) -> str:
      (-5, r"size in preprocessor_config.json is -5, not a number"), ("x", "is 'x', not a number"), (0, "is 0, not a number"),
      ({"height": "x", "width": 3}, "is 'x', not a number"), ({"shortest_edge": True}, "is True, not a number")],
 )  # fmt: skip
-def test_a_size_that_an_image_processor_asks_for_is_bounded(edited: Callable[..., Path], size: Any, says: str) -> None:
+def test_image_processor_size_is_limited(edited: Callable[..., Path], size: Any, says: str) -> None:
     assert re.search(says, no_forward(edited("vit", {PREPROCESSOR: {"size": size}})))
 
 
-def test_the_number_of_patches_is_bounded(edited: Callable[..., Path]) -> None:
+def test_number_of_patches_is_limited(edited: Callable[..., Path]) -> None:
     asked = {"size": {"height": 448, "width": 448}, "max_patches": 10**6}
     said = no_forward(edited("vit", {PREPROCESSOR: asked}))
     assert "the number of patches in preprocessor_config.json asks for 602,112,000,000 values" in said
 
 
-def test_a_size_in_config_json_is_bounded(edited: Callable[..., Path], saved: Callable[[str], Path]) -> None:
+def test_picture_size_in_config_is_limited(edited: Callable[..., Path], saved: Callable[[str], Path]) -> None:
     """Of a model whose weights do not depend on the size of its pictures, and whose folder has no processor."""
     said = no_forward(edited("swin", {"config.json": {"image_size": 8000}}))
     assert "a picture of 8000 x 8000, the size in config.json, asks for 192,000,000 values" in said
@@ -96,13 +96,13 @@ def test_a_size_in_config_json_is_bounded(edited: Callable[..., Path], saved: Ca
      ("whisper", {"feature_size": 10**7}, "n_fft times feature_size"),
      ("whisper", {"hop_length": 1, "chunk_length": 100}, "asks for 640,000,000 values")],
 )  # fmt: skip
-def test_a_size_that_a_feature_extractor_asks_for_is_bounded(
+def test_feature_extractor_size_is_limited(
     edited: Callable[..., Path], model: str, changes: dict[str, Any], says: str
 ) -> None:
     assert says in no_forward(edited(model, {PREPROCESSOR: changes}))
 
 
-def test_the_numbers_that_processors_make_are_about_those_that_were_foretold(saved: Callable[[str], Path]) -> None:
+def test_predicted_input_sizes_match_those_of_processors(saved: Callable[[str], Path]) -> None:
     for name in ("vit", "clip", "llava", "qwen2_5_vl"):
         processor = transformers.AutoImageProcessor.from_pretrained(saved(name))
         for width, height in ((48, 40), (300, 100)):
@@ -110,7 +110,7 @@ def test_the_numbers_that_processors_make_are_about_those_that_were_foretold(sav
             assert made / 2 <= made_values(processor, width, height) <= 4 * made
 
 
-def test_a_picture_of_many_pixels_is_refused_by_its_header(tmp_path: Path) -> None:
+def test_picture_of_many_pixels_is_refused_by_its_header(tmp_path: Path) -> None:
     """13,300 x 13,300 pixels in 22 kB; decoded they are 531 MB."""
     row = b"\x00" + bytes(1663)
     parts = {
@@ -190,7 +190,7 @@ def chat_folder(folder: Path, template: str) -> Path:
      ("{% for i in range(30000) %}{{ 'a' * 99 }}{% endfor %}", "has 2,970,000 bytes, more than the limit of 1,048,576"),
      ("{{ raise_exception('no\nway') }}", "prompt 1: the chat template of llama refuses this conversation: no way")],
 )  # fmt: skip
-def test_a_chat_template_is_ended_at_its_limits(
+def test_chat_template_is_stopped_at_its_limits(
     edited: Callable[..., Path], template: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = chat_folder(edited("llama"), template)
@@ -203,7 +203,7 @@ def test_a_chat_template_is_ended_at_its_limits(
     de.open(str(folder), options=de.Options(prompts=("x",)))  # unasked, the template does not run
 
 
-def test_the_text_of_a_template_is_that_of_transformers(edited: Callable[..., Path], tmp_path: Path) -> None:
+def test_template_text_equals_that_of_transformers(edited: Callable[..., Path], tmp_path: Path) -> None:
     template = (
         CHAT
         + "{{ cls_token }}{% generation %}{{ {'a': 'ü'} | tojson }}{% endgeneration %}{{ messages[0].keys() | list }}"
@@ -266,7 +266,7 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
-def test_a_tokenizer_is_tried_where_it_can_be_ended(edited: Callable[..., Path], part: str) -> None:
+def test_slow_tokenizer_is_tried_in_a_separate_process(edited: Callable[..., Path], part: str) -> None:
     changes, says = PARTS[part]
     own = {"tokenizer_class": "PreTrainedTokenizerFast"}  # what stands in tokenizer.json, not what is written for BERT
     folder = edited("llama", {"tokenizer_config.json": own, "tokenizer.json": changes})
@@ -274,7 +274,7 @@ def test_a_tokenizer_is_tried_where_it_can_be_ended(edited: Callable[..., Path],
     assert says in said if said is not None else not says
 
 
-def test_a_tokenizer_has_one_limit_for_all_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_has_one_time_limit_for_all_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of many texts could take nearly as long otherwise."""
     allowed: list[int] = []
     monkeypatch.setattr(limited_child, "limit_seconds", allowed.append)
@@ -285,7 +285,7 @@ def test_a_tokenizer_has_one_limit_for_all_texts(monkeypatch: pytest.MonkeyPatch
     assert allowed == [5, 10]
 
 
-def test_most_tokenizers_start_no_process(saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_tokenizers_start_no_process(saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: object, **__: object) -> None:
         raise AssertionError
 
@@ -294,7 +294,7 @@ def test_most_tokenizers_start_no_process(saved: Callable[[str], Path], monkeypa
         assert de.open(str(saved(name))).inputs is not None
 
 
-def test_a_tokenizer_is_tried_once_with_the_same_texts(
+def test_tokenizer_is_tried_once_for_the_same_texts(
     edited: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -308,7 +308,7 @@ def test_a_tokenizer_is_tried_once_with_the_same_texts(
 
 
 @pytest.mark.parametrize("given", ["pixels", "pixels=", "pixels=-1", "colours=3", "pixels=1e9", "template_bytes=1"])
-def test_a_limit_that_is_none_is_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_limit_is_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["drift", "demo", "--input-limit", given]) == 2
     said = capsys.readouterr().err
     assert "give KIND=NUMBER, where KIND is pixels, seconds, values, tokens, template-seconds or template-bytes" in said

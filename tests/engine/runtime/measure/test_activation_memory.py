@@ -113,7 +113,7 @@ def cache_bytes(module: nn.Module, device: str) -> int:
     ("name", "dtype"),
     [*((name, "float32") for name in MODELS), *((name, "bfloat16") for name in ("latents", "pictures"))],
 )
-def test_the_peak_is_the_allocators(name: str, dtype: str, device: str) -> None:
+def test_activation_peak_equals_that_of_the_allocator(name: str, dtype: str, device: str) -> None:
     """Also in bfloat16, where kernels on a CPU take workspace."""
     module = make(name).to(device, getattr(torch, dtype))
     found = measured(module, CONTEXT, BATCH)
@@ -123,7 +123,7 @@ def test_the_peak_is_the_allocators(name: str, dtype: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_estimate_is_an_upper_bound_and_near(name: str) -> None:
+def test_activation_estimate_is_a_close_upper_bound(name: str) -> None:
     """Up to the workspace of kernels, of which attention on a CPU has some for each thread."""
     dtype = torch.bfloat16 if name == "latents" else torch.float32  # torch can't describe grouped experts in float32
     module = make(name).to(dtype)
@@ -135,7 +135,7 @@ def test_an_estimate_is_an_upper_bound_and_near(name: str) -> None:
     assert found.estimated
 
 
-def test_a_loop_over_tokens_is_followed_for_few_tokens_and_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_loop_is_extrapolated_from_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the estimate for millions of tokens takes no longer than that for some hundred."""
     monkeypatch.setattr(activation_memory, "_LOOPED", (16, 32, 64))  # shorter than in use, for time
     settings = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=8)
@@ -145,7 +145,7 @@ def test_a_loop_over_tokens_is_followed_for_few_tokens_and_extrapolated(monkeypa
     assert (found.context, found.batch) == (7_000_000, BATCH)
 
 
-def test_memory_that_the_pass_frees_and_did_not_allocate_is_not_counted() -> None:
+def test_memory_freed_but_not_allocated_by_the_pass_is_not_counted() -> None:
     module = make("llama")
     before = measured(module, CONTEXT, BATCH).nbytes
     ballast = [torch.zeros(1 << 20)]
@@ -153,13 +153,13 @@ def test_memory_that_the_pass_frees_and_did_not_allocate_is_not_counted() -> Non
     assert measured(module, CONTEXT, BATCH).nbytes == before
 
 
-def test_an_estimate_of_a_length_that_no_memory_holds_takes_none() -> None:
+def test_estimate_for_a_huge_context_uses_no_memory() -> None:
     estimator = ActivationEstimator(without_data(make("llama")), torch.bfloat16)
     small, large = estimator.estimate(1000, 1), estimator.estimate(1_000_000, 8)
     assert large.nbytes > 7000 * small.nbytes
     assert large.nbytes > 1 << 32
 
 
-def test_a_module_without_sizes_of_its_inputs_is_refused() -> None:
+def test_module_without_known_input_sizes_is_refused() -> None:
     with pytest.raises(NoForward, match="nothing says how large the inputs 'input_ids' of Linear are"):
         measured(nn.Linear(2, 2), 8, 1)

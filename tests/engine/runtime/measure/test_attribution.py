@@ -33,7 +33,7 @@ def text(tmp_path: Path) -> de.Options:
     return de.Options(texts=(file,))
 
 
-def test_the_demo_model_against_each_module_cast_by_itself(tmp_path: Path) -> None:
+def test_causes_of_the_demo_equal_single_module_casts(tmp_path: Path) -> None:
     session = de.open(options=text(tmp_path))
     session.cast("*", "bfloat16")
     found = {cause.name: cause for cause in session.causes().causes}
@@ -47,7 +47,7 @@ def test_the_demo_model_against_each_module_cast_by_itself(tmp_path: Path) -> No
         assert found[name].drift == pytest.approx(kl_alone(exact, name, "bfloat16"), rel=1e-9), name
 
 
-def test_the_whole_is_the_measured_drift_and_shares_are_of_it(tmp_path: Path) -> None:
+def test_causes_are_shares_of_the_measured_drift(tmp_path: Path) -> None:
     session = de.open(options=text(tmp_path))
     session.cast("*", "bfloat16")
     session.cast("*.mlp", "int8")
@@ -59,7 +59,7 @@ def test_the_whole_is_the_measured_drift_and_shares_are_of_it(tmp_path: Path) ->
     assert [cause.drift for cause in report.causes] == sorted((c.drift for c in report.causes), reverse=True)
 
 
-def test_the_local_error_is_that_of_the_module_on_the_references_inputs() -> None:
+def test_local_error_is_measured_on_reference_inputs() -> None:
     module, inputs = architectures.make("llama")
     heard: dict[str, Any] = {}
     name = "model.layers.1.mlp.down_proj"
@@ -79,7 +79,7 @@ def test_the_local_error_is_that_of_the_module_on_the_references_inputs() -> Non
     assert found.local_sqnr_db == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_planted_bad_layer_is_named(make_llama: Callable[..., Path]) -> None:
+def test_planted_bad_layer_is_named_as_cause(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama(num_hidden_layers=4)))
     session.cast("*", "bfloat16")
     bad = "model.layers.2.mlp.down_proj"
@@ -91,7 +91,7 @@ def test_a_planted_bad_layer_is_named(make_llama: Callable[..., Path]) -> None:
     assert (report.causes[1].share or 0) < 0.05
 
 
-def test_a_bfloat16_checkpoint_as_stored_and_its_reference_in_no_second_copy(
+def test_causes_need_no_second_copy_of_a_bfloat16_checkpoint(
     monkeypatch: pytest.MonkeyPatch, make_llama: Callable[..., Path]
 ) -> None:
     monkeypatch.setattr(causes, "ENOUGH_POSITIONS", 10**6)  # all of the inputs, as the measurement
@@ -102,13 +102,13 @@ def test_a_bfloat16_checkpoint_as_stored_and_its_reference_in_no_second_copy(
     assert all(weight.dtype == "bfloat16" for weight in session.model.weights.values() if weight.info.persistent)
 
 
-def test_nothing_drifts_and_nothing_is_blamed(make_llama: Callable[..., Path]) -> None:
+def test_no_drift_has_no_causes(make_llama: Callable[..., Path]) -> None:
     report = de.open(str(make_llama())).causes()
     assert (report.whole, report.causes) == (0.0, ())
 
 
 @pytest.mark.parametrize("name", ["torch_lstm", "torch_attention", "mixtral", "resnet", "t5", "whisper", "mamba"])
-def test_other_architectures(name: str) -> None:
+def test_causes_of_other_architectures(name: str) -> None:
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     session.cast("*", "bfloat16")
@@ -118,9 +118,7 @@ def test_other_architectures(name: str) -> None:
     assert all(math.isfinite(cause.drift) and cause.drift >= 0 for cause in report.causes)
 
 
-def test_too_many_modules_are_run_as_subtrees_and_the_worst_is_still_found(
-    monkeypatch: pytest.MonkeyPatch, make_llama: Callable[..., Path]
-) -> None:
+def test_worst_module_is_found_by_subtrees(monkeypatch: pytest.MonkeyPatch, make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama(num_hidden_layers=6)))
     session.cast("*", "bfloat16")
     session.model.weights["model.layers.4.mlp.up_proj.weight"].tensor.data.mul_(1.5)
@@ -134,7 +132,7 @@ def test_too_many_modules_are_run_as_subtrees_and_the_worst_is_still_found(
 
 
 @pytest.mark.parametrize("most", [160, 24])
-def test_the_causes_so_far_are_those_of_the_end(
+def test_intermediate_causes_equal_the_final_ones(
     most: int, monkeypatch: pytest.MonkeyPatch, make_llama: Callable[..., Path]
 ) -> None:
     monkeypatch.setattr(causes, "MOST_PASSES", most)
@@ -158,7 +156,7 @@ def test_the_causes_so_far_are_those_of_the_end(
             assert sum(cause.modules for cause in so_far.causes) <= 57
 
 
-def test_causes_stop_when_asked_and_are_not_told_under_autocast(make_llama: Callable[..., Path]) -> None:
+def test_causes_can_be_cancelled_and_refuse_autocast(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama()))
     session.cast("*", "bfloat16")
     told: list[tuple[int, int]] = []
@@ -197,7 +195,7 @@ def with_router_bias() -> tuple[Any, dict[str, torch.Tensor]]:
     return module, {"input_ids": torch.randint(0, 64, (2, 24))}
 
 
-def test_the_bias_of_a_router_is_the_cause_and_float32_restores_it() -> None:
+def test_router_bias_is_the_cause_and_float32_fixes_it() -> None:
     module, inputs = with_router_bias()
     narrow, _ = with_router_bias()
     bias = narrow.model.layers[1].mlp.gate.e_score_correction_bias
@@ -213,7 +211,7 @@ def test_the_bias_of_a_router_is_the_cause_and_float32_restores_it() -> None:
     assert session.drift().output.kl_mean == 0
 
 
-def test_a_router_in_fp8_is_among_the_causes_with_its_own_drift() -> None:
+def test_fp8_router_is_a_cause_with_its_own_drift() -> None:
     module, inputs = with_router_bias()
     narrow, _ = with_router_bias()
     gate = narrow.model.layers[1].mlp.gate
@@ -229,7 +227,7 @@ def test_a_router_in_fp8_is_among_the_causes_with_its_own_drift() -> None:
     assert max(found, key=lambda name: found[name]) == "model.layers.1.mlp.gate"
 
 
-def test_rotary_frequencies_in_bfloat16_are_a_cause_and_only_where_a_rule_names_them() -> None:
+def test_rotary_frequencies_are_a_cause_only_if_a_rule_names_them() -> None:
     module, _ = architectures.make("llama")
     with torch.no_grad():
         for layer in module.model.layers:  # so that the positions matter
@@ -279,7 +277,7 @@ USES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_weight_is_a_cause_however_it_is_used_first(use: str) -> None:
+def test_weight_is_a_cause_for_every_kind_of_use(use: str) -> None:
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     session = de.open(Uses(USES[use]), inputs=(x,))
     session.cast("inner", "bfloat16")
@@ -293,7 +291,7 @@ def test_a_weight_is_a_cause_however_it_is_used_first(use: str) -> None:
     assert cause.drift == pytest.approx(float(difference.square().sum() / reference.square().sum()), rel=1e-6)
 
 
-def test_what_was_stopped_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_attribution_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causes, "MOST_PASSES", 30)  # subtrees, of which some are split
     session, fresh = de.open(options=text(tmp_path)), de.open(options=text(tmp_path))
     for each in (session, fresh):

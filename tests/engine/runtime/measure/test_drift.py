@@ -32,7 +32,7 @@ ALL = MeasurementListener(all_modules=lambda: True)
 @pytest.mark.parametrize(
     ("dtype", "mean", "largest"), [("float16", 2.0458e-04, 2.2590e-04), ("bfloat16", 9.9789e-04, 1.6907e-03)]
 )
-def test_the_golden_figures_of_the_tutorials(tinynet: Any, dtype: str, mean: float, largest: float) -> None:
+def test_figures_equal_the_golden_ones_of_the_tutorials(tinynet: Any, dtype: str, mean: float, largest: float) -> None:
     """With one dtype everywhere the candidate is plain torch's `module.to(dtype)`, whose last bits are the processor's."""
     reference, candidate = copy.deepcopy(tinynet.model.module), copy.deepcopy(tinynet.model.module)
     (ids,) = tinynet.inputs.batches[0].args
@@ -48,7 +48,7 @@ def test_the_golden_figures_of_the_tutorials(tinynet: Any, dtype: str, mean: flo
     assert largest / 2 < output.max_abs < 2 * largest
 
 
-def test_float32_on_a_float32_model_does_not_drift_at_all(make_llama: Callable[..., Path]) -> None:
+def test_float32_cast_of_a_float32_model_does_not_drift(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama()))
     session.cast("*", "float32")
     report = session.drift()
@@ -56,7 +56,7 @@ def test_float32_on_a_float32_model_does_not_drift_at_all(make_llama: Callable[.
     assert all(module.sqnr_db == math.inf for module in report.modules)
 
 
-def test_the_budget_for_reference_outputs_changes_no_figure(make_llama: Callable[..., Path]) -> None:
+def test_budget_for_reference_outputs_changes_no_figure(make_llama: Callable[..., Path]) -> None:
     folder = str(make_llama())
     reports, sessions = [], []
     for budget in (10**9, 100_000):
@@ -72,7 +72,7 @@ def test_the_budget_for_reference_outputs_changes_no_figure(make_llama: Callable
     assert kept[1] <= 100_000 < kept[0]
 
 
-def test_what_is_kept_never_passes_its_budget() -> None:
+def test_kept_outputs_stay_within_their_budget() -> None:
     inputs = [{"input_ids": architectures.tokens(length)} for length in (40, 60, 80)]
     module, _ = architectures.make("llama")
     in_full = de.open(module, inputs=inputs)
@@ -89,7 +89,7 @@ def test_what_is_kept_never_passes_its_budget() -> None:
         assert max(kept) <= budget
 
 
-def test_modules_whose_outputs_do_not_fit_the_free_memory_are_named_as_not_compared(
+def test_modules_too_large_for_memory_are_named_as_not_compared(
     make_llama: Callable[..., Path],
 ) -> None:
     session = de.open(str(make_llama()))
@@ -102,7 +102,7 @@ def test_modules_whose_outputs_do_not_fit_the_free_memory_are_named_as_not_compa
     assert "do not fit" in " ".join(measured.notices(measured.output))
 
 
-def test_every_reading_is_the_measurement_of_the_sequences_so_far() -> None:
+def test_every_partial_result_equals_a_measurement_of_its_sequences() -> None:
     """The shortest is run first; the figures are those of a measurement that has these sequences in their order."""
     ids = [architectures.tokens(length) for length in (9, 12, 6, 11, 10)]
 
@@ -128,7 +128,7 @@ def test_every_reading_is_the_measurement_of_the_sequences_so_far() -> None:
     assert whole.measure().output == totals.output  # what is kept changes nothing
 
 
-def test_the_sum_of_all_sequences_does_not_depend_on_which_was_run_first() -> None:
+def test_sum_over_sequences_does_not_depend_on_their_order() -> None:
     """Every figure of the output by plain torch, in the order of the inputs."""
     module, _ = architectures.make("llama")
     ids = [architectures.tokens(length) for length in (9, 6, 12)]
@@ -146,7 +146,7 @@ def test_the_sum_of_all_sequences_does_not_depend_on_which_was_run_first() -> No
     assert output.max_abs == (c - r).abs().max().item()
 
 
-def test_a_measurement_ends_when_the_drift_is_known_well_enough(make_llama: Callable[..., Path]) -> None:
+def test_measurement_stops_at_the_required_precision(make_llama: Callable[..., Path]) -> None:
     inputs = [{"input_ids": architectures.tokens(length)} for length in (8, 9, 10, 11, 12, 13, 14, 15)]
     session = de.open(architectures.make("llama")[0], inputs=inputs, options=de.Options(precision=0.2))
     session.cast("*", "int8")
@@ -159,7 +159,7 @@ def test_a_measurement_ends_when_the_drift_is_known_well_enough(make_llama: Call
     assert in_full.output.positions == 92
 
 
-def test_progress_is_of_what_the_precision_asks_for() -> None:
+def test_progress_counts_towards_the_precision() -> None:
     inputs = [{"input_ids": architectures.tokens(8 + number % 5)} for number in range(60)]
     session = de.open(architectures.make("llama")[0], inputs=inputs)
     session.cast("*", "int8")
@@ -188,7 +188,7 @@ def test_progress_is_of_what_the_precision_asks_for() -> None:
 
 @pytest.mark.parametrize("error", [0.01, 0.1, 1.0])
 @pytest.mark.parametrize("precision", [0.02, 0.2])
-def test_the_rest_for_a_precision_has_that_error(error: float, precision: float) -> None:
+def test_remaining_sequences_reach_the_precision(error: float, precision: float) -> None:
     extent = Extent(done=10, total=1000, positions=0, kl_error=error)
     enough = 10 + round(990 * extent.rest_for(precision))
     after = error * math.sqrt((1 / enough - 1 / 1000) / (1 / 10 - 1 / 1000))
@@ -197,7 +197,7 @@ def test_the_rest_for_a_precision_has_that_error(error: float, precision: float)
     assert extent.rest_for(None) == replace(extent, kl_error=None, rel_l2_error=None).rest_for(0.1) == 1
 
 
-def test_how_far_a_router_may_move_the_rest_is_not_told() -> None:
+def test_no_error_is_given_for_mixtures_of_experts() -> None:
     module, _ = architectures.make("mixtral")
     inputs = [{"input_ids": architectures.tokens(length)} for length in (6, 8, 10)]
     session = de.open(module, inputs=inputs, options=de.Options(precision=0.9))
@@ -208,7 +208,7 @@ def test_how_far_a_router_may_move_the_rest_is_not_told() -> None:
     assert report.sequences.whole
 
 
-def test_a_measurement_may_be_left_after_its_first_reading() -> None:
+def test_measurement_may_be_left_after_its_first_result() -> None:
     module, _ = architectures.make("llama")
     session = de.open(module, inputs=[{"input_ids": architectures.tokens(length)} for length in (9, 12)])
     session.cast("*.mlp", "int8")
@@ -220,7 +220,7 @@ def test_a_measurement_may_be_left_after_its_first_reading() -> None:
     assert meter.measure().output == session.drift().output
 
 
-def test_a_measurement_stops_within_one_module_call_and_the_next_is_right(make_llama: Callable[..., Path]) -> None:
+def test_measurement_stops_within_one_module_call(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama()))
     session.cast("*", "bfloat16")
     wanted = session.drift().output
@@ -237,7 +237,7 @@ def test_a_measurement_stops_within_one_module_call_and_the_next_is_right(make_l
     assert session.drift().output == wanted
 
 
-def test_a_planted_nan_is_counted_where_it_arises() -> None:
+def test_planted_nan_is_counted_where_it_arises() -> None:
     module, inputs = architectures.make("gpt2")
     session = de.open(module, inputs=inputs)
     session.drift()
@@ -249,7 +249,7 @@ def test_a_planted_nan_is_counted_where_it_arises() -> None:
     assert first.name == "transformer.h.1.mlp.c_fc"
 
 
-def test_where_nothing_is_finite_on_either_side_there_is_no_reading() -> None:
+def test_no_finite_value_on_either_side_gives_no_result() -> None:
     module, inputs = architectures.make("gpt2")
     module.transformer.h[1].mlp.c_fc.bias.data.fill_(math.nan)
     readings = {reading.name: reading for reading in de.open(module, inputs=inputs).drift().modules}
@@ -258,7 +258,7 @@ def test_where_nothing_is_finite_on_either_side_there_is_no_reading() -> None:
     assert readings["transformer.h.1"].nonfinite == 0, "the candidate lost nothing that the reference had"
 
 
-def test_a_reference_that_is_not_finite_in_part_is_told() -> None:
+def test_partly_nonfinite_reference_is_reported() -> None:
     module, inputs = architectures.make("gpt2")
     module.lm_head.weight = nn.Parameter(module.lm_head.weight.detach().clone())
     module.lm_head.weight.data[5] = math.nan
@@ -272,7 +272,7 @@ def test_a_reference_that_is_not_finite_in_part_is_told() -> None:
 
 
 @pytest.mark.parametrize("name", architectures.ZOO)
-def test_the_reference_is_the_float_model_run_plainly(name: str) -> None:
+def test_reference_equals_the_plain_float_model(name: str) -> None:
     module, inputs = architectures.make(name)
     module.to(torch.bfloat16)
     plain, _ = architectures.make(name)
@@ -287,13 +287,13 @@ def test_the_reference_is_the_float_model_run_plainly(name: str) -> None:
     stored.to(torch.bfloat16)
     session = de.open(stored, inputs=inputs)
     session.drift()
-    record = session._meter._records[0]  # type: ignore[union-attr]
+    record = session._drift.meter._records[0]  # type: ignore[union-attr]
     expected = main_output(raw)[1]
     error = (record.output.double() - expected.double()).norm() / expected.double().norm()
     assert error < 1e-6
 
 
-def test_a_session_goes_on_after_a_rule_that_takes_nothing(tinynet: Any) -> None:
+def test_session_continues_after_a_rule_without_matches(tinynet: Any) -> None:
     with pytest.raises(de.UserError, match="matches nothing"):
         tinynet.cast("linear_9", "float16")
     assert tinynet.recipe == Recipe()
@@ -302,7 +302,7 @@ def test_a_session_goes_on_after_a_rule_that_takes_nothing(tinynet: Any) -> None
     assert tinynet.drift().output.max_abs > 0
 
 
-def test_a_pass_that_starts_over_tells_nothing_of_its_first_try(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarted_pass_reports_nothing_of_its_first_try(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain torch refuses in the middle of the model, and the pass under the rules tells of modules at once."""
 
     class Stubborn(nn.Module):
@@ -330,7 +330,7 @@ def test_a_pass_that_starts_over_tells_nothing_of_its_first_try(monkeypatch: pyt
     assert {"first.0", "first.1", "second"} <= set(told)
 
 
-def test_modules_that_are_slow_are_told_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_modules_are_reported_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are told once in ten times the interval, however few calls there are in that."""
 
     class Slow(nn.Linear):
@@ -347,7 +347,7 @@ def test_modules_that_are_slow_are_told_one_by_one(monkeypatch: pytest.MonkeyPat
     assert ("2",) in told
 
 
-def test_passes_that_are_short_are_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_reported_for_short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Observers of a pass tell nothing within a tenth of a second, and many passes take less."""
     session = de.open(architectures.make("llama")[0], inputs=[{"input_ids": architectures.tokens(9)}] * 40)
     told: list[tuple[int, int]] = []

@@ -54,7 +54,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "task.yaml")
 
 
-def test_what_lm_eval_finds_on_both_sides_is_what_is_reported(task: str) -> None:
+def test_lm_eval_results_are_reported_for_both_sides(task: str) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -79,7 +79,7 @@ def test_what_lm_eval_finds_on_both_sides_is_what_is_reported(task: str) -> None
     assert all(change.error is not None and change.error < 0.1 for change in changes.values())
 
 
-def test_limits_and_refusals(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lm_eval_limits_and_errors(task: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["drift", "--prompt", "import os", "--json", "--eval"]
     assert run(cli, "dtype-engine", [*arguments, f"lm-eval:{task}", "--min", "which_line/acc=+0.1%"]) == 1
     out, err = capsys.readouterr()

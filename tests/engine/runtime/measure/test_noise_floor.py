@@ -23,7 +23,7 @@ def drift(*arguments: str) -> subprocess.CompletedProcess[str]:
     return preloaded.run(preloaded.COMMAND, "drift", *arguments)
 
 
-def test_the_floor_is_that_of_the_reference_run_in_other_ways_by_hand() -> None:
+def test_noise_floor_equals_reordered_reference_runs() -> None:
     import transformers
 
     options = de.Options(prompts=("def main():\n    return 1", "import os\nimport sys\n"))
@@ -49,7 +49,7 @@ def test_the_floor_is_that_of_the_reference_run_in_other_ways_by_hand() -> None:
     assert session.model.module.config._attn_implementation == "sdpa"
 
 
-def test_the_floor_is_measured_once_and_hides_what_is_no_larger() -> None:
+def test_noise_floor_is_measured_once_and_hides_smaller_drifts() -> None:
     session = de.open()
     floor = session.floor()
     assert session.floor() is floor
@@ -64,7 +64,7 @@ def test_the_floor_is_measured_once_and_hides_what_is_no_larger() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "vit", "whisper", "mamba", "torch_lstm", "clip"])
-def test_models_that_can_not_be_run_in_another_way_have_fewer(name: str) -> None:
+def test_models_with_fewer_reorderings_have_fewer_runs(name: str) -> None:
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     before = session.drift().output
@@ -74,7 +74,7 @@ def test_models_that_can_not_be_run_in_another_way_have_fewer(name: str) -> None
     assert session.drift().output == before  # nothing of the other ways is left
 
 
-def test_a_model_whose_first_dimension_is_time_is_not_run_as_a_batch_of_two() -> None:
+def test_time_first_model_is_not_run_as_a_batch_of_two() -> None:
     class Sums(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -120,7 +120,7 @@ class Whole(nn.Module):
 
 
 @pytest.mark.parametrize(("way", "ways"), [("norm", ()), ("sum", ()), ("rows", ("batch of two",))])
-def test_a_batch_of_two_is_no_floor_where_examples_affect_each_other(way: str, ways: tuple[str, ...]) -> None:
+def test_batch_of_two_is_skipped_if_examples_affect_each_other(way: str, ways: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     session = de.open(Whole(way), inputs=(torch.randn(16, 8),))
     session.cast("*", "float16")
@@ -128,7 +128,7 @@ def test_a_batch_of_two_is_no_floor_where_examples_affect_each_other(way: str, w
     assert not session.floor().covers(session.drift().output)
 
 
-def test_limits_are_kept_or_missed() -> None:
+def test_limits_are_met_or_missed() -> None:
     limits = Thresholds(max_kl=1e-3, min_sqnr=30.0, min_top1=0.99)
     found = verdicts(limits, output(kl_mean=1e-3, top1_agreement=0.98))
     assert [verdict.passed for verdict in found] == [True, True, False]
@@ -144,7 +144,7 @@ def test_limits_are_kept_or_missed() -> None:
     assert Thresholds(max_kl=0.0)
 
 
-def test_a_missed_limit_is_exit_status_1_with_the_reason() -> None:
+def test_missed_limit_exits_with_status_1_and_the_reason() -> None:
     limits = ("--max-kl", "1e-6", "--min-top1", "50%", "--min-sqnr", "20")
     done = drift("--cast", "*=bf16", *limits, "--floor", "always", "--json", "--causes")
     assert done.returncode == 1
@@ -161,7 +161,7 @@ def test_a_missed_limit_is_exit_status_1_with_the_reason() -> None:
     assert found["nonfinite"] is None
 
 
-def test_limits_that_are_none_are_refused_in_a_line() -> None:
+def test_invalid_limits_are_refused_in_one_line() -> None:
     for arguments in (("--min-top1", "99"), ("--max-kl", "small"), ("--max-kl", "-1"), ("--min-sqnr", "nan")):
         done = drift(*arguments)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr

@@ -42,7 +42,7 @@ def large_weight(module: Any) -> None:
     module.model.layers[1].mlp.up_proj.weight[3, 4] = 1e5
 
 
-def test_a_weight_beyond_float16() -> None:
+def test_weight_beyond_float16_is_diagnosed() -> None:
     session, found = planted(large_weight)
     assert (found.kind, found.first_module, found.module) == ("weight", f"{MLP}.up_proj", f"{MLP}.up_proj")
     assert found.weights == (f"{MLP}.up_proj.weight",)
@@ -52,7 +52,7 @@ def test_a_weight_beyond_float16() -> None:
     assert mended(session, found)
 
 
-def test_activations_beyond_float16_of_one_module() -> None:
+def test_activations_beyond_float16_in_one_module_are_diagnosed() -> None:
     def plant(module: Any) -> None:
         mlp = module.model.layers[1].mlp
         mlp.up_proj.weight.mul_(3e4)
@@ -73,7 +73,7 @@ def test_activations_beyond_float16_of_one_module() -> None:
     assert mended(session, found)
 
 
-def test_activations_that_stay_large_need_all_layers_after() -> None:
+def test_large_activations_need_all_later_layers_in_a_wider_dtype() -> None:
     def plant(module: Any) -> None:
         module.model.layers[0].mlp.down_proj.weight.mul_(2e6)
 
@@ -82,7 +82,7 @@ def test_activations_that_stay_large_need_all_layers_after() -> None:
     assert mended(session, found)
 
 
-def test_a_linear_that_overflows_by_itself() -> None:
+def test_overflow_inside_a_linear_is_diagnosed() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -134,7 +134,7 @@ def t5(seed: int = 25) -> Any:
     return model
 
 
-def test_what_a_model_clamps_is_found_and_mended() -> None:
+def test_overflow_hidden_by_clamping_is_diagnosed_and_fixed() -> None:
     """T5 clamps infinity in float16: its output is finite and wrong."""
     wo = "encoder.block.0.layer.1.DenseReluDense.wo"
     given = {"input_ids": torch.randint(2, 256, (1, 40)), "decoder_input_ids": torch.randint(2, 256, (1, 20))}
@@ -159,7 +159,7 @@ def test_what_a_model_clamps_is_found_and_mended() -> None:
     assert not session.loss_remedy(report)
 
 
-def test_an_epsilon_that_vanishes_is_named() -> None:
+def test_vanishing_epsilon_is_named() -> None:
     """A row of zeros over the epsilon is 0; in float16 the epsilon is 0, and the row NaN."""
 
     class Net(nn.Module):
@@ -187,7 +187,7 @@ def test_an_epsilon_that_vanishes_is_named() -> None:
         assert mended(session, found)
 
 
-def test_a_mask_that_is_beyond_the_dtype_is_named() -> None:
+def test_mask_beyond_the_dtype_is_named() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -212,7 +212,7 @@ def test_a_mask_that_is_beyond_the_dtype_is_named() -> None:
     assert mended(session, found)
 
 
-def test_a_mask_of_minus_infinity_is_not_blamed() -> None:
+def test_mask_of_minus_infinity_is_not_blamed() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -235,7 +235,7 @@ def test_a_mask_of_minus_infinity_is_not_blamed() -> None:
     assert mended(session, found)
 
 
-def test_the_reference_itself_is_not_finite() -> None:
+def test_nonfinite_reference_is_diagnosed() -> None:
     def plant(module: Any) -> None:
         module.model.layers[1].mlp.up_proj.weight[3, 4] = math.nan
 
@@ -246,7 +246,7 @@ def test_the_reference_itself_is_not_finite() -> None:
     assert "no dtype helps" in found.reason
 
 
-def test_a_reference_that_overflows_float32_itself() -> None:
+def test_reference_that_overflows_float32_is_diagnosed() -> None:
     def plant(module: Any) -> None:
         module.model.layers[0].mlp.up_proj.weight.mul_(1e30)
         module.model.layers[0].mlp.down_proj.weight.mul_(1e30)
@@ -256,7 +256,7 @@ def test_a_reference_that_overflows_float32_itself() -> None:
     assert found.module.startswith("model.layers.0.mlp")
 
 
-def test_autocast_overflows_whatever_the_rules_say() -> None:
+def test_autocast_overflow_is_diagnosed_whatever_the_rules() -> None:
     def plant(module: Any) -> None:
         module.model.layers[1].mlp.up_proj.weight.mul_(1e7)
 
@@ -265,7 +265,7 @@ def test_autocast_overflows_whatever_the_rules_say() -> None:
     assert "turn it off" in found.reason
 
 
-def test_a_finite_output_has_nothing_to_find() -> None:
+def test_finite_output_has_no_diagnosis() -> None:
     _, found = planted(lambda module: None)
     assert found is None
 
@@ -284,7 +284,7 @@ class Squares(nn.Module):
         return self.b(y * y)
 
 
-def test_an_operation_of_the_models_own_code_is_not_said_to_be_a_modules() -> None:
+def test_operation_of_the_models_code_is_not_attributed_to_a_module() -> None:
     torch.manual_seed(0)
     session = de.open(Squares(), inputs=torch.linspace(-1, 1, 32).reshape(4, 8))
     session.cast("*", "float16")
@@ -302,7 +302,7 @@ class OverflowsAnyway(Squares):
         return y * torch.tensor([math.inf] + [1.0] * 7, dtype=y.dtype)
 
 
-def test_a_remedy_makes_finite_what_the_reference_has_finite() -> None:
+def test_remedy_restores_the_values_that_are_finite_in_the_reference() -> None:
     torch.manual_seed(0)
     session = de.open(OverflowsAnyway(), inputs=torch.linspace(0.5, 1, 32).reshape(4, 8))
     session.cast("*", "float16")
@@ -338,7 +338,7 @@ class Residual(nn.Module):
         return self.head(x)
 
 
-def test_the_remedy_leaves_the_users_rules_as_they_are() -> None:
+def test_remedy_keeps_the_users_rules() -> None:
     """The blocks that the large values reach are cast, but no block before them, and no weight that has another dtype anyway."""
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
     session = de.open(Residual(), inputs=(x,))
@@ -361,7 +361,7 @@ def test_the_remedy_leaves_the_users_rules_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_weight_beyond_float32(dtype: str) -> None:
+def test_weight_beyond_float32_is_diagnosed(dtype: str) -> None:
     net = nn.Sequential(nn.Linear(32, 8, bias=False, dtype=torch.float64))
     with torch.no_grad():
         net[0].weight[0, 0] = 1e39

@@ -57,7 +57,7 @@ def assert_figures(found: WeightDifference, reference: npt.ArrayLike, candidate:
     assert figures == pytest.approx(expected(reference, candidate), rel=1e-9)
 
 
-def test_a_bfloat16_twin(make_llama: Make, tmp_path: Path) -> None:
+def test_differences_to_a_bfloat16_copy(make_llama: Make, tmp_path: Path) -> None:
     source = make_llama()
     tensors = load_file(source / "model.safetensors")
     twin = write(tmp_path / "twin", {name: tensor.bfloat16() for name, tensor in tensors.items()})
@@ -72,7 +72,9 @@ def test_a_bfloat16_twin(make_llama: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["fp8", "fp8@tensor", "int8", "fp8@128x128", "mxfp4", "nvfp4", "int4@g128"])
-def test_our_own_export(make_llama: Make, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_to_our_own_export(
+    make_llama: Make, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Values are those of the exported checkpoint as a whole; they are read here in pieces of a few rows."""
     monkeypatch.setattr(weight_differences, "_VALUES_AT_ONCE", 7 * 160)
     source = make_llama(hidden_size=160, intermediate_size=192)
@@ -87,7 +89,7 @@ def test_our_own_export(make_llama: Make, tmp_path: Path, format: str, monkeypat
         assert found[name].equal == (".mlp." not in name)
 
 
-def test_float8_with_block_scales_of_another_program(tmp_path: Path) -> None:
+def test_differences_to_foreign_float8_blocks(tmp_path: Path) -> None:
     torch.manual_seed(1)
     weight = torch.randn(200, 150)
     scale = torch.rand(2, 2) + 0.5
@@ -101,7 +103,7 @@ def test_float8_with_block_scales_of_another_program(tmp_path: Path) -> None:
     assert found.candidate == "fp8:e4m3@128x128"
 
 
-def test_names_are_mapped_as_transformers_maps_them(make_llama: Make, tmp_path: Path) -> None:
+def test_names_are_mapped_like_in_transformers(make_llama: Make, tmp_path: Path) -> None:
     """A base model without the prefix of the head."""
     source = make_llama()
     transformers.LlamaModel.from_pretrained(source).half().save_pretrained(tmp_path / "base")
@@ -113,7 +115,7 @@ def test_names_are_mapped_as_transformers_maps_them(make_llama: Make, tmp_path: 
         assert_figures(difference, tensors[f"model.{name}"], tensors[f"model.{name}"].half().float())
 
 
-def test_a_file_without_a_configuration_has_the_architecture_of_the_other(make_llama: Make, tmp_path: Path) -> None:
+def test_file_without_a_config_gets_the_architecture_of_the_other(make_llama: Make, tmp_path: Path) -> None:
     source = make_llama()
     tensors = load_file(source / "model.safetensors")
     short = {name.removeprefix("model."): tensor.half() for name, tensor in tensors.items()}
@@ -123,7 +125,7 @@ def test_a_file_without_a_configuration_has_the_architecture_of_the_other(make_l
         assert all(each.name != each.reference_name for each in found.values())
 
 
-def test_experts_one_by_one_are_found_in_the_packed_weight(tmp_path: Path) -> None:
+def test_separate_experts_are_compared_with_the_packed_weight(tmp_path: Path) -> None:
     config = transformers.Qwen3MoeConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, moe_intermediate_size=12, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=3, num_experts_per_tok=2,
@@ -165,7 +167,7 @@ def as_llama_cpp(name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_0"])
-def test_a_gguf_file_has_other_names_and_another_order_of_rows(make_llama: Make, tmp_path: Path, kind: str) -> None:
+def test_gguf_names_and_row_order_are_mapped(make_llama: Make, tmp_path: Path, kind: str) -> None:
     source = make_llama(num_attention_heads=4, num_key_value_heads=2)
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
     writer.add_block_count(2)
@@ -199,7 +201,7 @@ def test_a_gguf_file_has_other_names_and_another_order_of_rows(make_llama: Make,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_order_of_llama_cpp_is_undone_and_named(make_llama: Make, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_row_order_of_llama_cpp_is_undone_and_named(make_llama: Make, tmp_path: Path, dtype: torch.dtype) -> None:
     """Converters of GGUF files have left it in safetensors."""
     source = make_llama(num_attention_heads=4, num_key_value_heads=2)
     tensors = load_file(source / "model.safetensors")
@@ -211,7 +213,7 @@ def test_the_order_of_llama_cpp_is_undone_and_named(make_llama: Make, tmp_path: 
         assert_figures(each, tensors[name], tensors[name].to(dtype).float())
 
 
-def test_rows_in_any_other_order_are_recognised(tmp_path: Path) -> None:
+def test_other_row_orders_are_recognized(tmp_path: Path) -> None:
     torch.manual_seed(0)
     weight, order = torch.randn(50, 20), torch.randperm(50)
     left, right = write(tmp_path / "a", {"x": weight}), write(tmp_path / "b", {"x": weight[order].double()})
@@ -224,7 +226,7 @@ def test_rows_in_any_other_order_are_recognised(tmp_path: Path) -> None:
     assert_figures(found, weight, changed)
 
 
-def test_values_that_are_not_finite(tmp_path: Path) -> None:
+def test_nonfinite_values_are_compared(tmp_path: Path) -> None:
     values = torch.tensor([[1.0, math.nan], [math.inf, 2.0]])
     left = write(
         tmp_path / "a", {"same": values, "lost": torch.ones(2, 2), "none": torch.empty(0, 4), "one": torch.ones(())}
@@ -252,7 +254,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return left, right
 
 
-def test_the_command_lists_the_worst_first(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_against_lists_the_worst_first(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     left, right = pair
     assert run(cli, "dtype-engine", ["weights", str(left), "--against", str(right)]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -269,7 +271,9 @@ def test_the_command_lists_the_worst_first(pair: tuple[Path, Path], capsys: pyte
     assert run(cli, "dtype-engine", ["weights", str(left), "--against", str(left)]) == 0
 
 
-def test_what_the_command_refuses(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_against_refuses_invalid_arguments(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     left, right = map(str, pair)
     (tmp_path / "bad.json").write_text("{}")
     for arguments, words in (
@@ -283,7 +287,7 @@ def test_what_the_command_refuses(pair: tuple[Path, Path], tmp_path: Path, capsy
         assert words in capsys.readouterr().err
 
 
-def test_a_comparison_is_interrupted_and_continued(
+def test_interrupted_comparison_continues(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, right = map(str, pair)

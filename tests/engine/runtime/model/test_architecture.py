@@ -38,7 +38,7 @@ def notices(folder: Path, **options: Any) -> tuple[type, tuple[str, ...]]:
     return type(session.model.module), session.drift().notices
 
 
-def test_a_config_without_an_architecture_says_what_was_opened(make_llama: Make) -> None:
+def test_config_without_an_architecture_says_what_was_opened(make_llama: Make) -> None:
     folder = make_llama(tie_word_embeddings=False)
     assert notices(folder) == (transformers.LlamaForCausalLM, ())
     for wrong in (None, 5, {"LlamaForCausalLM": 1}, ["Trainer"], ["pipeline", "torch"]):
@@ -51,13 +51,13 @@ def test_a_config_without_an_architecture_says_what_was_opened(make_llama: Make)
     assert any("is no list of names" in line for line in notices(changed(folder, architectures={"a": 1}))[1])
 
 
-def test_an_architecture_that_is_a_text_is_taken_as_the_name(make_llama: Make) -> None:
+def test_architecture_given_as_text_is_accepted(make_llama: Make) -> None:
     module, said = notices(changed(make_llama(), architectures="LlamaForCausalLM"))
     assert module is transformers.LlamaForCausalLM
     assert said == ("architectures in config.json is no list: taken as the name LlamaForCausalLM",)
 
 
-def test_the_architecture_of_the_options_is_opened(make_llama: Make) -> None:
+def test_architecture_option_is_opened(make_llama: Make) -> None:
     folder = changed(make_llama(tie_word_embeddings=False), architectures=None)
     module, said = notices(folder, architecture="LlamaForCausalLM")
     assert (module, said) == (transformers.LlamaForCausalLM, ())
@@ -69,7 +69,7 @@ def test_the_architecture_of_the_options_is_opened(make_llama: Make) -> None:
     assert type(built[0]) is transformers.LlamaForCausalLM
 
 
-def test_a_part_of_a_composite_model_is_opened_by_its_class(tmp_path: Path) -> None:
+def test_part_of_a_composite_model_is_opened_by_its_class(tmp_path: Path) -> None:
     checkpoint_folders.save("clip", tmp_path / "clip")
     session = de.open(str(tmp_path / "clip"), options=de.Options(architecture="CLIPTextModel"))
     assert type(session.model.module) is transformers.CLIPTextModel
@@ -81,7 +81,7 @@ def test_a_part_of_a_composite_model_is_opened_by_its_class(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "name", ["LlamaForCausalLm", "Nope", "Trainer", "LlamaConfig", "torch", "PreTrainedModel", "a b", ""]
 )
-def test_an_architecture_that_is_no_model_is_refused(
+def test_architecture_that_is_not_a_model_is_refused(
     make_llama: Make, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama()
@@ -95,7 +95,7 @@ def test_an_architecture_that_is_no_model_is_refused(
         assert said.endswith("did you mean LlamaForCausalLM?")
 
 
-def test_a_class_of_another_model_is_refused(make_llama: Make) -> None:
+def test_class_of_another_model_is_refused(make_llama: Make) -> None:
     with pytest.raises(NoForward, match="not the weights of a GPT2LMHeadModel"):
         de.open(str(make_llama()), options=de.Options(architecture="GPT2LMHeadModel"))
 
@@ -129,7 +129,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_config_is_one_line(
+def test_wrong_config_is_one_line(
     make_llama: Make, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values, expected = WRONG[what]
@@ -149,7 +149,7 @@ def test_a_wrong_config_is_one_line(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_numbers_of_true_models_are_no_contradiction(make_llama: Make) -> None:
+def test_large_numbers_of_real_models_are_accepted(make_llama: Make) -> None:
     folder = changed(make_llama(), max_position_embeddings=10_485_760, sliding_window=1_048_576, bos_token_id=1)
     assert de.open(str(folder)).drift().output.elements > 0
 
@@ -189,7 +189,7 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("what", KERNELS)
-def test_kernels_that_a_config_names_are_not_fetched(make_llama: Make, reached: list[str], what: str) -> None:
+def test_kernels_named_by_a_config_are_not_downloaded(make_llama: Make, reached: list[str], what: str) -> None:
     folder = changed(make_llama(), **KERNELS[what])
     _, said = notices(folder)
     assert reached == []
@@ -198,7 +198,7 @@ def test_kernels_that_a_config_names_are_not_fetched(make_llama: Make, reached: 
     assert reached == []
 
 
-def test_kernels_in_the_parts_of_a_composite_model_are_not_fetched(tmp_path: Path, reached: list[str]) -> None:
+def test_kernels_named_by_parts_of_a_composite_model_are_not_downloaded(tmp_path: Path, reached: list[str]) -> None:
     folder = checkpoint_folders.save("clip", tmp_path / "clip")
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["_attn_implementation"] = "evil/text"
@@ -211,7 +211,7 @@ def test_kernels_in_the_parts_of_a_composite_model_are_not_fetched(tmp_path: Pat
     }  # fmt: skip
 
 
-def test_a_backbone_on_the_hub_is_not_asked_for(make_llama: Make, reached: list[str]) -> None:
+def test_backbone_on_a_hub_is_not_downloaded(make_llama: Make, reached: list[str]) -> None:
     folder = changed(
         make_llama(), model_type="detr", architectures=["DetrModel"], backbone="evil/backbone", use_timm_backbone=False,
         backbone_config=None,
@@ -222,7 +222,7 @@ def test_a_backbone_on_the_hub_is_not_asked_for(make_llama: Make, reached: list[
     assert reached == []
 
 
-def test_weights_that_a_config_names_are_those_that_run(make_llama: Make) -> None:
+def test_weights_named_by_a_config_are_loaded(make_llama: Make) -> None:
     one, norm = make_llama("one"), "model.norm.weight"
     weights = load_file(one / "model.safetensors")
     save_file(weights | {norm: torch.full_like(weights[norm], 3.0)}, one / "named.safetensors", {"format": "pt"})
@@ -236,7 +236,7 @@ def test_weights_that_a_config_names_are_those_that_run(make_llama: Make) -> Non
             de.open(str(changed(one, transformers_weights=named)))
 
 
-def test_the_users_own_use_of_the_hub_stays_as_it_was(make_llama: Make) -> None:
+def test_users_hub_setting_is_restored(make_llama: Make) -> None:
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -244,7 +244,7 @@ def test_the_users_own_use_of_the_hub_stays_as_it_was(make_llama: Make) -> None:
     assert before == constants.HF_HUB_OFFLINE
 
 
-def test_a_tokenizer_that_is_damaged_or_needs_code_is_said_so(tmp_path: Path) -> None:
+def test_damaged_tokenizer_and_one_that_needs_code_are_reported(tmp_path: Path) -> None:
     folder = checkpoint_folders.save("llama", tmp_path / "llama")
     assert no_tokenizer(de.open(str(folder)).model) == "has a tokenizer"
     (folder / "tokenizer.json").write_text('{"model": {"vocab": "\\u0000"')

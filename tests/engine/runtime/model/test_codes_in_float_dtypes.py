@@ -61,7 +61,7 @@ def quantized(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Pat
     return tmp_path / "codes", tmp_path / "plain"
 
 
-def test_weights_are_those_of_the_codes(quantized: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_have_the_values_of_the_codes(quantized: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     codes, plain = quantized
     options = Options(device="cpu", reference=str(plain))
     session = de.open(str(codes), options=options, inputs={"input_ids": torch.arange(1, 17)[None]})
@@ -75,7 +75,7 @@ def test_weights_are_those_of_the_codes(quantized: tuple[Path, Path], capsys: py
         assert torch.equal(found[name], right.to(found[name].dtype)), name
 
 
-def test_an_export_has_the_values_of_the_codes(quantized: tuple[Path, Path], tmp_path: Path) -> None:
+def test_export_has_the_values_of_the_codes(quantized: tuple[Path, Path], tmp_path: Path) -> None:
     codes, plain = quantized
     assert run(cli, "dtype-engine", ["export", str(codes), "--cast", "*=f32", "-o", str(tmp_path / "out")]) == 0
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -88,9 +88,7 @@ def test_an_export_has_the_values_of_the_codes(quantized: tuple[Path, Path], tmp
     assert all(torch.equal(copied[name].view(torch.uint8), source[name].view(torch.uint8)) for name in source)
 
 
-def test_codes_that_lack_their_scales_are_found(
-    quantized: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_codes_without_scales_are_found(quantized: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     codes, _ = quantized
     name = "model.layers.0.mlp.down_proj.weight"
     tensors = load_file(codes / "model.safetensors")
@@ -102,9 +100,7 @@ def test_codes_that_lack_their_scales_are_found(
         de.open(str(codes), options=Options(device="cpu"))
 
 
-def test_codes_whose_scales_are_too_few_are_found(
-    quantized: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_codes_with_too_few_scales_are_found(quantized: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     codes, _ = quantized
     name = "model.layers.0.mlp.down_proj.weight.absmax"
     tensors = load_file(codes / "model.safetensors")

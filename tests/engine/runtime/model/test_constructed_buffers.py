@@ -95,7 +95,7 @@ def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForSequenceClassification"])
-def test_the_constructor_makes_buffers_that_loading_leaves_unfilled(auto: str, tmp_path: Path) -> None:
+def test_constructor_fills_buffers_that_loading_leaves_empty(auto: str, tmp_path: Path) -> None:
     name = f"Toy{auto}"
     session, notices = opened(custom(tmp_path / "toy", name, auto=auto))
     torch.testing.assert_close(session.model.module(X), expected())
@@ -108,7 +108,7 @@ def test_the_constructor_makes_buffers_that_loading_leaves_unfilled(auto: str, t
     assert session.drift().output.mean_abs == pytest.approx(mean, rel=1e-6)
 
 
-def test_buffers_that_loading_fills_stay(tmp_path: Path) -> None:
+def test_buffers_filled_by_loading_stay(tmp_path: Path) -> None:
     folder = custom(tmp_path / "toy", "Filled")
     code = (folder / "code.py").read_text()
     filled = """
@@ -140,13 +140,13 @@ def test_buffers_that_loading_fills_stay(tmp_path: Path) -> None:
     ],
     ids=["needs a weight", "raises"],
 )
-def test_buffers_that_no_constructor_makes_are_reported(more: str, said: str, tmp_path: Path) -> None:
+def test_buffers_that_no_constructor_fills_are_reported(more: str, said: str, tmp_path: Path) -> None:
     name = f"Unmade{len(more)}"
     _, notices = opened(custom(tmp_path / "toy", name, more))
     assert said.format(name) in notices
 
 
-def test_the_command_runs_trusted_code_without_a_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trusted_code_runs_without_a_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = custom(tmp_path / "toy", "Commanded")
     given = ["--inputs", str(tmp_path / "x.safetensors"), "--cast", "linear=bf16"]
     assert run(cli, "dtype-engine", ["drift", str(folder), *given, "--trust-remote-code"]) == 0
@@ -154,7 +154,7 @@ def test_the_command_runs_trusted_code_without_a_question(tmp_path: Path, capsys
     assert "not run unless you pass --trust-remote-code" in capsys.readouterr().err
 
 
-def test_code_that_loads_other_code_is_refused_without_a_question(tmp_path: Path) -> None:
+def test_nested_remote_code_is_refused_without_a_question(tmp_path: Path) -> None:
     other = custom(tmp_path / "other", "Other")
     folder = custom(
         tmp_path / "toy", "Nested", f"__import__('transformers').AutoConfig.from_pretrained({str(other)!r})"

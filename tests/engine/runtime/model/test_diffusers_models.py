@@ -54,7 +54,7 @@ def in_diffusers(folder: Path, calls: list[dict[str, Any]], dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize(("family", "component"), COMPONENTS)
-def test_a_component_is_what_diffusers_runs(pipelines: Path, family: str, component: str) -> None:
+def test_component_equals_what_diffusers_runs(pipelines: Path, family: str, component: str) -> None:
     folder = saved(pipelines, family) / component
     session = de.open(str(folder), options=de.Options(settings=de.RunSettings(float_inputs="model")))
     session.cast("*", "bfloat16")
@@ -70,7 +70,7 @@ def test_a_component_is_what_diffusers_runs(pipelines: Path, family: str, compon
     assert len(report.modules) > 30
 
 
-def test_stored_dtypes_stay_and_are_mapped(pipelines: Path, tmp_path: Path) -> None:
+def test_stored_dtypes_are_kept_and_mapped(pipelines: Path, tmp_path: Path) -> None:
     import diffusers
 
     unet = diffusers.UNet2DConditionModel.from_pretrained(saved(pipelines, "sdxl") / "unet")
@@ -91,7 +91,7 @@ def test_stored_dtypes_stay_and_are_mapped(pipelines: Path, tmp_path: Path) -> N
     assert (held.conv_out.weight.dtype, held.conv_in.weight.dtype) == (torch.float16, torch.float32)
 
 
-def test_the_black_picture_of_a_float16_vae_is_found_by_name_and_mended(pipelines: Path, tmp_path: Path) -> None:
+def test_float16_vae_overflow_is_named_and_fixed(pipelines: Path, tmp_path: Path) -> None:
     """A residual block whose output exceeds the largest float16, as that of SDXL's VAE does."""
     import diffusers
 
@@ -113,9 +113,7 @@ def test_the_black_picture_of_a_float16_vae_is_found_by_name_and_mended(pipeline
     assert session.plan.planned_bytes < before * 1.5, "far less than the whole VAE in float32"
 
 
-def test_components_by_option_and_what_is_refused(
-    pipelines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_component_option_and_its_errors(pipelines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved(pipelines, "sdxl")
     assert run(cli, "dtype-engine", ["drift", str(folder), "--component", "vae", "--cast", "*=bf16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -164,7 +162,7 @@ def what_the_pipeline_passes(family: str, component: str, prompt: dict[str, Any]
 
 
 @pytest.mark.parametrize(("family", "component"), [("sdxl", "vae"), ("sdxl", "unet"), ("wan", "transformer")])
-def test_an_unknown_class_runs_on_what_its_pipeline_passes_to_it(
+def test_unknown_class_runs_on_the_inputs_of_its_pipeline(
     pipelines: Path, family: str, component: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dtype_engine.runtime.inputs.diffusers_inputs._MAKERS", {})
@@ -193,7 +191,7 @@ def test_an_unknown_class_runs_on_what_its_pipeline_passes_to_it(
     assert report.output.rel_l2 == pytest.approx(((candidate - reference).norm() / reference.norm()).item(), abs=1e-6)
 
 
-def test_a_component_of_an_unconditional_pipeline_and_of_one_that_does_not_run(tmp_path: Path) -> None:
+def test_component_of_an_unconditional_or_broken_pipeline(tmp_path: Path) -> None:
     import diffusers
 
     torch.manual_seed(0)
@@ -216,7 +214,7 @@ def test_a_component_of_an_unconditional_pipeline_and_of_one_that_does_not_run(t
         de.open(str(tmp_path / "ddpm" / "unet")).drift()
 
 
-def test_parameters_are_kept_in_float32_as_diffusers_keeps_them(pipelines: Path) -> None:
+def test_float32_parameters_are_those_that_diffusers_keeps(pipelines: Path) -> None:
     """`WanTransformer3DModel` declares modules and a parameter: what has one of the words among the parts of its name."""
     import diffusers
 

@@ -57,7 +57,7 @@ def in_diffusers(family: str, session: de.Session, dtypes: dict[str, torch.dtype
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pipeline_is_what_diffusers_runs(pipelines: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_equals_what_diffusers_runs(pipelines: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     session = opened(saved(pipelines, family), monkeypatch)
     parts = {name for name in session.tree.modules if name and "." not in name}
     reference, candidate = (
@@ -78,9 +78,7 @@ def test_a_pipeline_is_what_diffusers_runs(pipelines: Path, family: str, monkeyp
     assert report.coverage.found == report.coverage.expected
 
 
-def test_a_vae_that_the_pipeline_converts_by_itself_is_said_and_left_as_it_was(
-    pipelines: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vae_converted_by_the_pipeline_is_noted_and_restored(pipelines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = opened(saved(pipelines, "sdxl"), monkeypatch)
     session.cast("vae", "float16")
     session.cast("vae.encoder", "bfloat16")
@@ -93,9 +91,7 @@ def test_a_vae_that_the_pipeline_converts_by_itself_is_said_and_left_as_it_was(
     assert session.drift().output.mean_abs == pytest.approx((candidate - reference).abs().mean().item(), abs=1e-6)
 
 
-def test_the_vae_behind_a_black_picture_is_found_by_name_and_mended(
-    pipelines: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vae_behind_a_black_picture_is_named_and_fixed(pipelines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     pipeline = FAMILIES["sd15"]()
     with torch.no_grad():
@@ -117,7 +113,9 @@ def test_the_vae_behind_a_black_picture_is_found_by_name_and_mended(
     assert session.drift().output.nonfinite == 0
 
 
-def test_an_export_is_a_pipeline_again(pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exported_pipeline_opens_as_a_pipeline(
+    pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = opened(saved(pipelines, "sdxl"), monkeypatch)
     session.cast("{unet,text_encoder*}", "bfloat16")
     wanted = session.drift().output
@@ -131,9 +129,7 @@ def test_an_export_is_a_pipeline_again(pipelines: Path, tmp_path: Path, monkeypa
     assert wanted.max_abs > 0
 
 
-def test_prompts_are_inputs_and_what_is_refused(
-    pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipeline_prompts_and_refused_inputs(pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(pipelines, "sd15")
     session = opened(folder, monkeypatch, prompts=("a cat", "a dog"))
     assert session.need_inputs().description == "2 prompts, 2 steps, 32 x 32 pixels"
@@ -162,7 +158,7 @@ def test_prompts_are_inputs_and_what_is_refused(
             de.open(str(copied))
 
 
-def test_the_pictures_of_both_sides_are_saved(
+def test_pictures_of_both_sides_are_saved(
     pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from PIL import Image

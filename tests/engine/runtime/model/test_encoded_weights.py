@@ -100,9 +100,7 @@ def _session(folder: Path, tmp_path: Path) -> tuple[de.Session, torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_a_cast_starts_from_the_decoded_values_and_as_stored_computes_like_it(
-    make: Callable[[], transformers.PreTrainedModel], tmp_path: Path
-) -> None:
+def test_cast_starts_from_the_decoded_values(make: Callable[[], transformers.PreTrainedModel], tmp_path: Path) -> None:
     values = quantised(make, folder := tmp_path / "fp8")
     wide, narrow = plain(folder, values, tmp_path / "plain")
     session, ids = _session(folder, tmp_path)
@@ -118,7 +116,7 @@ def test_a_cast_starts_from_the_decoded_values_and_as_stored_computes_like_it(
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_the_model_takes_the_memory_of_the_packed_weights(
+def test_model_takes_the_memory_of_the_packed_weights(
     make: Callable[[], transformers.PreTrainedModel], tmp_path: Path
 ) -> None:
     quantised(make, folder := tmp_path / "fp8")
@@ -137,7 +135,7 @@ def test_the_model_takes_the_memory_of_the_packed_weights(
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_decoded_values_do_not_outlive_their_operation(
+def test_decoded_values_are_freed_after_their_operation(
     make: Callable[[], transformers.PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantised(make, folder := tmp_path / "fp8")
@@ -183,7 +181,7 @@ def _wide() -> transformers.PreTrainedModel:
     )
 
 
-def test_a_pass_holds_two_decoded_layers_at_most(tmp_path: Path) -> None:
+def test_pass_holds_at_most_two_decoded_layers(tmp_path: Path) -> None:
     """Beside the packed tensors, and the activations and kept outputs of two tokens, which take less than half a layer here."""
     values = quantised(_wide, folder := tmp_path / "fp8")
     decoded = [weight.nbytes for name, weight in values.items() if name.endswith("_proj.weight")]
@@ -194,7 +192,7 @@ def test_a_pass_holds_two_decoded_layers_at_most(tmp_path: Path) -> None:
     assert packed < peak.most < packed + 2.5 * max(decoded) < sum(decoded)
 
 
-def test_the_tree_has_weights_not_parts(tmp_path: Path) -> None:
+def test_tree_shows_weights_instead_of_parts(tmp_path: Path) -> None:
     values = quantised(_qwen3_moe, folder := tmp_path / "fp8")
     session, _ = _session(folder, tmp_path)
     for tree in (session.model.tree, session.model.checkpoint.tree() if session.model.checkpoint else None):
@@ -213,7 +211,7 @@ def _export(folder: Path, out: Path, *rules: str) -> None:
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_an_export_without_rules_is_the_source(
+def test_export_without_rules_equals_the_source(
     make: Callable[[], transformers.PreTrainedModel], tmp_path: Path
 ) -> None:
     quantised(make, folder := tmp_path / "fp8")
@@ -232,7 +230,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("rules", [("*=bf16",), ("*.experts=bf16", "*.0.mlp.up_proj=nvfp4")])
-def test_an_export_has_the_decoded_values_and_no_trace_of_the_scheme(
+def test_export_has_decoded_values_and_no_quantization_config(
     make: Callable[[], transformers.PreTrainedModel],
     rules: tuple[str, ...],
     tmp_path: Path,
@@ -276,7 +274,7 @@ def test_plain_layers_are_listed_beside_packed_ones(tmp_path: Path) -> None:
     assert drifts[0] == pytest.approx(drifts[1], rel=0.2)  # the references differ by the cast
 
 
-def test_a_cast_to_a_format_with_blocks_has_the_codes_of_the_decoded_values(tmp_path: Path) -> None:
+def test_block_format_cast_uses_the_decoded_values(tmp_path: Path) -> None:
     values = quantised(_llama, folder := tmp_path / "fp8")
     plain(folder, values, tmp_path / "plain")
     for source, out in ((folder, tmp_path / "of codes"), (tmp_path / "plain", tmp_path / "of values")):
@@ -287,7 +285,7 @@ def test_a_cast_to_a_format_with_blocks_has_the_codes_of_the_decoded_values(tmp_
         assert _same(one[name], tensor), name
 
 
-def test_a_large_weight_is_decoded_in_pieces(tmp_path: Path) -> None:
+def test_large_weight_is_decoded_in_pieces(tmp_path: Path) -> None:
     """The memory of an export grows by less than the weight, which has 128 MiB when it is decoded."""
     rows, columns = 8192, 4096
     codes = torch.randint(0, 120, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)

@@ -59,13 +59,13 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
     )
 
 
-def test_a_safetensors_file(tmp_path: Path) -> None:
+def test_safetensors_file_is_opened(tmp_path: Path) -> None:
     save_file(small(), tmp_path / "x.safetensors")
     assert same(values(opened(tmp_path / "x.safetensors")), small())
     assert "no config.json" in why_not_run(tmp_path / "x.safetensors")
 
 
-def test_a_folder_and_a_sharded_one_run(make_llama: Make) -> None:
+def test_single_and_sharded_folders_run(make_llama: Make) -> None:
     for folder in (make_llama("one"), make_llama("many", max_shard_size="20KB")):
         session = de.open(str(folder))
         session.cast("*.mlp", "bfloat16")
@@ -74,7 +74,7 @@ def test_a_folder_and_a_sharded_one_run(make_llama: Make) -> None:
 
 @pytest.mark.parametrize("nested", [None, "state_dict", "model", "model_state_dict", "my_own_entry"])
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_state_dict_nested_or_not_new_or_old(tmp_path: Path, nested: str | None, zipped: bool) -> None:
+def test_nested_and_old_state_dicts_are_opened(tmp_path: Path, nested: str | None, zipped: bool) -> None:
     path = tmp_path / "x.pth"
     held = small() if nested is None else {nested: small(), "epoch": 3, "optimizer": {"lr": 0.1}}
     torch.save(held, path, _use_new_zipfile_serialization=zipped)
@@ -85,7 +85,7 @@ def test_a_state_dict_nested_or_not_new_or_old(tmp_path: Path, nested: str | Non
     assert list(checkpoint.tree().modules["layer"].children) == ["0", "1"]
 
 
-def test_a_state_dict_is_mapped_not_read(tmp_path: Path) -> None:
+def test_state_dict_is_mapped_instead_of_read(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(3_000_000)}, tmp_path / "x.pt")
     tensor = values(opened(tmp_path / "x.pt"))["weight"]
     assert tensor.numel() == 3_000_000
@@ -95,7 +95,7 @@ def test_a_state_dict_is_mapped_not_read(tmp_path: Path) -> None:
     assert held[0].endswith("x.pt")
 
 
-def test_a_folder_of_pickles_runs(make_llama: Make) -> None:
+def test_folder_of_pickles_runs(make_llama: Make) -> None:
     from safetensors.torch import load_file
 
     folder = make_llama("pickled", tie_word_embeddings=False)
@@ -126,7 +126,7 @@ class Doubler(nn.Module):
         return doubled
 
 
-def test_a_whole_module_needs_trust(tmp_path: Path) -> None:
+def test_whole_module_needs_trust(tmp_path: Path) -> None:
     path = tmp_path / "whole.pt"
     torch.save(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), path)
     with pytest.raises(UserError, match=r"torch.nn.modules.container.Sequential.*only with --trust-pickle"):
@@ -136,7 +136,7 @@ def test_a_whole_module_needs_trust(tmp_path: Path) -> None:
     assert type(live.module) is nn.Sequential
 
 
-def test_a_whole_module_runs_on_the_inputs_that_its_code_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_module_runs_on_the_inputs_of_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_net.py").write_text(
         "import torch\nclass Net(torch.nn.Linear):\n    pass\ndef example_inputs():\n    return (torch.ones(3, 2),)\n"
     )
@@ -160,7 +160,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("raw", [True, False])
-def test_a_malicious_pickle_does_nothing(tmp_path: Path, raw: bool) -> None:
+def test_malicious_pickle_runs_nothing(tmp_path: Path, raw: bool) -> None:
     path, witness = tmp_path / "evil.pth", tmp_path / "witness"
     held = {"weight": torch.zeros(2), "extra": Evil(witness)}
     if raw:
@@ -174,7 +174,7 @@ def test_a_malicious_pickle_does_nothing(tmp_path: Path, raw: bool) -> None:
     assert not witness.exists()
 
 
-def test_a_state_dict_goes_into_the_users_own_code(tmp_path: Path) -> None:
+def test_state_dict_is_loaded_into_the_users_module(tmp_path: Path) -> None:
     from tests.helpers.paths import TINYNET
 
     torch.manual_seed(5)
@@ -199,7 +199,7 @@ def test_a_state_dict_goes_into_the_users_own_code(tmp_path: Path) -> None:
         de.open(f"{TINYNET}:TinyNet", options=de.Options(weights=tmp_path / "other.pth"))
 
 
-def test_a_diffusers_folder(tmp_path: Path) -> None:
+def test_diffusers_folder_is_opened(tmp_path: Path) -> None:
     folder = tmp_path / "pipeline"
     for component, file in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
         (folder / component).mkdir(parents=True)
@@ -221,7 +221,7 @@ def test_a_diffusers_folder(tmp_path: Path) -> None:
     assert "a pipeline has several models" in why_not_run(folder)
 
 
-def test_a_gguf_file(tmp_path: Path) -> None:
+def test_gguf_file_is_opened(tmp_path: Path) -> None:
     import gguf
 
     path = tmp_path / "x.gguf"
@@ -250,7 +250,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert "the architecture of this GGUF file is not known" in why_not_run(path)
 
 
-def test_an_adapter_says_which_base_it_wants(tmp_path: Path) -> None:
+def test_adapter_names_its_base_model(tmp_path: Path) -> None:
     save_file({"base_model.model.q_proj.lora_A.weight": torch.zeros(2, 3)}, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "meta/llama"}))
     checkpoint = opened(tmp_path)
@@ -274,7 +274,7 @@ QUANTISED = {
 
 
 @pytest.mark.parametrize("what", QUANTISED)
-def test_what_is_quantised_already_is_named_and_never_cast(tmp_path: Path, what: str) -> None:
+def test_quantized_weights_are_named_and_never_cast(tmp_path: Path, what: str) -> None:
     parts, config = QUANTISED[what]
     tensors = {f"layer.{part}": torch.zeros(2, 2).to(dtype) for part, dtype in parts.items()}
     tensors["norm.weight"] = torch.ones(2)
@@ -287,7 +287,7 @@ def test_what_is_quantised_already_is_named_and_never_cast(tmp_path: Path, what:
     assert tree.tensors["norm.weight"].castable
 
 
-def test_a_model_is_fetched_only_when_asked(tmp_path: Path, make_llama: Make) -> None:
+def test_model_is_downloaded_only_on_request(tmp_path: Path, make_llama: Make) -> None:
     with hub_of(tmp_path / "cache", someone__llama=make_llama()) as hub:
         with pytest.raises(UserError, match="--download fetches one"):
             locate("someone/llama")
@@ -300,7 +300,7 @@ def test_a_model_is_fetched_only_when_asked(tmp_path: Path, make_llama: Make) ->
         assert len(hub.requests) == before
 
 
-def test_too_large_for_the_memory_is_said_without_torch(tmp_path: Path) -> None:
+def test_too_large_model_is_reported_without_torch(tmp_path: Path) -> None:
     path = tmp_path / "huge"
     path.mkdir()
     header = json.dumps({"w.weight": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()

@@ -46,7 +46,7 @@ CONFIG = transformers.LlamaConfig(
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
-def test_this_transformers_has_the_name(holder: object, name: str, without_it: str) -> None:
+def test_installed_transformers_has_the_private_name(holder: object, name: str, without_it: str) -> None:
     assert hasattr(holder, name), (
         f"transformers {transformers.__version__} has {name} no more, which hf_private.py takes from it: {without_it}"
     )
@@ -60,7 +60,7 @@ class Islands(nn.Module):
     _skip_layerwise_casting_patterns = ("pos.*embed",)
 
 
-def test_a_class_says_what_stays_in_float32() -> None:
+def test_float32_modules_of_a_class_are_found() -> None:
     patterns = {attribute: pattern for pattern, attribute in hf_private.float32_patterns(Islands())}
     assert re.search(patterns["_keep_in_fp32_modules"], "layer.0.wo")
     assert not re.search(patterns["_keep_in_fp32_modules"], "layer.0.wonder")
@@ -69,7 +69,7 @@ def test_a_class_says_what_stays_in_float32() -> None:
     assert hf_private.float32_patterns(nn.Linear(1, 1)) == []
 
 
-def test_a_class_is_made_to_load_each_tensor_in_its_own_dtype() -> None:
+def test_class_loads_each_tensor_in_its_own_dtype() -> None:
     class Model(nn.Module):
         def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
             return {}
@@ -86,7 +86,7 @@ def test_a_class_is_made_to_load_each_tensor_in_its_own_dtype() -> None:
     assert hf_private.with_dtypes(nn.Linear, lambda module: stored) is nn.Linear, "without the name: the class itself"
 
 
-def test_without_the_functions_that_rename_no_name_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_kept_without_the_renaming_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("conversion_mapping", "core_model_loading"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, f"transformers.{name}", None)
@@ -94,9 +94,7 @@ def test_without_the_functions_that_rename_no_name_is_converted(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("gone", [None, "_can_set_attn_implementation", "set_attn_implementation"])
-def test_another_attention_for_a_while_or_none_without_the_name(
-    gone: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_implementation_is_replaced_temporarily(gone: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, attn_implementation="sdpa")
     if gone is not None:
         monkeypatch.delattr(transformers.PreTrainedModel, gone)
@@ -109,7 +107,7 @@ def test_another_attention_for_a_while_or_none_without_the_name(
 
 
 @pytest.mark.parametrize("of", ["attn", "experts"])
-def test_a_kernel_is_named_in_one_configuration(of: str) -> None:
+def test_kernel_in_one_configuration_is_named(of: str) -> None:
     config = transformers.LlamaConfig.from_dict(CONFIG.to_dict())
     hf_private.set_implementation(config, of, "eager")
     assert hf_private.implementation(config, of) == "eager"
@@ -134,7 +132,7 @@ SMALL_MODELS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("form", ["t5", "moe"])
-def test_what_stays_in_float32_is_what_from_pretrained_leaves_in_it(form: str, dtype: str, tmp_path: Path) -> None:
+def test_float32_modules_equal_those_of_from_pretrained(form: str, dtype: str, tmp_path: Path) -> None:
     """A word declares modules (`wo`) or single tensors (`e_score_correction_bias`)."""
     module = SMALL_MODELS[form]()
     module.save_pretrained(tmp_path)

@@ -37,7 +37,7 @@ def session(module: nn.Module | None = None) -> de.session.Session:  # type: ign
     return de.open(module or Mixed(), inputs=(torch.tensor([1, 2, 3]),))
 
 
-def test_a_cast_keeps_every_tensor_object_and_the_ties() -> None:
+def test_cast_keeps_tensor_objects_and_ties() -> None:
     module = Mixed()
     before = {name: id(tensor) for name, tensor in module.named_parameters()}
     opened = session(module)
@@ -47,7 +47,7 @@ def test_a_cast_keeps_every_tensor_object_and_the_ties() -> None:
     assert module.head.weight.dtype == torch.bfloat16
 
 
-def test_what_is_never_cast_stays() -> None:
+def test_uncastable_tensors_stay() -> None:
     module = Mixed()
     opened = session(module)
     opened.cast("*", "float16")
@@ -59,7 +59,7 @@ def test_what_is_never_cast_stays() -> None:
     assert module.table.dtype == torch.float16
 
 
-def test_undo_puts_the_very_same_storage_back() -> None:
+def test_undo_restores_the_same_storage() -> None:
     module = Mixed()
     pointers = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
     opened = session(module)
@@ -70,7 +70,7 @@ def test_undo_puts_the_very_same_storage_back() -> None:
     assert {name: tensor.data_ptr() for name, tensor in module.state_dict().items()} == pointers
 
 
-def test_casts_start_from_the_stored_values_however_often_they_change() -> None:
+def test_repeated_casts_start_from_the_stored_values() -> None:
     module = Mixed()
     stored = module.embed.weight.detach().clone()
     opened = session(module)
@@ -81,7 +81,7 @@ def test_casts_start_from_the_stored_values_however_often_they_change() -> None:
     assert torch.equal(module.embed.weight, stored.half())
 
 
-def test_originals_are_never_written_to() -> None:
+def test_stored_values_are_never_overwritten() -> None:
     opened = session()
     copies = {name: weight.stored.read().clone() for name, weight in opened.model.weights.items()}
     for dtype in ("bfloat16", "int8", "float64"):
@@ -91,7 +91,7 @@ def test_originals_are_never_written_to() -> None:
         assert torch.equal(weight.stored.read(), copies[name])
 
 
-def test_resident_bytes_are_the_sum_over_distinct_tensors() -> None:
+def test_resident_bytes_sum_over_distinct_tensors() -> None:
     module = Mixed()
     opened = session(module)
     opened.cast("*", "bfloat16")
@@ -99,14 +99,14 @@ def test_resident_bytes_are_the_sum_over_distinct_tensors() -> None:
     assert opened.memory().resident_bytes == sum(distinct.values())
 
 
-def test_resident_bytes_are_transformers_memory_footprint(make_llama: Callable[..., Path]) -> None:
+def test_resident_bytes_equal_the_footprint_of_transformers(make_llama: Callable[..., Path]) -> None:
     opened = de.open(str(make_llama()))
     for dtype in ("float32", "bfloat16"):
         opened.cast("*", dtype)
         assert opened.memory().resident_bytes == opened.model.module.get_memory_footprint()
 
 
-def test_a_cancelled_cast_is_finished_by_the_next() -> None:
+def test_next_cast_completes_a_cancelled_one() -> None:
     opened = session()
     calls = iter([False, False, True])
     with pytest.raises(Cancelled):
@@ -116,7 +116,7 @@ def test_a_cancelled_cast_is_finished_by_the_next() -> None:
     assert {w.dtype for w in opened.model.weights.values() if w.info.castable and w.info.persistent} == {"float16"}
 
 
-def test_values_that_overflow_are_told() -> None:
+def test_overflowing_values_are_reported() -> None:
     module = Mixed()
     with torch.no_grad():
         module.norm.weight[0] = 1e6
@@ -128,7 +128,7 @@ def test_values_that_overflow_are_told() -> None:
     assert opened.lost_values() == ()
 
 
-def test_islands_are_the_modules_that_the_model_declares() -> None:
+def test_float32_islands_are_those_that_the_model_declares() -> None:
     module = nn.Sequential()
     module.add_module("wo", nn.Linear(2, 2))
     module.add_module("wo2", nn.Linear(2, 2))
@@ -139,7 +139,7 @@ def test_islands_are_the_modules_that_the_model_declares() -> None:
 
 
 @pytest.mark.parametrize("below", [False, True])
-def test_what_torchscript_has_compiled_is_refused(below: bool) -> None:
+def test_torchscript_modules_are_refused(below: bool) -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     module = nn.Sequential(nn.Linear(4, 4), scripted) if below else scripted
     with pytest.raises(
@@ -162,7 +162,7 @@ class ConvertsItself(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "nvfp4", "mxfp8", "bfloat16"])
-def test_a_module_that_the_model_converts_itself_has_the_values_of_its_cast(dtype: str) -> None:
+def test_module_converted_by_the_model_has_the_cast_values(dtype: str) -> None:
     given = torch.randn(3, 32)
     expected, plain = placed((ConvertsItself(), ConvertsItself()))
     for tensor in expected.router.parameters():
@@ -194,7 +194,7 @@ class Graph(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_a_sparse_tensor_stays_as_it_is(dtype: str) -> None:
+def test_sparse_tensor_stays_unchanged(dtype: str) -> None:
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
     session = de.open(Graph(), inputs=(x,))
     session.cast("*", dtype)
@@ -229,6 +229,6 @@ class Moving(nn.Module):
         return self
 
 
-def test_values_stay_with_their_tensors_where_moving_makes_new_objects() -> None:
+def test_values_follow_tensors_replaced_by_a_move() -> None:
     live = LiveModel.wrap(Moving(), "a model", torch.device("meta"))
     assert [weight.stored.read().tolist() for weight in live.weights.values()] == [[0, 0, 0], [1, 1, 1]]

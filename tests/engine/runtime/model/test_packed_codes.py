@@ -61,7 +61,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_codes_stay_and_a_pass_is_refused(
+def test_packed_codes_are_kept_and_a_pass_is_refused(
     case: str, quantised: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts, method, words = CASES[case]
@@ -83,7 +83,7 @@ def test_codes_stay_and_a_pass_is_refused(
     assert after["model.norm.weight"].dtype == torch.bfloat16
 
 
-def test_a_rule_for_codes_alone_is_refused_by_name(
+def test_rule_that_matches_only_codes_is_refused_by_name(
     quantised: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = quantised(_mlx, {"bits": 4, "group_size": 32})
@@ -94,7 +94,7 @@ def test_a_rule_for_codes_alone_is_refused_by_name(
         assert "matches only tensors that it does not cast" in said
 
 
-def test_scales_and_weights_that_do_not_pair_are_refused_by_name(
+def test_unpaired_scales_and_weights_are_refused_by_name(
     quantised: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     declared = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
@@ -117,7 +117,7 @@ def test_scales_and_weights_that_do_not_pair_are_refused_by_name(
     ],
     ids=["orphan", "missing"],
 )
-def test_nothing_is_written_or_run_before_a_part_that_is_missing_is_named(
+def test_missing_part_is_named_before_anything_is_written_or_run(
     parts: Callable[[torch.Tensor], Tensors],
     said: str,
     quantised: Callable[..., Path],

@@ -74,14 +74,14 @@ def tuned(source: Path, folder: Path, part: str = "", dtype: torch.dtype = torch
     return rewritten(source, folder, change)
 
 
-def test_a_bfloat16_twin(make_llama: Make, tmp_path: Path) -> None:
+def test_drift_from_a_bfloat16_copy(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama()
     b = rewritten(a, tmp_path / "b", lambda name, tensor: (name, tensor.bfloat16()))
     assert_figures(opened(a, b), plain(a), plain(b))
     assert_figures(opened(b, a), plain(b, "float32"), plain(a))
 
 
-def test_a_fine_tune_without_the_prefix(make_llama: Make, tmp_path: Path) -> None:
+def test_fine_tuned_model_without_the_prefix_is_matched(make_llama: Make, tmp_path: Path) -> None:
     """transformers gives the prefix back."""
     a = make_llama(dtype="bfloat16")
     b = tuned(a, tmp_path / "b")
@@ -90,7 +90,7 @@ def test_a_fine_tune_without_the_prefix(make_llama: Make, tmp_path: Path) -> Non
     assert_figures(opened(short, a), plain(b), plain(a))
 
 
-def test_our_own_float8_export_as_candidate_and_as_reference(make_llama: Make, tmp_path: Path) -> None:
+def test_own_float8_export_as_candidate_and_as_reference(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama()
     session = de.open(str(a))
     session.cast("*.{mlp,self_attn}", "fp8")
@@ -108,7 +108,7 @@ def test_our_own_float8_export_as_candidate_and_as_reference(make_llama: Make, t
     assert_figures(opened(tmp_path / "b", a), plain(values), plain(a))
 
 
-def test_float8_blocks_of_another_program(make_llama: Make, tmp_path: Path) -> None:
+def test_foreign_float8_blocks_as_candidate(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama(dtype="bfloat16")
     b = tmp_path / "b"
     stored, values = {}, {}
@@ -128,7 +128,7 @@ def test_float8_blocks_of_another_program(make_llama: Make, tmp_path: Path) -> N
     assert_figures(opened(a, b), plain(a, "float32"), plain(decoded))
 
 
-def test_a_gguf_twin(make_llama: Make, tmp_path: Path) -> None:
+def test_drift_from_a_gguf_copy(make_llama: Make, tmp_path: Path) -> None:
     """In Q8_0, with the rows of queries and keys as llama.cpp has them. Its header has the settings in float32."""
     a = make_llama(num_attention_heads=4, num_key_value_heads=2)
     writer = gguf.GGUFWriter(tmp_path / "b.gguf", "llama")
@@ -157,7 +157,7 @@ def test_a_gguf_twin(make_llama: Make, tmp_path: Path) -> None:
     assert_figures(opened(a, tmp_path / "b.gguf"), plain(a), plain(b))
 
 
-def test_a_mixture_of_experts(tmp_path: Path) -> None:
+def test_drift_between_two_mixtures_of_experts(tmp_path: Path) -> None:
     config = transformers.Qwen3MoeConfig(
         vocab_size=64, hidden_size=16, intermediate_size=24, moe_intermediate_size=12, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=3, num_experts_per_tok=2,
@@ -180,7 +180,7 @@ def test_rules_apply_to_the_candidate(make_llama: Make, tmp_path: Path) -> None:
     assert_figures(session, plain(a), plain(b))
 
 
-def test_a_single_changed_weight_is_the_only_cause(make_llama: Make, tmp_path: Path) -> None:
+def test_single_changed_weight_is_the_only_cause(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama()
     b = tuned(a, tmp_path / "b", "layers.1.mlp.down_proj")
     session = opened(a, b)
@@ -192,7 +192,7 @@ def test_a_single_changed_weight_is_the_only_cause(make_llama: Make, tmp_path: P
     assert not [name for name in worst if "layers.0" in name]
 
 
-def test_a_scan_scores_each_weight_of_the_candidate_alone(make_llama: Make, tmp_path: Path) -> None:
+def test_scan_scores_each_weight_of_the_candidate_alone(make_llama: Make, tmp_path: Path) -> None:
     """The truth: transformers runs the reference with one weight of the candidate in it."""
     a = make_llama(num_hidden_layers=1, tie_word_embeddings=False)
     b = tuned(a, tmp_path / "b", size=0.001)
@@ -211,7 +211,7 @@ def test_a_scan_scores_each_weight_of_the_candidate_alone(make_llama: Make, tmp_
         session.scan(["bfloat16"], exact=True)
 
 
-def test_both_sides_continue_a_prompt(make_llama: Make, tmp_path: Path) -> None:
+def test_both_checkpoints_continue_a_prompt(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama()
     b = tuned(a, tmp_path / "b")
     for folder in (a, b):
@@ -225,7 +225,7 @@ def test_both_sides_continue_a_prompt(make_llama: Make, tmp_path: Path) -> None:
         assert list(written.ids) == expected.tolist()
 
 
-def test_the_command_names_both_sides(make_llama: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_names_both_checkpoints(make_llama: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = make_llama()
     b = tuned(a, tmp_path / "twin")
     for folder in (a, b):
@@ -290,7 +290,7 @@ ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 16}
         ),
     ],
 )
-def test_each_side_has_its_own_settings(make_llama: Make, settings: dict[str, Any], said: str) -> None:
+def test_each_checkpoint_keeps_its_own_settings(make_llama: Make, settings: dict[str, Any], said: str) -> None:
     a = make_llama()
     b = make_llama("b", **settings)
     for name in load_file(a / "model.safetensors"):
@@ -307,7 +307,7 @@ def test_each_side_has_its_own_settings(make_llama: Make, settings: dict[str, An
     assert session.causes().whole == pytest.approx(kl(plain(a), plain(b)), rel=1e-5)
 
 
-def test_settings_that_only_the_configuration_holds(tmp_path: Path) -> None:
+def test_settings_held_only_by_the_configuration_are_used(tmp_path: Path) -> None:
     """Granite divides the logits by `config.logits_scaling`, which no module copies. Its modules copy the other multipliers."""
     settings = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -322,7 +322,7 @@ def test_settings_that_only_the_configuration_holds(tmp_path: Path) -> None:
     assert session.causes().whole == pytest.approx(kl(plain(a), plain(b)), rel=1e-5)
 
 
-def test_ties(make_llama: Make, tmp_path: Path) -> None:
+def test_tied_and_untied_weights_are_matched(make_llama: Make, tmp_path: Path) -> None:
     """A tied weight is the reference of both weights that are not tied; two weights are no reference of one."""
     a, b = make_llama(), make_llama("untied", tie_word_embeddings=False)
     assert_figures(opened(a, b), plain(a), plain(b))
@@ -330,7 +330,9 @@ def test_ties(make_llama: Make, tmp_path: Path) -> None:
         opened(b, a)
 
 
-def test_what_else_is_refused(make_llama: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_unsupported_references_are_refused(
+    make_llama: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a = make_llama()
     save_file(load_file(a / "model.safetensors"), tmp_path / "alone.safetensors")
     for reference, words in (
@@ -344,7 +346,7 @@ def test_what_else_is_refused(make_llama: Make, tmp_path: Path, capsys: pytest.C
     assert "leave it out, or leave out --against" in capsys.readouterr().err
 
 
-def test_a_changed_file_of_the_reference_is_noticed(make_llama: Make, tmp_path: Path) -> None:
+def test_changed_reference_file_is_noticed(make_llama: Make, tmp_path: Path) -> None:
     a = make_llama()
     session = opened(a, tuned(a, tmp_path / "b"))
     (a / "model.safetensors").touch()
@@ -352,14 +354,14 @@ def test_a_changed_file_of_the_reference_is_noticed(make_llama: Make, tmp_path: 
         session.drift()
 
 
-def test_a_worker_finds_the_reference_from_any_folder(make_llama: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_finds_the_reference_from_any_folder(make_llama: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     a = make_llama()
     monkeypatch.chdir(a.parent)
     assert portable(de.Options(reference=a.name), 1).reference == str(a)
     assert portable(de.Options(reference="stored"), 1).reference == "stored"
 
 
-def test_what_is_said_about_the_reference_is_said(make_llama: Make) -> None:
+def test_reference_notices_are_shown(make_llama: Make) -> None:
     a, b = make_llama(), make_llama("other")
     tensors = load_file(a / "model.safetensors")
     save_file(tensors | {"extra.weight": torch.ones(2)}, a / "model.safetensors", {"format": "pt"})

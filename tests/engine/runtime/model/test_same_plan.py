@@ -150,7 +150,7 @@ PLANNED = {
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_every_command_plans_what_an_export_writes(
+def test_every_command_plans_what_export_writes(
     name: str, make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = models(make_llama, tmp_path, name)

@@ -74,7 +74,7 @@ WRONG: dict[str, tuple[str, Config]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_check_names_every_tensor_whose_shape_the_configuration_contradicts(
+def test_check_names_every_tensor_of_the_wrong_shape(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, entries = WRONG[kind]
@@ -92,7 +92,7 @@ def test_check_names_every_tensor_whose_shape_the_configuration_contradicts(
         assert found[tensor].startswith(f"is {stored} in the files, and {made} in the ")
 
 
-def test_a_wrong_shape_hides_no_other_finding(
+def test_wrong_shape_hides_no_other_finding(
     make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama(tie_word_embeddings=False)
@@ -119,7 +119,7 @@ def test_a_wrong_shape_hides_no_other_finding(
 
 
 @pytest.mark.parametrize("biased", [0, 1])
-def test_a_bias_of_another_length_is_named(
+def test_bias_of_another_length_is_named(
     biased: int, make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama(attention_bias=True)
@@ -128,7 +128,7 @@ def test_a_bias_of_another_length_is_named(
     assert of_kind(checked(folder, capsys)[1], "tensor-shape").keys() == differing(folder).keys() == {bias}
 
 
-def test_a_tied_head_of_another_size_is_named_and_stays_apart(
+def test_tied_head_of_another_size_is_named_and_stays_separate(
     make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama(tie_word_embeddings=True)
@@ -168,7 +168,7 @@ def test_experts_of_another_number_or_size_are_named(
     assert of_kind(checked(folder, capsys)[1], "tensor-shape"), "an expert that lacks a matrix"
 
 
-def test_a_configuration_that_makes_no_model_is_a_finding(
+def test_config_that_makes_no_model_is_a_finding(
     make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama()
@@ -189,7 +189,7 @@ def test_a_configuration_that_makes_no_model_is_a_finding(
 
 
 @pytest.mark.parametrize("architecture", ["NothingForCausalLM", None])
-def test_an_unknown_architecture_is_unchecked_with_the_reason(
+def test_unknown_architecture_is_unchecked_with_the_reason(
     architecture: str | None, make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama()
@@ -203,7 +203,7 @@ def test_an_unknown_architecture_is_unchecked_with_the_reason(
     assert (status, report["findings"]) == (0, [])
 
 
-def test_a_quantized_weight_of_another_shape_is_named(
+def test_quantized_weight_of_another_shape_is_named(
     make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_llama(intermediate_size=64, tie_word_embeddings=False)

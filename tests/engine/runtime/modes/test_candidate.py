@@ -35,7 +35,7 @@ def call(module: nn.Module, inputs: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("place", "name"), list(enumerate(architectures.ZOO)), ids=architectures.ZOO)
-def test_every_architecture_runs_in_any_mix(place: int, name: str, device: str) -> None:
+def test_every_architecture_runs_in_mixed_dtypes(place: int, name: str, device: str) -> None:
     """Of each palette one recipe: `python -m tests.helpers.architectures` has more."""
     module, inputs = architectures.make(name)
     session = de.open(module.to(device), inputs=inputs)
@@ -56,7 +56,7 @@ def floats_as(inputs: Any, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", architectures.ZOO)
-def test_one_dtype_everywhere_is_plain_torch_bit_for_bit(
+def test_one_dtype_everywhere_equals_plain_torch_bit_for_bit(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_hand, inputs = architectures.make(name)
@@ -89,7 +89,7 @@ def under_the_mode(model: nn.Module, run: Any, **dtypes: str) -> tuple[torch.Ten
         return run(model), casts
 
 
-def test_where_torch_raises_the_weight_decides_and_of_several_the_widest() -> None:
+def test_mixed_arguments_get_the_widest_weight_dtype() -> None:
     x = torch.randn(2, 3, dtype=torch.float64)
     out, casts = under_the_mode(nn.Linear(3, 3), lambda m: m(x), weight="bfloat16", bias="bfloat16")
     assert out.dtype == torch.bfloat16
@@ -103,7 +103,7 @@ def test_where_torch_raises_the_weight_decides_and_of_several_the_widest() -> No
     assert out.dtype == torch.float16, "a view of a weight is a weight"
 
 
-def test_without_a_weight_the_wider_float_decides() -> None:
+def test_without_a_weight_the_wider_float_dtype_wins() -> None:
     a, b = torch.randn(2, 2).half(), torch.randn(2, 2)
     out, _ = under_the_mode(nn.Identity(), lambda m: a @ b)
     assert torch.equal(out, a.float() @ b)
@@ -113,7 +113,7 @@ def test_without_a_weight_the_wider_float_decides() -> None:
     assert out.dtype == torch.float16, "a 0-d tensor has no say, as in torch"
 
 
-def test_in_place_keeps_the_destination() -> None:
+def test_in_place_operation_keeps_its_destination() -> None:
     target, source = torch.zeros(3).bfloat16(), torch.ones(3)
 
     def write(_: nn.Module) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_in_place_keeps_the_destination() -> None:
     assert out.tolist() == [2, 2, 2]
 
 
-def test_storage_only_weights_come_back_in_the_activations_dtype() -> None:
+def test_storage_only_weights_are_dequantized_to_the_activation_dtype() -> None:
     x = torch.randn(2, 3).bfloat16()
     out, _ = under_the_mode(nn.Linear(3, 3, bias=False), lambda m: m(x), weight="float8_e4m3fn")
     assert out.dtype == torch.bfloat16
@@ -146,7 +146,7 @@ class Scales(nn.Module):
         return x * self.scale
 
 
-def test_where_torch_promotes_nothing_is_added() -> None:
+def test_promotion_by_torch_is_left_alone() -> None:
     x = torch.randn(2, 3)
     model = Scales()
     out, casts = under_the_mode(model, lambda m: m(x), scale="bfloat16")
@@ -160,7 +160,7 @@ def test_where_torch_promotes_nothing_is_added() -> None:
     assert [(cast.source, cast.target) for cast in casts] == [("float16", "float32")]
 
 
-def test_a_norm_that_torch_runs_in_two_dtypes_lists_no_cast() -> None:
+def test_norm_in_two_dtypes_lists_no_cast() -> None:
     x = torch.randn(2, 3).bfloat16()
     model = nn.LayerNorm(3)
     out, casts = under_the_mode(model, lambda m: m(x))
@@ -168,7 +168,7 @@ def test_a_norm_that_torch_runs_in_two_dtypes_lists_no_cast() -> None:
     assert casts == []
 
 
-def test_a_call_that_fails_for_another_reason_raises_as_it_did_and_leaves_nothing(
+def test_other_failures_are_raised_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(promotion, "_refused", set())
@@ -186,7 +186,7 @@ def test_a_call_that_fails_for_another_reason_raises_as_it_did_and_leaves_nothin
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_call_that_torch_refuses_draws_its_random_numbers_once() -> None:
+def test_refused_call_draws_its_random_numbers_once() -> None:
     q, k = torch.randn(1, 4, 8), torch.randn(1, 4, 8).double()
 
     def attend(_: nn.Module) -> torch.Tensor:
@@ -200,7 +200,7 @@ def test_a_call_that_torch_refuses_draws_its_random_numbers_once() -> None:
     assert casts[0].torch_raises
 
 
-def test_what_torch_refuses_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_dtypes_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     class Asks(promotion._BeforeCall):
@@ -217,7 +217,7 @@ def test_what_torch_refuses_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked == ["linear", "add"]
 
 
-def test_what_torch_refuses_depends_on_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_dtypes_depend_on_the_memory_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A linear layer in bfloat16 takes a float32 bias where its input is not contiguous, and refuses it elsewhere."""
     contiguous, turned = torch.randn(2, 4, 3).bfloat16(), torch.randn(2, 3, 4).bfloat16().transpose(1, 2)
     for order in ((contiguous, turned), (turned, contiguous)):
@@ -236,7 +236,7 @@ def test_what_torch_refuses_depends_on_the_layout(monkeypatch: pytest.MonkeyPatc
             assert any(cast.torch_raises for cast in casts) == (x is contiguous)
 
 
-def test_encoders_of_torch_take_no_fast_path_and_the_report_says_so() -> None:
+def test_fast_path_of_torch_encoders_is_avoided_and_noted() -> None:
     module, inputs = architectures.make("torch_encoder")
     session = de.open(module, inputs=inputs)
     session.cast("embedding", "float64")
@@ -263,7 +263,7 @@ class NoKernel(nn.Module):
         return self.inner(self.weight * 1.0)
 
 
-def test_a_missing_kernel_names_module_operation_dtype_device_and_what_works() -> None:
+def test_missing_kernel_error_names_module_operation_dtype_and_device() -> None:
     session = de.open(NoKernel(), inputs=(torch.zeros(3, 3),))
     session.cast("*", "float16")
     with pytest.raises(KernelError) as caught:
@@ -287,7 +287,7 @@ def test_a_missing_kernel_names_module_operation_dtype_device_and_what_works() -
         ("linalg_lstsq", lambda x: torch.linalg.lstsq(x, x).solution),
     ],
 )
-def test_a_missing_kernel_is_known_by_all_words_of_torch(name: str, function: Any) -> None:
+def test_missing_kernel_messages_of_torch_are_recognized(name: str, function: Any) -> None:
     class Calls(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -303,7 +303,7 @@ def test_a_missing_kernel_is_known_by_all_words_of_torch(name: str, function: An
         session.drift()
 
 
-def test_the_reference_makes_no_second_set_of_weights() -> None:
+def test_reference_makes_no_second_set_of_weights() -> None:
     """The widened weights live one at a time: the largest number alive at once is counted by a hook on allocation."""
     from dtype_engine.runtime.modes.reference import ReferenceMode
 
@@ -335,7 +335,7 @@ def test_the_reference_makes_no_second_set_of_weights() -> None:
 
 @pytest.mark.parametrize("dtype", dtypes.STORAGE_DTYPES)
 @pytest.mark.parametrize("ids", [[[1, 5, 1], [0, 99, 7]], [[3]], [[]]])
-def test_of_a_storage_only_table_only_the_rows_that_are_taken_come_back(
+def test_only_looked_up_rows_of_a_table_are_dequantized(
     dtype: str, ids: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = torch.tensor(ids, dtype=torch.long)
@@ -356,7 +356,7 @@ def test_of_a_storage_only_table_only_the_rows_that_are_taken_come_back(
     assert brought == [taken.numel()]
 
 
-def test_embedding_rows_are_widened_not_the_table() -> None:
+def test_only_looked_up_rows_of_an_embedding_are_widened() -> None:
     from dtype_engine.runtime.modes.reference import ReferenceMode
 
     model = nn.Embedding(100, 4).bfloat16()

@@ -155,7 +155,7 @@ def int8(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("kind", [Scripted, Mapped, AsksForType, *WRITING, *WITH_HIDDEN_WEIGHTS])
-def test_a_call_that_is_hidden_from_a_mode_is_what_plain_torch_runs(kind: type[nn.Module]) -> None:
+def test_hidden_calls_compute_what_plain_torch_does(kind: type[nn.Module]) -> None:
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 
     def made(cast: str = "float32") -> nn.Module:
@@ -182,7 +182,7 @@ def test_a_call_that_is_hidden_from_a_mode_is_what_plain_torch_runs(kind: type[n
 
 
 @pytest.mark.parametrize("kind", [*WITH_HIDDEN_WEIGHTS, *WRITING])
-def test_the_reference_of_hidden_weights_that_are_stored_narrow_is_in_float32(kind: type[nn.Module]) -> None:
+def test_reference_of_hidden_weights_is_in_float32(kind: type[nn.Module]) -> None:
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 
     def made(dtype: torch.dtype) -> nn.Module:
@@ -209,7 +209,7 @@ class Differentiates(nn.Module):
         return x * gradient
 
 
-def test_a_weight_in_a_gradient_of_the_model_is_refused_by_name() -> None:
+def test_weight_in_the_models_own_gradient_is_refused_by_name() -> None:
     session = de.open(Differentiates(), inputs=(torch.randn(5, 8),))
     assert session.drift().output.max_abs == 0
     session.cast("gate", "fp8")
@@ -251,7 +251,7 @@ class InAThread(InAPool):
 
 
 @pytest.mark.parametrize("kind", [InAPool, InAPoolOfItsOwn, InAThread])
-def test_a_weight_in_another_thread_is_refused_by_name(
+def test_weight_used_in_another_thread_is_refused_by_name(
     kind: type[nn.Module], capfd: pytest.CaptureFixture[str]
 ) -> None:
     session = de.open(kind(), inputs=(torch.randn(5, 8),))
@@ -270,7 +270,7 @@ class WorksInAThread(InAPool):
         return self.one(x) + self.two(half.result())
 
 
-def test_work_without_weights_may_be_in_another_thread() -> None:
+def test_threads_without_weights_are_allowed() -> None:
     session = de.open(WorksInAThread(), inputs=(torch.randn(5, 8),))
     session.cast("*.weight", "int8")
     assert 20 < session.drift().output.sqnr_db < 80
@@ -289,7 +289,7 @@ class MixedInside(nn.Module):
         return torch.vmap(lambda weight: functional.linear(x, weight, self.linear.bias))(self.many).sum(0)
 
 
-def test_what_torch_refuses_is_asked_again_inside_of_a_transform() -> None:
+def test_refused_dtypes_are_tried_again_inside_a_transform() -> None:
     x = torch.randn(5, 8)
 
     class Plain(MixedInside):
@@ -320,7 +320,7 @@ class UsesDetached(nn.Module):
         return functional.linear(x, three.weight.detach(), three.bias.detach()).float()
 
 
-def test_an_input_gets_the_dtype_of_a_weight_that_is_detached() -> None:
+def test_input_is_cast_to_the_dtype_of_a_detached_weight() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 8)
     session = de.open(UsesDetached(), inputs=(x,))
@@ -345,7 +345,7 @@ class Ensemble(nn.Module):
         return torch.vmap(lambda weight: functional.linear(x, weight))(self.members).float().sum(0)
 
 
-def test_an_input_gets_the_dtype_of_a_weight_inside_of_vmap() -> None:
+def test_input_is_cast_to_the_dtype_of_a_weight_inside_vmap() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 8)
     session = de.open(Ensemble(), inputs=(x,))
@@ -359,7 +359,7 @@ def test_an_input_gets_the_dtype_of_a_weight_inside_of_vmap() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_an_estimated_scan_sees_what_torchscript_runs() -> None:
+def test_scan_sees_what_torchscript_runs() -> None:
     torch.manual_seed(0)
     session = de.open(Scripted(), inputs=(torch.randn(5, 8),))
     exact = session.scan(["int8"], exact=True).scores()["gate", "int8"]

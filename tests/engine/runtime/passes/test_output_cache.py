@@ -62,7 +62,7 @@ def steps(session: Any, uniform: bool) -> list[Recipe]:
 
 
 @pytest.mark.parametrize(("place", "name"), list(enumerate(architectures.ZOO)), ids=architectures.ZOO)
-def test_measuring_with_stand_ins_is_measuring_in_full(place: int, name: str, compared: list[torch.Tensor]) -> None:
+def test_reuse_gives_the_figures_of_a_full_measurement(place: int, name: str, compared: list[torch.Tensor]) -> None:
     """Architectures of a family follow each other, and have uniform recipes and others in turn."""
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
@@ -86,7 +86,7 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
-def test_only_what_follows_the_change_is_run() -> None:
+def test_only_modules_after_the_change_run() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Sequential(Counting(8, 8), nn.ReLU()) for _ in range(10)))
     session = de.open(module, inputs=(torch.randn(2, 8),))
@@ -128,7 +128,7 @@ def routed() -> Any:
     return de.open(Routed(), inputs=inputs)
 
 
-def test_passes_over_other_tokens_have_other_calls() -> None:
+def test_other_tokens_may_call_other_modules() -> None:
     session = routed()
     quick, full = meter(session, reuse=True), meter(session, reuse=False)
     for pattern in ("layers.2", "layers.1", "layers.0", "experts.3", "experts.1", "late", "layers.2"):
@@ -138,7 +138,7 @@ def test_passes_over_other_tokens_have_other_calls() -> None:
     assert with_stand_ins.seconds.reused
 
 
-def test_what_was_called_before_is_not_run_in_passes_that_come_there_another_way() -> None:
+def test_earlier_calls_are_reused_on_another_route() -> None:
     session = routed()
     session.drift()
     session.cast("layers.0", "bfloat16")
@@ -147,7 +147,7 @@ def test_what_was_called_before_is_not_run_in_passes_that_come_there_another_way
     assert Counting.runs == 0
 
 
-def test_causes_of_passes_over_other_tokens() -> None:
+def test_causes_with_changed_routes() -> None:
     session = routed()
     session.cast("*", "bfloat16")
     found = {cause.name: cause.drift for cause in session.causes().causes}
@@ -270,7 +270,7 @@ class AsksForSize(Reads):
 
 @pytest.mark.parametrize("model", [OtherOrder, Again, TiedOtherOrder, Gated, Peeks, Reads, AsksForSize])
 @pytest.mark.parametrize(("stored", "signs"), [(torch.float32, (1, -1)), (torch.float16, (-1, 1))])
-def test_a_cast_weight_counts_from_its_first_use_in_each_pass(
+def test_first_use_of_a_cast_weight_is_counted_in_each_pass(
     model: type[nn.Module], stored: torch.dtype, signs: tuple[int, int]
 ) -> None:
     chance = torch.Generator().manual_seed(1)
@@ -286,7 +286,7 @@ def test_a_cast_weight_counts_from_its_first_use_in_each_pass(
             assert {m.name: m for m in with_stand_ins.modules} == {m.name: m for m in in_full.modules}, names[:count]
 
 
-def test_a_pass_that_goes_another_way_than_the_reference_is_not_run_again_either() -> None:
+def test_pass_on_another_route_than_the_reference_is_reused() -> None:
     session = de.open(Gated(), inputs=(torch.rand(2, 8),))
     session.cast("gate", "bfloat16")
     session.drift()
@@ -320,9 +320,7 @@ class Scaled(nn.Module):
     ("last", "cast", "runs"),
     [(True, "scale", 0), (False, "scale", 4), (True, "layers.4", 1), (True, "layers.2", 3)],
 )
-def test_layers_before_a_weight_of_the_model_itself_or_between_calls_of_one_activation_are_not_run(
-    last: bool, cast: str, runs: int
-) -> None:
+def test_layers_before_the_first_use_of_a_cast_weight_are_reused(last: bool, cast: str, runs: int) -> None:
     session = de.open(Scaled(last), inputs=(torch.randn(2, 8),))
     session.drift()
     session.cast(cast, "bfloat16")
@@ -365,7 +363,7 @@ class Wraps(nn.Module):
         return Named(hidden=x.tanh())
 
 
-def test_an_output_of_a_class_that_needs_its_fields_is_reused() -> None:
+def test_outputs_of_custom_classes_are_reused() -> None:
     session = de.open(GivesNamed(), inputs=(torch.randn(2, 8),))
     session.drift()
     session.cast("last", "bfloat16")
@@ -374,7 +372,7 @@ def test_an_output_of_a_class_that_needs_its_fields_is_reused() -> None:
     assert found.output == meter(session, reuse=False).measure().output
 
 
-def test_an_output_that_is_written_to_later_stands_in_for_nothing() -> None:
+def test_overwritten_output_is_not_reused() -> None:
     session = de.open(WritesLater(), inputs=(torch.randn(2, 8),))
     session.drift()
     session.cast("last", "bfloat16")
@@ -382,7 +380,7 @@ def test_an_output_that_is_written_to_later_stands_in_for_nothing() -> None:
     assert quick == meter(session, reuse=False).measure().output
 
 
-def test_nothing_is_left_on_the_modules() -> None:
+def test_modules_are_restored_after_a_reusing_pass() -> None:
     module, inputs = architectures.make("llama")
     session = de.open(module, inputs=inputs)
     session.drift()
@@ -422,7 +420,7 @@ def test_hooks_of_the_model_are_called_once_in_every_pass() -> None:
             assert {m.name: m for m in with_stand_ins.modules} == {m.name: m for m in in_full.modules}, rules
 
 
-def test_what_somebody_else_listens_to_is_called_again() -> None:
+def test_modules_with_foreign_hooks_are_run_again() -> None:
     # A vision tower whose hidden states transformers collects with hooks on its layers.
     module, inputs = architectures.make("llava")
     session = de.open(module, inputs=inputs)
@@ -440,7 +438,7 @@ def test_what_somebody_else_listens_to_is_called_again() -> None:
         assert fresh.drift().output == found
 
 
-def test_a_cache_keeps_the_outputs_of_some_modules_alone() -> None:
+def test_cache_keeps_the_outputs_of_selected_modules_only() -> None:
     """Of the others it has that they ran and what was observed, which is given to the observer again."""
     module = nn.Sequential(nn.Sequential(Counting(8, 8), nn.ReLU()), Counting(8, 8), nn.Linear(8, 8))
     session = de.open(module, inputs=(torch.randn(2, 8),))

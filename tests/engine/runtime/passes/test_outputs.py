@@ -19,7 +19,7 @@ X = torch.linspace(-1, 1, 32).reshape(4, 8)
     [X.argmax(-1), torch.complex(X, X), X.to_sparse(), [X], None],
     ids=["integers", "complex", "sparse", "list", "none"],
 )
-def test_logits_that_are_no_floats_are_not_the_main_output(logits: Any) -> None:
+def test_integer_logits_are_not_the_main_output(logits: Any) -> None:
     name, tensor = main_output({"logits": logits, "y": X})
     assert name == ("logits" if isinstance(logits, list) else "y")
     assert tensor is X
@@ -49,7 +49,7 @@ class Around(nn.Module):
 
 
 @pytest.mark.parametrize("of", [slice(0, 0), (slice(None), slice(0, 0)), (slice(0, 0), slice(0, 0))])
-def test_a_module_whose_output_has_no_values_drifts_by_nothing(of: Any) -> None:
+def test_module_with_an_empty_output_does_not_drift(of: Any) -> None:
     session = de.open(Around(of), inputs=X)
     session.cast("cuts", "bfloat16")
     (found,) = [each for each in session.drift().modules if each.name == "cuts"]
@@ -58,7 +58,7 @@ def test_a_module_whose_output_has_no_values_drifts_by_nothing(of: Any) -> None:
 
 @pytest.mark.parametrize("of", [slice(0, 0), (slice(None), slice(0, 0))], ids=["no rows", "no width"])
 @pytest.mark.parametrize("in_dict", [False, True])
-def test_an_output_without_values_is_refused_in_a_sentence(of: Any, in_dict: bool) -> None:
+def test_empty_main_output_is_refused_in_one_sentence(of: Any, in_dict: bool) -> None:
     shape, name = ((0, 8) if isinstance(of, slice) else (4, 0)), "logits" if in_dict else "output"
     expected = f"the model's output ({name}, {shape}) has no values, so there is nothing to compare"
     session = de.open(Cuts(of, in_dict), inputs=X)

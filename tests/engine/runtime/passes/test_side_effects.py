@@ -308,7 +308,7 @@ CASES = [
 """The dtypes take turns: what a model does besides its output does not depend on the dtype of its weights."""
 
 
-def test_what_raised_within_a_module_does_not_keep_it_from_being_reused() -> None:
+def test_module_that_caught_an_error_is_reused() -> None:
     session = opened(stored_in(CatchesAnError, "float32"))
     figures(session)
     session.cast("head", "bfloat16")
@@ -316,7 +316,7 @@ def test_what_raised_within_a_module_does_not_keep_it_from_being_reused() -> Non
 
 
 @pytest.mark.parametrize(("make", "stored"), CASES)
-def test_measuring_again_is_measuring_anew(make: Callable[[], nn.Module], stored: str) -> None:
+def test_repeated_measurement_of_a_stateful_model_is_the_same(make: Callable[[], nn.Module], stored: str) -> None:
     module = stored_in(make, stored)
     session = opened(module)
     figures(session)
@@ -334,7 +334,7 @@ def test_measuring_again_is_measuring_anew(make: Callable[[], nn.Module], stored
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_causes_are_those_of_a_recipe_for_each_part(make: Callable[[], nn.Module]) -> None:
+def test_causes_of_a_stateful_model_equal_single_recipes(make: Callable[[], nn.Module]) -> None:
     module = stored_in(make, "float32")
     session = opened(module)
     session.cast("head", "bfloat16")
@@ -584,9 +584,7 @@ CHANGE_THEMSELVES = [
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int8"])
 @pytest.mark.parametrize("make", CHANGE_THEMSELVES, ids=lambda make: make.__name__)
-def test_what_a_model_makes_of_its_weights_it_makes_of_those_that_are_cast(
-    make: Callable[[], nn.Module], dtype: str
-) -> None:
+def test_tensors_derived_from_weights_follow_the_cast(make: Callable[[], nn.Module], dtype: str) -> None:
     """The figures are those of modules whose own tensors are cast before their first pass."""
     given = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
     by_hand = make().eval()
@@ -623,7 +621,7 @@ class KeepsInAGlobal(Layers):
         return self.head(self.two(x) @ _KEPT["turned"])
 
 
-def test_what_a_model_keeps_in_a_global_variable_is_made_in_each_pass() -> None:
+def test_cached_global_values_are_made_in_each_pass() -> None:
     given = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
     module, by_hand = KeepsInAGlobal().requires_grad_(False), KeepsInAGlobal().requires_grad_(False)
     expected = by_hand(given).double()
@@ -660,7 +658,7 @@ MAKE_KEEPERS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("make", MAKE_KEEPERS.values(), ids=MAKE_KEEPERS)
-def test_a_pass_leaves_nothing_to_the_next(make: Callable[[], nn.Module]) -> None:
+def test_pass_leaves_no_state_to_the_next(make: Callable[[], nn.Module]) -> None:
     session = opened(stored_in(make, "float32"))
     before = figures(session)
     assert session.drift().output.sqnr_db == math.inf
@@ -676,7 +674,7 @@ class WritesToItsInput(Layers):
         return self.head(self.two(self.one(x)))
 
 
-def test_what_a_model_writes_to_its_input_stays_in_the_pass() -> None:
+def test_writes_to_inputs_stay_within_the_pass() -> None:
     given = [torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows)) for rows in (2, 5)]
     before = deepcopy(given)
     module = stored_in(WritesToItsInput, "float32")
@@ -700,7 +698,7 @@ def test_what_a_model_writes_to_its_input_stays_in_the_pass() -> None:
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
-def test_a_tensor_that_is_given_twice_is_one_in_the_pass(kind: Any) -> None:
+def test_tensor_given_twice_stays_one_tensor(kind: Any) -> None:
     x = torch.ones(2)
     given = {"a": x, "b": x} if kind is dict else kind((x, x))
     taken: list[Any] = []
@@ -710,7 +708,7 @@ def test_a_tensor_that_is_given_twice_is_one_in_the_pass(kind: Any) -> None:
     assert of_container[0] is of_container[1] is taken[1] is not x
 
 
-def test_what_a_model_draws_is_the_same_in_reference_and_candidate() -> None:
+def test_random_numbers_are_the_same_in_reference_and_candidate() -> None:
     module = stored_in(DrawsNumbers, "float32")
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -721,7 +719,7 @@ def test_what_a_model_draws_is_the_same_in_reference_and_candidate() -> None:
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-def test_a_buffer_that_a_model_writes_to_is_put_back_after_each_pass(stored: str) -> None:
+def test_written_buffer_is_restored_after_each_pass(stored: str) -> None:
     session = opened(stored_in(WritesItsBuffer, stored))
     before = session.model.module.mean.clone()
     assert session.drift().notices == ()

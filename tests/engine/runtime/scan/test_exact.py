@@ -17,7 +17,7 @@ def session() -> Any:
     return de.open(module, inputs=inputs)
 
 
-def test_each_exact_score_is_the_drift_of_that_cast_by_itself() -> None:
+def test_each_exact_score_is_the_drift_of_that_single_cast() -> None:
     one, other = session(), session()
     exact = one.scan(["int8"], exact=True).scores()
     names = ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"]
@@ -29,7 +29,7 @@ def test_each_exact_score_is_the_drift_of_that_cast_by_itself() -> None:
     assert set(exact) == {(name, dtype) for name in castable for dtype in ("float32", "int8")}
 
 
-def test_a_cancelled_exact_scan_leaves_the_recipe_in_force() -> None:
+def test_cancelled_exact_scan_restores_the_recipe() -> None:
     one = session()
     one.cast("*", "bfloat16")
     reports: list[ScanReport] = []

@@ -20,7 +20,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.runtime.model import module_sources
-from dtype_engine.runtime.scan import kept_tensors, scan
+from dtype_engine.runtime.scan import kept_tensors, scan, sequence_groups, sequence_scans
 from dtype_engine.runtime.scan.kept_tensors import ActivationFile, KeptTensor
 from dtype_engine.runtime.scan.weight_ops import WeightOp
 
@@ -32,7 +32,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2]
 )
-def test_each_dtype_comes_back(dtype: torch.dtype) -> None:
+def test_each_dtype_is_written_and_read_back(dtype: torch.dtype) -> None:
     given = drawn(64, 128, dtype=dtype)
     with closing(ActivationFile()) as file:
         kept = file.keep(given, "a")
@@ -58,7 +58,7 @@ def test_views_are_written_once_and_keep_their_strides() -> None:
         assert kept[-1].tensor is not None  # a row of 512 bytes is not worth a read
 
 
-def test_what_a_block_keeps_stays_in_memory_until_the_next_one() -> None:
+def test_tensors_of_a_block_stay_in_memory_until_the_next_block() -> None:
     with closing(ActivationFile()) as file:
         first = [file.keep(drawn(64, 128), "a") for _ in range(3)]
         assert file.nbytes == 0
@@ -69,7 +69,7 @@ def test_what_a_block_keeps_stays_in_memory_until_the_next_one() -> None:
         assert torch.equal(file.load(second), file.load(first[0]))
 
 
-def test_changed_values_are_refused_if_they_were_changed_before_they_were_written() -> None:
+def test_tensors_changed_before_writing_are_refused() -> None:
     with closing(ActivationFile()) as file:
         early, late, unwritten = drawn(64, 128), drawn(64, 128), drawn(2)
         kept_early, kept_late = file.keep(early, "a"), file.keep(late, "a")
@@ -86,7 +86,7 @@ def test_changed_values_are_refused_if_they_were_changed_before_they_were_writte
             file.load(kept)
 
 
-def test_small_parts_of_a_large_memory_are_written_alone() -> None:
+def test_small_views_of_a_large_tensor_are_written_alone() -> None:
     large = drawn(1024, 1024)
     with closing(ActivationFile()) as file:
         parts = [large[:2], large[900:902], large[1:2, 7:].bfloat16(), large[5:9].view(torch.int64)[:, 3:]]
@@ -97,7 +97,7 @@ def test_small_parts_of_a_large_memory_are_written_alone() -> None:
         assert [file.load(each).stride() for each in kept] == [part.stride() for part in parts]
 
 
-def test_no_more_waits_or_stays_read_than_the_limit() -> None:
+def test_waiting_and_read_tensors_stay_within_the_limit() -> None:
     with closing(ActivationFile(1 << 20)) as file:
         kept = [file.keep(drawn(64, 1024), "a") for _ in range(16)]
         assert sum(each.tensor is not None for each in kept) <= 5
@@ -106,13 +106,13 @@ def test_no_more_waits_or_stays_read_than_the_limit() -> None:
         assert sum(each.nbytes for each in file._read.values()) <= 1 << 20
 
 
-def test_a_sparse_tensor_stays_in_memory() -> None:
+def test_sparse_tensor_stays_in_memory() -> None:
     with closing(ActivationFile()) as file:
         sparse = drawn(64, 128).to_sparse()
         assert file.load(file.keep(sparse, "a")).to_dense().equal(drawn(64, 128))
 
 
-def test_a_vector_takes_the_place_of_another() -> None:
+def test_vector_replaces_another_in_the_file() -> None:
     with closing(ActivationFile()) as file:
         kept = file.put(drawn(4096))
         other = file.put(drawn(4096) + 2)
@@ -122,7 +122,7 @@ def test_a_vector_takes_the_place_of_another() -> None:
         assert torch.equal(file.take(other), drawn(4096) + 2)
 
 
-def test_it_is_where_tmpdir_says_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activation_file_is_in_tmpdir_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_tensors.tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with closing(ActivationFile()) as file:
@@ -132,13 +132,13 @@ def test_it_is_where_tmpdir_says_and_leaves_nothing(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_is_a_sentence_and_the_scan_can_go_on(
+def test_full_disk_is_one_sentence_and_the_scan_can_continue(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_llama(dtype="bfloat16", **SIZES)
     expected = opened(folder, 1 << 21, (9, 5)).scan(["int8"], draws=1).scores()
     session = opened(folder, 1 << 21, (9, 5))
-    monkeypatch.setattr(scan, "cache_budget", lambda device: 1)
+    monkeypatch.setattr(sequence_groups, "cache_budget", lambda device: 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
@@ -176,8 +176,8 @@ def test_scores_do_not_depend_on_where_activations_are(
 
     expected = scores(0)
     assert not files
-    monkeypatch.setattr(scan, "cache_budget", lambda device: 1)
-    monkeypatch.setattr(scan, "_LEAST_WAITING", 10_000)
+    monkeypatch.setattr(sequence_groups, "cache_budget", lambda device: 1)
+    monkeypatch.setattr(sequence_scans, "_LEAST_WAITING", 10_000)
     for budget in (0, 1):  # with a small one, gradients of one draw are held at a time
         assert scores(budget) == expected
     assert all(files)
@@ -185,30 +185,30 @@ def test_scores_do_not_depend_on_where_activations_are(
 
 
 @pytest.mark.parametrize(("length", "in_file"), [(1, True), (400, False)])
-def test_a_file_is_used_if_less_is_read_with_it(
+def test_activation_file_is_used_if_fewer_bytes_are_read(
     length: int, in_file: bool, make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The graphs of four texts do not fit. Those of short texts are smaller than the weights, those of long ones are larger."""
     session = opened(make_llama(dtype="bfloat16", **SIZES), 1 << 21, (length,) * 4)
     visits = session.model.visits
     assert visits is not None
-    made = scan.Scan(session.model, session.inputs, ("int8",), draws=1)
-    room = 1.9 * made._graph_bytes(0)
-    monkeypatch.setattr(scan, "cache_budget", lambda device: room)
-    assert made._next_group(made.pending()) == (([0, 1, 2, 3], True) if in_file else ([0], False))
-    monkeypatch.setattr(scan, "free_for_activations", lambda: 4 * made._graph_bytes(0))
-    assert made._next_group(made.pending()) == (([0, 1], True) if in_file else ([0], False))
-    monkeypatch.setattr(scan, "free_for_activations", lambda: 0)
-    assert made._next_group(made.pending()) == ([0], False)
+    groups = scan.Scan(session.model, session.inputs, ("int8",), draws=1)._scans.groups
+    room = 1.9 * groups.graph_bytes(0)
+    monkeypatch.setattr(sequence_groups, "cache_budget", lambda device: room)
+    assert groups.next([0, 1, 2, 3], 1) == (([0, 1, 2, 3], True) if in_file else ([0], False))
+    monkeypatch.setattr(sequence_groups, "free_for_activations", lambda: 4 * groups.graph_bytes(0))
+    assert groups.next([0, 1, 2, 3], 1) == (([0, 1], True) if in_file else ([0], False))
+    monkeypatch.setattr(sequence_groups, "free_for_activations", lambda: 0)
+    assert groups.next([0, 1, 2, 3], 1) == ([0], False)
     room /= 4
-    monkeypatch.setattr(scan, "free_for_activations", lambda: 2 * made._graph_bytes(0))
-    assert made._next_group(made.pending()) == ([0], True)  # it fits only there
-    made._behavior.stateful = True
-    monkeypatch.setattr(scan, "free_for_activations", lambda: 1 << 40)
-    assert made._next_group(made.pending()) == ([0], True)
+    monkeypatch.setattr(sequence_groups, "free_for_activations", lambda: 2 * groups.graph_bytes(0))
+    assert groups.next([0, 1, 2, 3], 1) == ([0], True)  # it fits only there
+    groups.behavior.stateful = True
+    monkeypatch.setattr(sequence_groups, "free_for_activations", lambda: 1 << 40)
+    assert groups.next([0, 1, 2, 3], 1) == ([0], True)
 
 
-def test_an_accelerators_activations_wait_in_the_file(
+def test_accelerator_activations_are_written_to_the_file(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if DEVICE == "cpu":
@@ -226,7 +226,7 @@ def test_an_accelerators_activations_wait_in_the_file(
     for in_file in (False, True):
         session = de.open(str(folder), options=de.Options(device=DEVICE, max_memory={DEVICE: 1 << 19}), inputs=ids)
         assert session.model.visits is not None
-        monkeypatch.setattr(scan, "cache_budget", lambda device, room=1 if in_file else 1 << 40: room)
+        monkeypatch.setattr(sequence_groups, "cache_budget", lambda device, room=1 if in_file else 1 << 40: room)
         scores.append(session.scan(["int8"], draws=2).scores())
         assert bool(sizes) == in_file
     assert scores[0] == scores[1]
@@ -234,7 +234,7 @@ def test_an_accelerators_activations_wait_in_the_file(
 
 @pytest.mark.parametrize("stop", [False, True])
 @pytest.mark.parametrize("name", ["mixtral", "llama"])
-def test_nothing_of_a_scan_stays_in_memory(name: str, stop: bool) -> None:
+def test_scan_leaves_nothing_in_memory(name: str, stop: bool) -> None:
     module, inputs = architectures.make(name)
     session = de.open(module.bfloat16(), inputs=inputs)
     asked = 0
@@ -268,7 +268,7 @@ class Overwrites(nn.Module):
 
 
 @pytest.mark.parametrize("budget", [1, 1 << 30])
-def test_an_overwritten_activation_is_never_used_silently(budget: int) -> None:
+def test_overwritten_activation_is_never_used_silently(budget: int) -> None:
     if DEVICE == "fake":
         pytest.skip(
             "a backward pass that raises an error aborts the process: torch's device guard in Python can't raise it"

@@ -261,7 +261,7 @@ def by_hand(kind: type[Uses], name: str) -> float:
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_score_of_a_weight_without_a_gradient_is_what_plain_torch_gives(kind: type[Uses]) -> None:
+def test_score_of_a_weight_without_a_gradient_equals_plain_torch(kind: type[Uses]) -> None:
     session = de.open(kind(), inputs=(INPUTS,))
     before = {name: tensor.clone() for name, tensor in session.model.module.state_dict().items()}
     report = session.scan(["int8"], draws=200)
@@ -280,7 +280,7 @@ class WritesAPartAfterwards(Uses):
         return before @ self.weight
 
 
-def test_a_write_to_rows_of_a_weight_that_a_gradient_needs_is_refused() -> None:
+def test_write_to_weight_rows_that_a_gradient_needs_is_refused() -> None:
     session = de.open(WritesAPartAfterwards(), inputs=(INPUTS,))
     with pytest.raises(de.NoForward, match=r"modified by an inplace operation.*scan --exact"):
         session.scan(["int8"], draws=4)
@@ -308,7 +308,7 @@ class ChecksValues(Uses):
         return self.inner(x) * int((self.weight > self.weight.max() * 0.9995).sum())
 
 
-def test_checks_of_values_that_a_cast_does_not_change_cost_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_checks_of_values_cost_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     session = de.open(ChecksValues(), inputs=(INPUTS,))
     monkeypatch.setattr(measured_weights, "MOST_PASSES", 3)
     scores = session.scan(["int8"], draws=200).scores()
@@ -330,7 +330,7 @@ class ChecksAndUses(Uses):
         return (self.inner(x) + x @ self.weight) * largest
 
 
-def test_a_weight_whose_check_a_cast_changes_is_measured_although_it_has_a_gradient() -> None:
+def test_weight_whose_check_a_cast_changes_is_measured() -> None:
     model = ChecksAndUses()
     weight = model.weight.data
     row, column = divmod(int(weight.argmax()), 8)
@@ -342,7 +342,7 @@ def test_a_weight_whose_check_a_cast_changes_is_measured_although_it_has_a_gradi
     assert scores["weight", "int8"] == pytest.approx(exact["weight", "int8"], rel=1e-6)
 
 
-def test_weights_that_a_model_does_not_use_cost_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_weights_cost_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     session = de.open(Fills(), inputs=(INPUTS,))
     casts: list[dict[str, str]] = []
     made = measured_weights.CastWeightsMode.__init__
@@ -372,7 +372,7 @@ class Unused(nn.Module):
 
 
 @pytest.mark.parametrize("budget", [1 << 20, 512])
-def test_weights_that_matter_are_found_among_many_that_do_not(budget: int) -> None:
+def test_relevant_weights_are_found_among_many_irrelevant_ones(budget: int) -> None:
     """Also where the memory holds one cast weight only."""
     session = de.open(Unused(), inputs=(INPUTS,))
     scan = Scan(session.model, session.inputs, ("int8",), draws=200, budget=budget).run().scores()
@@ -385,7 +385,7 @@ def test_weights_that_matter_are_found_among_many_that_do_not(budget: int) -> No
 
 
 @pytest.mark.parametrize("name", ["torch_lstm", "torch_gru"])
-def test_a_recurrent_layer_behind_a_narrow_embedding_is_scanned(name: str) -> None:
+def test_recurrent_layer_behind_a_narrow_embedding_is_scanned(name: str) -> None:
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     table = next(name for name, tensor in session.tree.tensors.items() if "embed" in name)
@@ -393,7 +393,7 @@ def test_a_recurrent_layer_behind_a_narrow_embedding_is_scanned(name: str) -> No
     assert scan[table, "bfloat16"] == pytest.approx(exact[table, "bfloat16"], rel=1e-3)
 
 
-def test_a_weight_in_a_format_of_another_program_is_tried_in_the_narrowest_other_dtype() -> None:
+def test_foreign_format_is_tried_in_the_narrowest_other_dtype() -> None:
     """The stored format is among the dtypes, since it may round to 16 bits. It has no number of bits here."""
     tried: list[Any] = []
     weight = SimpleNamespace(info=SimpleNamespace(numel=1))

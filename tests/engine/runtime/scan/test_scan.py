@@ -41,7 +41,7 @@ NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
     ("name", "unit", "kinds"),
     [("llama", NATS, DEFAULT_DTYPES), ("vit", NATS_PER_EXAMPLE, NARROW), ("bert", NATS, DEFAULT_DTYPES)],
 )
-def test_agrees_with_measuring_each_alone(name: str, unit: str, kinds: Sequence[str]) -> None:
+def test_scan_agrees_with_measuring_each_weight_alone(name: str, unit: str, kinds: Sequence[str]) -> None:
     session = opened(name)
     scan = session.scan(kinds, draws=64)
     rank, ratio, count = compared(scan, session.scan(kinds, exact=True))
@@ -51,7 +51,7 @@ def test_agrees_with_measuring_each_alone(name: str, unit: str, kinds: Sequence[
     assert 0.8 <= ratio <= 1.25
 
 
-def test_an_output_that_is_no_distribution_gives_the_relative_squared_error() -> None:
+def test_output_without_a_distribution_gives_the_relative_squared_error() -> None:
     session = opened("torch_encoder")
     scan, exact = session.scan(draws=96), session.scan(exact=True)
     rank, ratio, _ = compared(scan, exact)
@@ -144,7 +144,7 @@ class Divides(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def test_a_weight_that_the_model_divides_is_scanned_as_it_is_then() -> None:
+def test_weight_divided_by_the_model_is_scanned_after_the_division() -> None:
     torch.manual_seed(0)
     session = de.open(Divides(), inputs=(torch.randn(5, 8),))
     scan, exact = (session.scan(["bfloat16", "int8"], **how).scores() for how in ({"draws": 400}, {"exact": True}))
@@ -155,7 +155,7 @@ def test_a_weight_that_the_model_divides_is_scanned_as_it_is_then() -> None:
             assert scan[key] == pytest.approx(score, rel=0.2, abs=1e-12), key
 
 
-def test_any_way_to_use_a_weight_is_seen() -> None:
+def test_every_kind_of_weight_use_is_recorded() -> None:
     torch.manual_seed(0)
     session = de.open(Odd(), inputs=[torch.randn(3, 8), torch.randn(5, 8)])
     kinds = ["bfloat16", "float8_e4m3fn", "int8"]
@@ -170,7 +170,7 @@ def test_any_way_to_use_a_weight_is_seen() -> None:
     assert found["unused", "int8"] == 0.0
 
 
-def test_the_error_bar_sharpens_sequence_by_sequence() -> None:
+def test_standard_error_shrinks_with_every_sequence() -> None:
     module = architectures.make("llama")[0]
     ids = [torch.randint(3, 64, (1, 10), generator=torch.Generator().manual_seed(seed)) for seed in range(24)]
     session = de.open(module, inputs=[{"input_ids": each} for each in ids])
@@ -189,7 +189,7 @@ def test_the_error_bar_sharpens_sequence_by_sequence() -> None:
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
 
 
-def test_what_is_as_wide_as_the_reference_costs_nothing_and_its_own_narrow_dtype_does(make_llama: Any) -> None:
+def test_lossless_dtypes_cost_nothing_and_narrow_stored_ones_do(make_llama: Any) -> None:
     session = de.open(str(make_llama(dtype="bfloat16")))
     scan, exact = session.scan(["float32", "int8"], draws=48), session.scan(["float32", "int8"], exact=True)
     scores = scan.scores()
@@ -201,7 +201,7 @@ def test_what_is_as_wide_as_the_reference_costs_nothing_and_its_own_narrow_dtype
     assert 0.75 <= ratio <= 1.25
 
 
-def test_the_recipe_in_force_plays_no_part_and_stays() -> None:
+def test_scan_ignores_and_keeps_the_current_recipe() -> None:
     session = opened("llama")
     before = Scan(session.model, session.inputs, ("int8",), draws=4).run().scores()
     session.cast("*", "float8_e4m3fn")
@@ -210,7 +210,7 @@ def test_the_recipe_in_force_plays_no_part_and_stays() -> None:
     assert {weight.dtype for weight in session.model.weights.values() if weight.info.persistent} == {"float8_e4m3fn"}
 
 
-def test_values_that_overflow_are_infinite() -> None:
+def test_overflowing_casts_have_infinite_scores() -> None:
     module = nn.Linear(4, 4)
     module.weight.data.fill_(1e6)
     session = de.open(module, inputs=torch.randn(2, 4))
@@ -223,7 +223,7 @@ def sequences() -> Any:
     return de.open(module, inputs=[{"input_ids": architectures.tokens(length)} for length in (6, 7, 8)])
 
 
-def test_a_cancelled_scan_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_cancelled_scan_resumes(tmp_path: Path) -> None:
     whole = sequences().scan(["int8"], draws=4).scores()
     session, done = sequences(), []
     file = tmp_path / "scan.json"
@@ -238,7 +238,7 @@ def test_a_cancelled_scan_goes_on_where_it_was(tmp_path: Path) -> None:
     assert not other  # all of it was in the file
 
 
-def test_a_paused_scan_waits_and_loses_nothing() -> None:
+def test_paused_scan_waits_and_loses_nothing() -> None:
     whole = opened("llama").scan(["int8"], draws=4).scores()
     token, one, found = CancelToken(), opened("llama"), []
     seen = threading.Event()
@@ -268,7 +268,7 @@ def test_a_paused_scan_can_be_cancelled() -> None:
         one.scan(["int8"], draws=4, cancelled=token)
 
 
-def test_two_scans_to_one_file_never_share_what_they_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_scans_never_share_a_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each writes under a name of its own and renames it when it is on the disk: the file is one of both, never a mixture."""
     file, seen = tmp_path / "scan.json", []
     replace = os.replace
@@ -286,7 +286,7 @@ def test_two_scans_to_one_file_never_share_what_they_write(tmp_path: Path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_a_scan_that_cannot_be_saved_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_leaves_the_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "scan.json"
     session = sequences()
     session.scan(["int8"], draws=2, save=file)
@@ -305,7 +305,7 @@ def test_a_scan_that_cannot_be_saved_leaves_the_file_as_it_was(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_two_scans_at_once_into_one_file_lose_nothing(exact: bool, tmp_path: Path) -> None:
+def test_concurrent_scans_into_one_file_lose_nothing(exact: bool, tmp_path: Path) -> None:
     file = tmp_path / "scan.json"
     draws = None if exact else 2
     first, second = (sequences().scan_task(["int8"], draws, exact, file) for _ in range(2))
@@ -318,7 +318,7 @@ def test_two_scans_at_once_into_one_file_lose_nothing(exact: bool, tmp_path: Pat
 
 
 @pytest.mark.parametrize("what", ["model", "inputs", "dtypes", "number of draws"])
-def test_a_saved_scan_of_something_else_is_refused(what: str, tmp_path: Path) -> None:
+def test_saved_scan_of_something_else_is_refused(what: str, tmp_path: Path) -> None:
     file = tmp_path / "scan.json"
     sequences().scan(["int8"], draws=2, save=file)
     session, kinds, draws = sequences(), ["int8"], 2
@@ -335,14 +335,14 @@ def test_a_saved_scan_of_something_else_is_refused(what: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"fingerprint": 3}', "[1]"])
-def test_a_file_that_is_no_scan_is_refused(text: str, tmp_path: Path) -> None:
+def test_file_that_is_not_a_scan_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "scan.json"
     file.write_text(text)
     with pytest.raises(de.UserError, match="is not a saved scan"):
         sequences().scan(["int8"], draws=2, save=file)
 
 
-def test_a_saved_scan_reads_the_same_and_is_written_as_it_was(tmp_path: Path) -> None:
+def test_saved_scan_round_trips(tmp_path: Path) -> None:
     """saved/scan.json was written by hand: infinity, and figures that are missing, are in it."""
     old, new = Path(__file__).parent / "saved" / "scan.json", tmp_path / "scan.json"
     fingerprint = saved.Fingerprint("m" * 8, "i" * 8, ("bfloat16", "float8_e4m3fn"), "defaults")
@@ -376,14 +376,14 @@ def test_a_saved_scan_reads_the_same_and_is_written_as_it_was(tmp_path: Path) ->
          r"sequences\[0\].sums\[0\]: expected array of length 5, got 3"),
     ],
 )  # fmt: skip
-def test_a_damaged_scan_is_refused_by_its_entry(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_damaged_scan_is_refused_with_the_bad_entry(change: dict[str, Any], says: str, tmp_path: Path) -> None:
     file = tmp_path / "scan.json"
     file.write_text(json.dumps(json.loads((Path(__file__).parent / "saved" / "scan.json").read_text()) | change))
     with pytest.raises(de.UserError, match=rf"scan\.json is not a saved scan \({says}\)"):
         saved.read(file, saved.Fingerprint("", "", (), ""), None)
 
 
-def test_prediction_is_the_sum_of_singles() -> None:
+def test_prediction_is_the_sum_of_single_scores() -> None:
     session = opened("llama")
     with pytest.raises(de.UserError, match="nothing was scanned"):
         session.predict()
@@ -400,7 +400,7 @@ def test_prediction_is_the_sum_of_singles() -> None:
         session.predict(Recipe((Rule("*", "float16"),)))
 
 
-def test_sixteen_bit_products_are_those_of_torch_itself() -> None:
+def test_sixteen_bit_products_equal_those_of_torch() -> None:
     from dtype_engine.runtime.scan.local_errors import summed_in_float32
 
     torch.manual_seed(0)
@@ -414,7 +414,7 @@ def test_sixteen_bit_products_are_those_of_torch_itself() -> None:
             assert (own != ours).float().mean() < 0.01  # they may round a tie differently
 
 
-def test_a_bias_beside_a_weight_that_is_stored_with_scales(tmp_path: Path) -> None:
+def test_bias_beside_a_scaled_weight_is_scanned(tmp_path: Path) -> None:
     """The operation runs again with the weight's values, not with the codes that the file has for them."""
     import transformers
 

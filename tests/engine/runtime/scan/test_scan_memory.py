@@ -30,7 +30,7 @@ def test_scores_do_not_depend_on_what_the_graph_holds(name: str) -> None:
     assert scores(session, 1) == scores(session, 1 << 30)
 
 
-def test_views_of_weights_are_made_again() -> None:
+def test_views_of_weights_are_made_again_for_the_backward_pass() -> None:
     torch.manual_seed(0)
     session = de.open(Odd().half(), inputs=[torch.randn(3, 8), torch.randn(5, 8)])
     assert scores(session, 1) == scores(session, 1 << 30)
@@ -85,7 +85,7 @@ class Uses(nn.Module):
 @pytest.mark.parametrize(
     "use", [transposed_after_a_write, clamped, standardized, written_view, written_alias, gradient_of_its_own]
 )
-def test_weights_that_the_pass_changes_have_their_changed_values_in_the_backward_pass(
+def test_backward_pass_sees_weights_as_the_model_changed_them(
     use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -100,7 +100,7 @@ def test_weights_that_the_pass_changes_have_their_changed_values_in_the_backward
             assert small[key] == pytest.approx(exact, rel=0.02)
 
 
-def test_a_look_up_of_one_row() -> None:
+def test_lookup_of_one_row_is_scanned() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()

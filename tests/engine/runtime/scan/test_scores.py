@@ -55,7 +55,7 @@ def test_19_of_20_exact_scores_are_within_two_errors(sequences: int, draws: int,
     assert statistics.median(errors) < 2.5 * math.hypot(*misses) / math.sqrt(len(misses)) + spread
 
 
-def test_the_errors_of_a_scan_hold_against_the_exact_scan() -> None:
+def test_scan_errors_hold_against_the_exact_scan() -> None:
     module, _ = architectures.make("llama")
     generator = torch.Generator().manual_seed(5)
     ids = [torch.randint(3, architectures.VOCABULARY, (1, 16), generator=generator) for _ in range(2)]

@@ -53,7 +53,7 @@ def written(folder: Path, place: str, statement: str) -> str:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_limit_is_not_kept_by_code_that_exits(tmp_path: Path, place: str) -> None:
+def test_exit_in_user_code_is_not_a_met_limit(tmp_path: Path, place: str) -> None:
     statement, said = PLACES[place]
     done = preloaded.run(preloaded.COMMAND, "drift", written(tmp_path, place, statement), "--max-kl", "0.001")
     assert (done.returncode, done.stdout) == (2, "")
@@ -62,7 +62,7 @@ def test_a_limit_is_not_kept_by_code_that_exits(tmp_path: Path, place: str) -> N
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_caller_of_the_library_gets_an_error_and_goes_on(tmp_path: Path, place: str) -> None:
+def test_library_raises_an_error_for_exits_in_user_code(tmp_path: Path, place: str) -> None:
     statement, said = PLACES[place]
     model = written(tmp_path, place, statement)
     with pytest.raises(de.UserError) as caught:
@@ -70,7 +70,7 @@ def test_the_caller_of_the_library_gets_an_error_and_goes_on(tmp_path: Path, pla
     assert said in str(caught.value)
 
 
-def test_a_module_of_a_package_exits_as_a_file_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_of_a_package_exits_like_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "leaving_package.py").write_text("raise SystemExit(1)")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(de.UserError, match="leaving_package: importing it failed"):
@@ -93,24 +93,24 @@ class _Backwards(nn.Linear):
         return out
 
 
-def test_a_scan_ends_in_a_sentence_where_a_backward_pass_exits() -> None:
+def test_exit_in_a_backward_pass_ends_the_scan_in_one_sentence() -> None:
     with pytest.raises(de.NoForward, match="backward pass failed: the code called"):
         de.open(_Backwards(4, 4), inputs=torch.ones(1, 4)).scan()
 
 
-def test_an_interrupt_stays_one(tmp_path: Path) -> None:
+def test_interrupt_stays_an_interrupt(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         de.open(written(tmp_path, "forward", "raise KeyboardInterrupt")).drift()
 
 
-def test_the_app_is_told_which_module_exits(tmp_path: Path) -> None:
+def test_app_names_the_module_that_exits(tmp_path: Path) -> None:
     with RecordedWorker(written(tmp_path, "forward", "sys.exit(0)"), Options(device="cpu")) as recorded:
         failed = recorded.wait_for(events.Failed)
         assert "failed in leaving: ExitCalled" in failed.message
         recorded.wait_for(events.Idle)
 
 
-def test_the_engines_thread_outlives_an_exit_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_thread_survives_an_exit_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(*arguments: object, **named: object) -> None:
         raise SystemExit(0)
 
@@ -124,7 +124,7 @@ def test_the_engines_thread_outlives_an_exit_from_anywhere(monkeypatch: pytest.M
             recorded.wait_for(events.Idle, since=start, seconds=60)
 
 
-def test_a_model_that_exits_as_it_is_opened_is_one_that_did_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_exits_while_opening_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(*arguments: object) -> None:
         raise SystemExit(0)
 

@@ -18,7 +18,7 @@ from dtype_engine.core.heap import trim_heap
 from dtype_engine.runtime.session.process_memory import process_memory
 
 
-def test_the_words_of_the_public_api(tinynet: Any) -> None:
+def test_public_api_accepts_short_names(tinynet: Any) -> None:
     tinynet.cast("*.bias", "bf16")
     tinynet.cast("head", "half")
     assert tinynet.recipe == Recipe((Rule("*.bias", "bfloat16"), Rule("head", "float16")))
@@ -34,7 +34,7 @@ def test_the_words_of_the_public_api(tinynet: Any) -> None:
     assert tinynet.drift().output.max_abs == 0
 
 
-def test_a_cast_takes_a_dtype_of_torch(tinynet: Any) -> None:
+def test_cast_accepts_torch_dtypes(tinynet: Any) -> None:
     tinynet.cast("*.bias", torch.bfloat16)
     tinynet.cast("head", torch.float8_e4m3fn)
     assert tinynet.recipe == Recipe((Rule("*.bias", "bfloat16"), Rule.make("head", torch.float8_e4m3fn)))
@@ -59,7 +59,7 @@ def test_live_modules_take_inputs_as_dict_tuple_tensor_or_list(inputs: Any) -> N
     assert session.drift().output.elements == 4
 
 
-def test_a_module_without_inputs_can_be_cast_but_not_run() -> None:
+def test_module_without_inputs_can_be_cast_but_not_run() -> None:
     session = de.open(nn.Linear(2, 2))
     session.cast("*", "float16")
     assert session.memory().resident_bytes == 12
@@ -67,7 +67,7 @@ def test_a_module_without_inputs_can_be_cast_but_not_run() -> None:
         session.drift()
 
 
-def test_a_mixed_checkpoint_keeps_every_stored_dtype(make_llama: Callable[..., Path]) -> None:
+def test_mixed_checkpoint_keeps_every_stored_dtype(make_llama: Callable[..., Path]) -> None:
     folder = make_llama(dtype="bfloat16", dtypes={"norm": "float32", "layers.1.mlp": "float16"})
     session = de.open(str(folder))
     stored = {name: tensor.dtype for name, tensor in session.tree.tensors.items() if tensor.persistent}
@@ -79,7 +79,7 @@ def test_a_mixed_checkpoint_keeps_every_stored_dtype(make_llama: Callable[..., P
     assert stored == {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
 
 
-def test_ties_are_one_tensor(make_llama: Callable[..., Path]) -> None:
+def test_tied_names_are_one_tensor(make_llama: Callable[..., Path]) -> None:
     session = de.open(str(make_llama()))
     tied = session.tree.canonical("lm_head.weight")
     assert tied is not None
@@ -89,7 +89,7 @@ def test_ties_are_one_tensor(make_llama: Callable[..., Path]) -> None:
     assert session.memory().resident_bytes == session.tree.stored_bytes - tied.nbytes // 2 + 2 * 32
 
 
-def test_missing_weights_are_made_at_random_on_request_alone(make_llama: Callable[..., Path]) -> None:
+def test_missing_weights_are_random_only_on_request(make_llama: Callable[..., Path]) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = make_llama()
@@ -108,7 +108,7 @@ def test_missing_weights_are_made_at_random_on_request_alone(make_llama: Callabl
     assert coverage.missing == ("model.norm.weight",)
 
 
-def test_an_architecture_that_is_not_known(make_llama: Callable[..., Path]) -> None:
+def test_unknown_architecture_is_reported(make_llama: Callable[..., Path]) -> None:
     folder = make_llama()
     config = folder / "config.json"
     config.write_text(config.read_text().replace("LlamaForCausalLM", "Nonesuch").replace('"llama"', '"nonesuch"'))
@@ -116,7 +116,7 @@ def test_an_architecture_that_is_not_known(make_llama: Callable[..., Path]) -> N
         de.open(str(folder))
 
 
-def test_the_demo_halves_exactly_in_bfloat16() -> None:
+def test_demo_takes_exactly_half_in_bfloat16() -> None:
     session = de.open()
     stored = session.plan.stored_bytes
     session.cast("*", "bfloat16")
@@ -130,7 +130,7 @@ def test_the_demo_halves_exactly_in_bfloat16() -> None:
     assert report.output.perplexity_reference < 30, "the demo model was really trained"
 
 
-def test_a_recipe_for_kv_caches_says_what_they_take() -> None:
+def test_cache_recipe_reports_its_memory() -> None:
     session = de.open()
     assert session.memory().cache_planned_bytes is None, "no rule names them"
     session.cast("*.kv_cache.k", "fp8")
@@ -139,7 +139,7 @@ def test_a_recipe_for_kv_caches_says_what_they_take() -> None:
     assert memory.cache_planned_bytes == keys * 4 + keys
 
 
-def test_a_drift_says_where_modules_were_compared_over_texts_that_kivi_does_not_round() -> None:
+def test_drift_reports_that_modules_were_compared_over_shorter_inputs() -> None:
     session = de.open()
     session.cast("*.kv_cache.k", "int4@kivi")
     report = session.drift()
@@ -148,7 +148,7 @@ def test_a_drift_says_where_modules_were_compared_over_texts_that_kivi_does_not_
     assert any("modules were compared over shorter inputs" in notice for notice in report.notices)
 
 
-def test_perplexity_is_that_of_transformers_own_loss() -> None:
+def test_perplexity_equals_the_loss_of_transformers() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     text = "def add(first, second):\n    return first + second\n"
@@ -161,7 +161,7 @@ def test_perplexity_is_that_of_transformers_own_loss() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux has it")
-def test_mapped_bytes_are_those_that_the_kernel_counts() -> None:
+def test_mapped_bytes_equal_those_of_the_kernel() -> None:
     session = de.open()
     session.drift()
     lines = Path("/proc/self/smaps").read_text().splitlines()
@@ -191,7 +191,7 @@ def test_undo_of_a_whole_model_cast_frees_the_cast_tensors(tmp_path: Path, make_
         assert after.anonymous - before.anonymous < 0.1 * planned
 
 
-def test_a_saved_drift_is_checked_before_the_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_drift_is_checked_before_the_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = de.open(options=de.Options(sequences=2, sequence_length=16))
     with pytest.raises(de.UserError, match="there is no folder"):
         session.drift(save=tmp_path / "none" / "run.json")

@@ -28,7 +28,7 @@ def candidate(session: de.Session, settings: RunSettings) -> torch.Tensor:
 
 @pytest.mark.parametrize("autocast", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["llama", "bert", "vit", "blip", "resnet", "t5"])
-def test_autocast_is_torchs_own(name: str, autocast: Any) -> None:
+def test_autocast_equals_that_of_torch(name: str, autocast: Any) -> None:
     module, inputs = architectures.make(name)
     plain = copy.deepcopy(module)
     session = de.open(module, inputs=inputs)
@@ -39,7 +39,7 @@ def test_autocast_is_torchs_own(name: str, autocast: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "blip", "torch_lstm", "mixtral"])
-def test_any_mix_runs_under_autocast(name: str) -> None:
+def test_mixed_dtypes_run_under_autocast(name: str) -> None:
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     session.settings = RunSettings(autocast="bfloat16")
@@ -52,7 +52,7 @@ def test_any_mix_runs_under_autocast(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["*=float16", "*.mlp=float16"])
-def test_figures_told_within_a_pass_are_computed_outside_autocast(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_within_a_pass_are_computed_outside_autocast(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU autocast refuses to join tensors in float16; what is told between two modules is what is told at the end."""
     found = []
     for every in (3, math.inf):
@@ -68,7 +68,7 @@ def test_figures_told_within_a_pass_are_computed_outside_autocast(rule: str, mon
     assert found[0].modules == found[1].modules
 
 
-def test_a_change_of_settings_runs_everything_again() -> None:
+def test_changed_settings_run_everything_again() -> None:
     session = de.open()
     session.drift()
     session.settings = RunSettings(autocast="bfloat16")
@@ -93,7 +93,7 @@ class Asked(nn.Module):
         return self.layer(x)
 
 
-def test_floating_inputs_follow_the_model_when_asked() -> None:
+def test_float_inputs_follow_the_model_on_request() -> None:
     module = Asked()
     module.seen.clear()
     session = de.open(module, inputs=(torch.randn(3, 2),))
@@ -110,7 +110,7 @@ def test_floating_inputs_follow_the_model_when_asked() -> None:
     assert set(module.seen) == {torch.float16}
 
 
-def test_casts_that_autocast_makes_are_in_the_flow() -> None:
+def test_autocast_casts_are_listed_in_the_flow() -> None:
     session = de.open(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), inputs=(torch.randn(2, 4),))
     assert session.flow() == ()
     session.settings = RunSettings(autocast="bfloat16")

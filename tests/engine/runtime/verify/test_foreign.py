@@ -50,7 +50,7 @@ def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_model_saved_by_transformers_is_an_exact_cast(
+def test_model_saved_by_transformers_is_an_exact_cast(
     dtype: torch.dtype, make_llama: Callable[..., Path], tmp_path: Path, verified: Callable[..., dict[str, Any]]
 ) -> None:
     source = make_llama()
@@ -66,7 +66,7 @@ def test_a_model_saved_by_transformers_is_an_exact_cast(
         assert tensor["max_abs"] == float((before.to(dtype).double() - before.double()).abs().max())
 
 
-def test_what_is_no_cast_is_named_with_its_distance(
+def test_value_that_is_not_a_cast_is_named_with_its_distance(
     make_llama: Callable[..., Path], tmp_path: Path, verified: Callable[..., dict[str, Any]], capsys: Any
 ) -> None:
     source = make_llama()
@@ -100,7 +100,7 @@ def test_what_is_no_cast_is_named_with_its_distance(
     assert lines[-1] == "not all are exact casts: 5 differ"
 
 
-def test_weights_that_are_not_decoded_are_named(
+def test_undecoded_weights_are_named(
     make_llama: Callable[..., Path], tmp_path: Path, verified: Callable[..., dict[str, Any]]
 ) -> None:
     source, other = make_llama(), make_llama("other")
@@ -185,7 +185,7 @@ SCALED: dict[str, tuple[Callable[[torch.Tensor], Parts], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("form", SCALED)
-def test_codes_of_eight_bits_are_decoded(
+def test_eight_bit_codes_of_other_programs_are_decoded(
     form: str, make_llama: Callable[..., Path], verified: Callable[..., dict[str, Any]]
 ) -> None:
     make, declared = SCALED[form]
@@ -208,7 +208,7 @@ def test_codes_of_eight_bits_are_decoded(
     assert 0 < decoded["max_abs"] < float(weight.abs().max()) / 2
 
 
-def test_scales_in_the_order_of_tensor_cores_are_not_decoded(
+def test_tensor_core_scale_order_is_not_decoded(
     make_llama: Callable[..., Path], verified: Callable[..., dict[str, Any]]
 ) -> None:
     source, other = make_llama(), make_llama("other")
@@ -222,7 +222,7 @@ def test_scales_in_the_order_of_tensor_cores_are_not_decoded(
     assert [each["name"] for each in verified(other, source)["uncompared"]] == [f"{UP}.weight"]
 
 
-def test_a_tied_weight_may_be_stored_once_or_twice(
+def test_tied_weight_may_be_stored_once_or_twice(
     make_llama: Callable[..., Path], verified: Callable[..., dict[str, Any]]
 ) -> None:
     once, twice = make_llama(), make_llama("twice")
@@ -234,7 +234,7 @@ def test_a_tied_weight_may_be_stored_once_or_twice(
     assert found["differences"] == [{"name": "lm_head.weight", "what": "is in the source alone"}]
 
 
-def test_blocks_of_gguf_are_decoded(tmp_path: Path, verified: Callable[..., dict[str, Any]]) -> None:
+def test_gguf_blocks_are_decoded(tmp_path: Path, verified: Callable[..., dict[str, Any]]) -> None:
     import gguf
 
     values = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
@@ -259,7 +259,7 @@ def test_blocks_of_gguf_are_decoded(tmp_path: Path, verified: Callable[..., dict
     assert verified(tmp_path / "q8_0.gguf", tmp_path / "q8_0.gguf")["same"]
 
 
-def test_a_file_of_pickles_against_code(tmp_path: Path, verified: Callable[..., dict[str, Any]]) -> None:
+def test_pickle_is_compared_with_a_python_module(tmp_path: Path, verified: Callable[..., dict[str, Any]]) -> None:
     from tests.engine.models.tinynet import TinyNet
 
     state = {name: tensor.half() for name, tensor in TinyNet().state_dict().items()}
@@ -269,7 +269,7 @@ def test_a_file_of_pickles_against_code(tmp_path: Path, verified: Callable[..., 
     assert {(tensor["source_dtype"], tensor["dtype"]) for tensor in found["tensors"]} == {("float32", "float16")}
 
 
-def test_nonsense_is_one_line(make_llama: Callable[..., Path], tmp_path: Path, capsys: Any) -> None:
+def test_invalid_arguments_are_one_line(make_llama: Callable[..., Path], tmp_path: Path, capsys: Any) -> None:
     source = make_llama()
     save_file({"x.weight": torch.ones(2)}, tmp_path / "x.safetensors")
     (tmp_path / "cut.safetensors").write_bytes(b"\x00")
@@ -290,7 +290,7 @@ def test_nonsense_is_one_line(make_llama: Callable[..., Path], tmp_path: Path, c
         assert error.count("\n") == 1
 
 
-def test_names_of_llama_cpp_are_not_mapped_yet(make_llama: Callable[..., Path], tmp_path: Path, capsys: Any) -> None:
+def test_llama_cpp_names_are_not_mapped_yet(make_llama: Callable[..., Path], tmp_path: Path, capsys: Any) -> None:
     import gguf
 
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")

@@ -12,7 +12,7 @@ from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 
 
-def test_a_second_set_of_weights_in_an_export_is_a_difference(
+def test_second_set_of_weights_in_an_export_is_a_difference(
     make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = make_llama(), tmp_path / "out"

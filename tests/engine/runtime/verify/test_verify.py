@@ -42,7 +42,7 @@ def change(folder: Path, name: str, make: Any) -> None:
     save_file(tensors, file, metadata)
 
 
-def test_an_export_is_what_its_recipe_says_and_drifts_the_same(exported: tuple[Path, Path]) -> None:
+def test_export_matches_its_recipe_and_drift(exported: tuple[Path, Path]) -> None:
     source, out = exported
     report = verify(out, locate(str(source)), drift=True)
     assert report.same
@@ -87,7 +87,7 @@ def test_one_changed_tensor_is_named(
     assert report["same"] is False
 
 
-def test_another_source_or_recipe_is_found_out(
+def test_another_source_or_recipe_is_detected(
     exported: tuple[Path, Path], make_llama: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = exported
@@ -100,7 +100,7 @@ def test_another_source_or_recipe_is_found_out(
     assert "is float16 [32, 32] and should be bfloat16" in capsys.readouterr().out
 
 
-def test_a_tensor_too_many_is_a_difference(exported: tuple[Path, Path]) -> None:
+def test_extra_tensor_is_a_difference(exported: tuple[Path, Path]) -> None:
     source, out = exported
     change(out, "model.norm.weight", lambda tensor: tensor)
     file = out / "model.safetensors"
@@ -111,7 +111,9 @@ def test_a_tensor_too_many_is_a_difference(exported: tuple[Path, Path]) -> None:
     assert [(found.name, found.what) for found in report.differences] == [("extra.weight", "is not in the source")]
 
 
-def test_a_python_source_is_verified_with_its_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_a_python_model_is_verified_with_its_drift(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, out = f"{TINYNET}:TinyNet", tmp_path / "out"
     assert (
         run(cli, "dtype-engine", ["export", model, "--cast", "linear_*=fp8", "--cast", "head=f16", "-o", str(out)]) == 0
@@ -122,7 +124,7 @@ def test_a_python_source_is_verified_with_its_drift(tmp_path: Path, capsys: pyte
     assert run(cli, "dtype-engine", ["verify", str(out), "--against", model]) == 1
 
 
-def test_what_is_no_export_is_said_in_a_sentence(
+def test_folder_that_is_not_an_export_is_one_sentence(
     make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = make_llama()
@@ -130,7 +132,7 @@ def test_what_is_no_export_is_said_in_a_sentence(
     assert "there is no folder" in capsys.readouterr().err
 
 
-def test_verify_takes_the_options_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_accepts_the_options_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The drift is of the prompts and the settings given, as `drift` measures it."""
     run_so = ["--prompt", "def f(x):", "--prompt", "import os", "--float-inputs", "model", "--compute", "bf16"]
     demo = str(DEMO)

@@ -8,8 +8,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.layer_kinds import totals_by_kind
 from dtype_engine.core.units import change_text, human_bytes, percent
+from dtype_engine.reports.layer_kinds import totals_by_kind
 from dtype_engine.reports.text_memory import budget_words
 from dtype_tui.rendering.cells import meter, short_bytes, stacked
 from dtype_tui.rendering.palette import colour, heat

@@ -10,17 +10,17 @@ from tests.helpers.quantized.quantizers import awq
 
 @pytest.mark.parametrize("layout", ["gemm", "gemv", "gemv_fast"])
 @pytest.mark.parametrize("size", [32, 64])
-def test_each_layout(tmp_path: Path, layout: str, size: int) -> None:
+def test_each_awq_layout_is_decoded(tmp_path: Path, layout: str, size: int) -> None:
     awq(layout, size).check(tmp_path, f"awq:int4@g{size}")
 
 
-def test_autoround_writes_the_gemm_layout_too(tmp_path: Path) -> None:
+def test_autoround_gemm_layout_is_decoded(tmp_path: Path) -> None:
     made = awq()
     made.config["quantization_config"] |= {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}
     made.check(tmp_path, "auto-round:int4@g32")
 
 
-def test_llm_awq_calls_the_offsets_scaled_zeros(tmp_path: Path) -> None:
+def test_llm_awq_name_of_the_offsets_is_accepted(tmp_path: Path) -> None:
     made = awq("gemv_fast")
     made.tensors["m.scaled_zeros"] = made.tensors.pop("m.qzeros")
     made.check(tmp_path, "awq:int4@g32")

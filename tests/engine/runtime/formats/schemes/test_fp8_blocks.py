@@ -18,7 +18,7 @@ _BLOCK = (128, 128)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(256, 128), (576, 320), (5, 130)])
-def test_each_value_is_its_code_times_the_scale_of_its_block(tmp_path: Path, rows: int, columns: int) -> None:
+def test_fp8_block_values_equal_code_times_block_scale(tmp_path: Path, rows: int, columns: int) -> None:
     random = np.random.default_rng(rows)
     codes = random.integers(0, 256, (rows, columns), dtype=np.uint8)
     codes[(codes & 127) == 127] = 0  # those two codes are NaN
@@ -44,7 +44,7 @@ def test_each_value_is_its_code_times_the_scale_of_its_block(tmp_path: Path, row
     np.testing.assert_array_equal(CodedSource(weight).rows(3, 5).numpy(), right[3:5])
 
 
-def test_stacked_experts_whose_rows_are_no_multiple_of_a_block(tmp_path: Path) -> None:
+def test_stacked_experts_with_partial_blocks_are_decoded(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     codes = random.integers(0, 120, (3, 130, 140), dtype=np.uint8)
     scales = random.uniform(0.5, 2, (3, 2, 2)).astype(np.float32)
@@ -59,7 +59,7 @@ def test_stacked_experts_whose_rows_are_no_multiple_of_a_block(tmp_path: Path) -
     np.testing.assert_array_equal(CodedSource(weight).rows(1, 2).numpy(), right[1:2])
 
 
-def test_scales_that_do_not_cover_the_blocks_make_no_weight(tmp_path: Path) -> None:
+def test_scales_that_do_not_cover_all_blocks_are_not_decoded(tmp_path: Path) -> None:
     save_file(
         {"x.weight": torch.zeros(576, 128).to(torch.float8_e4m3fn), "x.weight_scale_inv": torch.ones(4, 1)},
         tmp_path / "model.safetensors",

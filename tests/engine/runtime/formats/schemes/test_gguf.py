@@ -93,7 +93,7 @@ def _add(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: gguf.GGML
         ("gemma2", transformers.Gemma2Config(**{**_SIZES, "tie_word_embeddings": True}), "Q8_0"),
     ],
 )
-def test_weights_equal_those_that_transformers_reads(tmp_path: Path, arch: str, config: Any, kind: str) -> None:
+def test_gguf_weights_equal_those_that_transformers_reads(tmp_path: Path, arch: str, config: Any, kind: str) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
@@ -130,7 +130,7 @@ def _picked(ours: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return torch.stack(experts)
 
 
-def test_the_rows_of_one_piece_are_those_of_the_whole(tmp_path: Path) -> None:
+def test_rows_decoded_alone_equal_those_of_the_whole(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**_SIZES))
     path = tmp_path / "model.gguf"
     _write(path, "llama", model, gguf.GGMLQuantizationType.Q8_0)
@@ -138,7 +138,7 @@ def test_the_rows_of_one_piece_are_those_of_the_whole(tmp_path: Path) -> None:
     assert torch.equal(CodedSource(weight).rows(5, 23), CodedSource(weight).read()[5:23])
 
 
-def test_an_unknown_architecture_keeps_its_names(tmp_path: Path) -> None:
+def test_unknown_gguf_architecture_keeps_its_names(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "rwkv7")
     writer.add_tensor("blk.0.time_mix_key.weight", np.zeros((32, 32), np.float32))
@@ -153,7 +153,7 @@ def test_an_unknown_architecture_keeps_its_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "unknown"])
-def test_a_vector_of_blocks_is_one_row(architecture: str, tmp_path: Path) -> None:
+def test_gguf_vector_is_decoded_as_one_row(architecture: str, tmp_path: Path) -> None:
     values = np.random.default_rng(0).normal(size=(1, 64)).astype(np.float32)
     blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture)
@@ -170,7 +170,7 @@ def test_a_vector_of_blocks_is_one_row(architecture: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("heads", [[2, 2], False, 3])
-def test_heads_that_are_not_those_of_the_weights_make_no_model(
+def test_head_counts_that_contradict_the_weights_are_refused(
     heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add = {list: "add_array", bool: "add_bool", int: "add_uint32"}[type(heads)]

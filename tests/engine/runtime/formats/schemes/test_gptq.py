@@ -14,31 +14,31 @@ from dtype_engine.runtime.weights.coded import CodedSource
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
-def test_codes_of_every_width_with_zero_points_of_both_versions(tmp_path: Path, bits: int, form: str) -> None:
+def test_codes_of_every_width_with_both_zero_point_versions(tmp_path: Path, bits: int, form: str) -> None:
     gptq(bits, form).check(tmp_path, f"gptq:int{bits}@g32")
 
 
 @pytest.mark.parametrize("order", ["regular", "shuffled"])
-def test_g_idx_names_the_group_of_each_column(tmp_path: Path, order: str) -> None:
+def test_g_idx_gives_the_group_of_each_column(tmp_path: Path, order: str) -> None:
     gptq(order=order).check(tmp_path, "gptq:int4@g32")
 
 
-def test_one_group_for_whole_rows(tmp_path: Path) -> None:
+def test_one_group_for_whole_rows_is_decoded(tmp_path: Path) -> None:
     gptq(size=-1).check(tmp_path, "gptq:int4@channel")
 
 
-def test_a_last_group_that_is_smaller(tmp_path: Path) -> None:
+def test_smaller_last_group_is_decoded(tmp_path: Path) -> None:
     gptq(size=64).check(tmp_path, "gptq:int4@g64")
 
 
 @pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round"])
-def test_autoround_stores_zero_points_minus_one_or_as_they_are(tmp_path: Path, packing: str) -> None:
+def test_autoround_zero_points_with_and_without_offset(tmp_path: Path, packing: str) -> None:
     made = gptq(form="gptq" if packing == "auto_round:auto_gptq" else "gptq_v2")
     made.config["quantization_config"] |= {"quant_method": "intel/auto-round", "packing_format": packing}
     made.check(tmp_path, "auto-round:int4@g32")
 
 
-def test_a_module_may_have_bits_and_a_group_size_of_its_own(tmp_path: Path) -> None:
+def test_module_may_have_its_own_bits_and_group_size(tmp_path: Path) -> None:
     made = gptq(8)
     made.config["quantization_config"] |= {
         "bits": 4, "group_size": 128, "dynamic": {"+:m": {"bits": 8, "group_size": 32}},
@@ -47,7 +47,7 @@ def test_a_module_may_have_bits_and_a_group_size_of_its_own(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("group", [3, -1])
-def test_a_group_that_does_not_exist_is_refused_by_name(tmp_path: Path, group: int) -> None:
+def test_group_index_out_of_range_is_refused_by_name(tmp_path: Path, group: int) -> None:
     made = gptq(order="regular")
     made.tensors["m.g_idx"][5] = torch.tensor(group)
     with pytest.raises(UserError, match=r"m\.g_idx names groups"):

@@ -25,14 +25,14 @@ MADE: list[tuple[Callable[[], Case], str]] = [
 
 
 @pytest.mark.parametrize(("made", "form"), MADE)
-def test_pieces_make_up_the_whole(
+def test_pieces_make_up_the_whole_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[[], Case], form: str
 ) -> None:
     monkeypatch.setattr(unpack, "CHUNK", 1)  # the smallest pieces, of 32 rows
     made().check(tmp_path, form)
 
 
-def test_several_threads_in_inference_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_in_threads_works_in_inference_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpack, "CHUNK", 1)
     made = quanto(shape=(320, 8))
     weight = made.open(tmp_path).encoded["m.weight"]
@@ -46,7 +46,7 @@ def test_several_threads_in_inference_mode(tmp_path: Path, monkeypatch: pytest.M
     np.testing.assert_array_equal(found.numpy(), made.right["m.weight"])
 
 
-def test_values_are_float32_whatever_torch_takes_by_default(tmp_path: Path) -> None:
+def test_decoded_values_are_float32_for_any_default_dtype(tmp_path: Path) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -57,7 +57,7 @@ def test_values_are_float32_whatever_torch_takes_by_default(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8])
-def test_a_row_of_one_word(bits: int) -> None:
+def test_row_of_one_packed_word_is_decoded(bits: int) -> None:
     words = torch.tensor([[-2, 77, 1 << 30]], dtype=torch.int32)
     count = 32 // bits
     out = torch.empty(3, count)

@@ -26,13 +26,13 @@ from dtype_engine.runtime.measure.plan import MeasurementPlan
         ([1, 500, 20, 500], {0, 2}),
     ],
 )
-def test_the_first_and_a_sixth_of_what_follows(sizes: list[int], expected: set[int]) -> None:
+def test_first_sequence_and_a_sixth_of_the_rest_are_compared(sizes: list[int], expected: set[int]) -> None:
     assert compared_sequences(range(len(sizes)), sizes) == expected
     turned = [len(sizes) - 1 - number for number in range(len(sizes))]
     assert compared_sequences(turned, sizes[::-1]) == {turned[number] for number in expected}
 
 
-def test_large_calls_are_looked_into_and_small_ones_are_not() -> None:
+def test_outline_has_large_calls_only() -> None:
     """Twelve blocks of five calls each, in a body, after an embedding and before a head."""
     finished, spans = ["embed"], [0]
     for block in range(12):
@@ -48,7 +48,7 @@ def test_large_calls_are_looked_into_and_small_ones_are_not() -> None:
     assert outline(finished, spans[:-1]) == set(finished)  # of calls whose spans are not known nothing is left out
 
 
-def test_a_head_called_more_than_once_is_kept() -> None:
+def test_head_called_more_than_once_is_kept() -> None:
     plan = MeasurementPlan([Batch((torch.ones(2),))])
     plan.add_calls(["head", "body", "head"], [0, 1, 2], ["head"])
     assert plan.cached == {"head", "body"}
@@ -66,7 +66,7 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
-def test_sequences_that_are_not_compared_are_reused_as_others_are() -> None:
+def test_uncompared_sequences_are_reused_like_others() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Sequential(Counting(8, 8), nn.ReLU(), Counting(8, 8)) for _ in range(20)))
     session = de.open(module, inputs=[{"input": torch.randn(2, 8)} for _ in range(4)])
@@ -78,7 +78,7 @@ def test_sequences_that_are_not_compared_are_reused_as_others_are() -> None:
         assert Counting.runs == 4 * runs
 
 
-def test_the_main_output_is_not_kept_for_the_next_pass_and_others_are() -> None:
+def test_main_output_is_not_kept_for_the_next_pass() -> None:
     """Nothing runs after the logits, and they are the largest output of a model with a large vocabulary."""
     inputs = [{"input_ids": architectures.tokens(length)} for length in (8, 9, 10, 11)]
     session = de.open(architectures.make("llama")[0], inputs=inputs)

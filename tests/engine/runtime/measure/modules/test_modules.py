@@ -126,7 +126,7 @@ FLOATS_FOLLOW = de.Options(settings=de.RunSettings(float_inputs="model"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("name", ["llama", "convolutions", "in place"])
-def test_figures_are_those_of_plain_hooks(name: str, every: bool, dtype: str) -> None:
+def test_module_figures_equal_those_of_plain_hooks(name: str, every: bool, dtype: str) -> None:
     torch.manual_seed(0)
     demo = de.open().model.module  # a trained Llama
     module = demo if name == "llama" else placed((convolutions() if name == "convolutions" else InPlace()).eval())
@@ -172,7 +172,7 @@ def example_inputs():
 """
 
 
-def test_figures_of_a_model_in_a_file_whose_modules_return_tuples(tmp_path: Path) -> None:
+def test_modules_that_return_tuples_are_compared(tmp_path: Path) -> None:
     file = tmp_path / "tuples.py"
     file.write_text(FROM_A_FILE)
     session = de.open(f"{file}:Model", options=FLOATS_FOLLOW)
@@ -182,7 +182,7 @@ def test_figures_of_a_model_in_a_file_whose_modules_return_tuples(tmp_path: Path
     check(session.drift().modules, module, cast_copy(module, torch.bfloat16), inputs, torch.bfloat16)
 
 
-def test_modules_are_compared_everywhere_once_that_is_asked_for() -> None:
+def test_modules_are_compared_on_all_sequences_on_request() -> None:
     """Asked for in the middle, sequences that were run without are run again."""
     inputs = inputs_of("llama")
     session = de.open(architectures.make("llama")[0], inputs=inputs)
@@ -203,7 +203,7 @@ def test_modules_are_compared_everywhere_once_that_is_asked_for() -> None:
     assert session.drift().modules == some.modules  # another time in some, and the same ones
 
 
-def test_the_first_sequence_has_modules() -> None:
+def test_first_sequence_has_module_figures() -> None:
     """A measurement that ends early has figures of modules too."""
     session = de.open(architectures.make("llama")[0], inputs=inputs_of("llama"))
     session.cast("*", "bfloat16")
@@ -214,7 +214,7 @@ def test_the_first_sequence_has_modules() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 50, 40), (40,), (), (0, 40)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_outputs_of_every_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_outputs_of_every_shape_are_compared(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(1)
     reference = torch.randn(shape, generator=draw)
     candidate = (reference + 0.1 * torch.randn(shape, generator=draw)).to(dtype)
@@ -227,7 +227,7 @@ def test_outputs_of_every_shape(shape: tuple[int, ...], dtype: torch.dtype) -> N
     assert found.max_abs == float(delta.abs().max())
 
 
-def test_values_that_are_not_finite() -> None:
+def test_nonfinite_module_outputs_are_compared() -> None:
     reference = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
     candidate = reference * 1.5
     masked, masked_too = reference.clone(), candidate.clone()
@@ -242,7 +242,7 @@ def test_values_that_are_not_finite() -> None:
     assert compare_outputs(reference, reference[:3]).drift("module").sqnr_db is None
 
 
-def test_observers_are_gone_with_their_pass() -> None:
+def test_observers_are_released_after_their_pass() -> None:
     """They hold outputs of hundreds of megabytes, and no cycle of references is collected while a model is measured."""
     output = torch.randn(50, 8)
     gc.disable()
@@ -276,7 +276,7 @@ class Head(nn.Module):
 
 
 @pytest.mark.parametrize("in_bfloat16", ["copies", "writes", "goes on"])
-def test_the_module_that_gives_the_main_output_in_the_reference_alone(
+def test_module_that_gives_the_main_output_only_in_the_reference(
     in_bfloat16: Literal["copies", "writes", "goes on"],
 ) -> None:
     torch.manual_seed(0)
@@ -315,7 +315,7 @@ def routed(*experts: int) -> list[Given]:
 
 
 @pytest.mark.parametrize("kept", [1 << 30, 0])
-def test_casts_back_and_forth_are_measuring_in_full(kept: int) -> None:
+def test_repeated_casts_give_the_figures_of_a_full_measurement(kept: int) -> None:
     """Over sequences of which some are compared, and others come another way."""
     models = (
         (architectures.make("llama")[0], inputs_of("llama")),
@@ -353,7 +353,7 @@ class Grows(nn.Module):
         return x
 
 
-def test_what_a_longer_input_changes_in_the_model_is_put_back() -> None:
+def test_model_changes_by_a_longer_input_are_reverted() -> None:
     """The second sequence, in which modules are not compared, is the longest."""
     session = de.open(Grows().eval(), inputs=[{"x": torch.randn(rows, 8)} for rows in (3, 5, 3, 3)])
     meter = DriftMeter(session.model, session.need_inputs())

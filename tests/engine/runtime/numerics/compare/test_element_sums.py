@@ -32,7 +32,7 @@ def check(reference: torch.Tensor, candidate: torch.Tensor) -> None:
 @pytest.mark.parametrize("of_candidate", DTYPES)
 @pytest.mark.parametrize("of_reference", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 5), (), (1,), (3, 7, 11), (70, 1031)])
-def test_sums_are_those_of_the_definitions(
+def test_element_sums_equal_their_definitions(
     shape: tuple[int, ...], of_reference: torch.dtype, of_candidate: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -42,13 +42,13 @@ def test_sums_are_those_of_the_definitions(
 
 
 @pytest.mark.parametrize("factor", [1 + 1e-7, 1e-14, 1.0, -1.0, 0.0, 1e20])
-def test_however_far_the_outputs_are(factor: float) -> None:
+def test_element_sums_hold_for_distant_outputs(factor: float) -> None:
     reference = torch.randn(50, 1000, generator=torch.Generator().manual_seed(2)) * 1e-3
     check(reference, reference * factor)
     check(reference * 1e-20, reference * 1e-20 * factor)
 
 
-def test_outputs_that_are_not_contiguous_or_need_gradients() -> None:
+def test_noncontiguous_outputs_and_outputs_with_gradients() -> None:
     wide = torch.randn(90, 1100, generator=torch.Generator().manual_seed(3))
     candidate = wide.bfloat16()
     check(wide[::3, 7:500], candidate[::3, 7:500])
@@ -59,7 +59,7 @@ def test_outputs_that_are_not_contiguous_or_need_gradients() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 40_000])
-def test_values_that_are_not_finite_in_one_or_both(bad: float, place: int) -> None:
+def test_nonfinite_values_on_one_or_both_sides(bad: float, place: int) -> None:
     reference = torch.randn(70_000, generator=torch.Generator().manual_seed(4))
     candidate = reference + 0.01 * torch.randn(70_000, generator=torch.Generator().manual_seed(5))
     spoiled_r, spoiled_c = reference.clone(), candidate.clone()
@@ -83,7 +83,7 @@ def test_values_that_are_not_finite_in_one_or_both(bad: float, place: int) -> No
         assert getattr(in_both, name) == pytest.approx(getattr(expected, name), rel=1e-12)
 
 
-def test_sums_are_the_same_for_any_number_of_threads() -> None:
+def test_sums_do_not_depend_on_the_number_of_threads() -> None:
     reference = torch.randn(300, 2000, generator=torch.Generator().manual_seed(6))
     candidate = reference.half()
     before, found = torch.get_num_threads(), []
@@ -96,7 +96,7 @@ def test_sums_are_the_same_for_any_number_of_threads() -> None:
     assert found[0] == found[1]
 
 
-def test_sums_add_up() -> None:
+def test_sums_of_parts_add_up() -> None:
     reference, candidate = torch.randn(9, 5), torch.randn(9, 5)
     total, whole = ElementSums(), element_sums(reference, candidate)
     for part in (slice(0, 4), slice(4, 9)):
@@ -104,6 +104,6 @@ def test_sums_add_up() -> None:
     assert dataclasses.astuple(total) == pytest.approx(dataclasses.astuple(whole), rel=1e-12)
 
 
-def test_shapes_must_agree() -> None:
+def test_outputs_of_different_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="differ in shape"):
         element_sums(torch.zeros(2, 3), torch.zeros(3, 2))

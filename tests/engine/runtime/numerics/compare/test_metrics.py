@@ -36,7 +36,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def test_element_figures() -> None:
+def test_element_figures_equal_numpy() -> None:
     reference, candidate, _ = pair()
     r, c = reference.double().numpy().ravel(), candidate.double().numpy().ravel()
     found = compare(reference, candidate, distribution=False)
@@ -48,7 +48,7 @@ def test_element_figures() -> None:
     assert (found.elements, found.nonfinite, found.kl_mean) == (r.size, 0, None)
 
 
-def test_distribution_figures() -> None:
+def test_distribution_figures_equal_numpy() -> None:
     reference, candidate, labels = pair()
     log_p, log_q = log_softmax(reference.double().numpy()), log_softmax(candidate.double().numpy())
     kl = (np.exp(log_p) * (log_p - log_q)).sum(-1)
@@ -65,7 +65,7 @@ def test_distribution_figures() -> None:
     assert found.top1_agreement_se == pytest.approx(math.sqrt(same * (1 - same) / (n - 1)))
 
 
-def test_next_token_figures() -> None:
+def test_next_token_figures_equal_numpy() -> None:
     reference, candidate, labels = pair()
     rows = np.arange(len(labels) - 1)
     picked = labels.numpy()[:-1]
@@ -85,7 +85,7 @@ def test_next_token_figures() -> None:
     assert found.log_ratio_se == pytest.approx((log_p - log_q).std(ddof=1) / math.sqrt(len(dp)), rel=1e-9)
 
 
-def test_sequences_give_the_figures_of_the_whole() -> None:
+def test_sequences_add_up_to_the_figures_of_the_whole() -> None:
     reference, candidate, labels = pair()
     whole = compare(reference, candidate, labels)
     comparison = OutputMetrics(-1)
@@ -97,7 +97,7 @@ def test_sequences_give_the_figures_of_the_whole() -> None:
         assert getattr(parts, name) == (None if expected is None else pytest.approx(expected, rel=1e-12)), name
 
 
-def test_identical_outputs_do_not_drift() -> None:
+def test_identical_outputs_have_no_drift() -> None:
     reference, _, labels = pair()
     found = compare(reference, reference.clone(), labels)
     assert (found.mean_abs, found.max_abs, found.rel_l2, found.kl_mean, found.kl_max) == (0, 0, 0, 0, 0)
@@ -105,20 +105,20 @@ def test_identical_outputs_do_not_drift() -> None:
 
 
 @pytest.mark.parametrize("odd", [None, -math.inf, math.inf, math.nan])
-def test_the_short_way_for_equal_outputs_gives_the_figures_of_the_long_one(odd: float | None) -> None:
+def test_shortcut_for_equal_outputs_gives_the_same_figures(odd: float | None) -> None:
     reference, _, labels = pair()
     if odd is not None:
         reference[3, 2] = odd
     assert repr(compare(reference, reference.clone(), labels)) == repr(compare(reference, reference.double(), labels))
 
 
-def test_a_reference_of_zeros() -> None:
+def test_zero_reference_has_no_relative_figures() -> None:
     found = compare(torch.zeros(3), torch.ones(3), distribution=False)
     assert (found.mean_abs, found.rel_l2, found.sqnr_db) == (1, math.inf, -math.inf)
     assert math.isnan(found.cosine)
 
 
-def test_no_percentiles_under_a_hundred_positions() -> None:
+def test_no_percentiles_below_100_positions() -> None:
     reference, candidate, labels = pair(99)
     found = compare(reference, candidate, labels)
     assert found.kl_p99 is found.kl_p95 is found.dp_p1 is None
@@ -128,7 +128,7 @@ def test_no_percentiles_under_a_hundred_positions() -> None:
     assert one.kl_mean_se is one.top1_agreement_se is None
 
 
-def test_infinities_on_both_sides_are_masks_and_no_drift() -> None:
+def test_infinities_on_both_sides_count_as_masks() -> None:
     reference, candidate, labels = pair()
     labels[labels == 0] = 1
     reference[:, 0] = candidate[:, 0] = -math.inf
@@ -140,7 +140,7 @@ def test_infinities_on_both_sides_are_masks_and_no_drift() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan, -math.inf])
-def test_one_value_that_is_not_finite_spoils_the_figures_and_is_counted(bad: float) -> None:
+def test_one_nonfinite_value_is_counted(bad: float) -> None:
     reference, candidate, _ = pair()
     candidate[3, 4] = bad
     found = compare(reference, candidate, distribution=False)
@@ -149,13 +149,13 @@ def test_one_value_that_is_not_finite_spoils_the_figures_and_is_counted(bad: flo
     assert found.sqnr_db == -math.inf
 
 
-def test_shapes_must_agree() -> None:
+def test_outputs_of_different_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="differ in shape"):
         compare(torch.zeros(2, 3), torch.zeros(3, 2))
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-3, -1.0, 1e3])
-def test_outputs_of_another_size(factor: float) -> None:
+def test_outputs_of_another_scale(factor: float) -> None:
     reference, noise, _ = pair()
     candidate = factor * reference + (0.01 * factor * noise)
     found = compare(reference, candidate, distribution=False)

@@ -60,7 +60,7 @@ SHAPES = ((1, 1), (1, 2), (40, 4099), (5, 50_257), (2, 150_000))
 
 @pytest.mark.parametrize("shape", range(len(SHAPES)), ids=lambda index: "x".join(map(str, SHAPES[index])))
 @pytest.mark.parametrize("distribution", range(len(DISTRIBUTIONS)), ids=lambda index: str(DISTRIBUTIONS[index]))
-def test_figures_are_those_of_the_definitions(shape: int, distribution: int) -> None:
+def test_sequence_figures_equal_their_definitions(shape: int, distribution: int) -> None:
     """Flat and certain distributions, those whose exponentials are out of range, and what rounding alone moves.
 
     The dtypes take turns, so that each meets every shape and every distribution.
@@ -74,12 +74,12 @@ def test_figures_are_those_of_the_definitions(shape: int, distribution: int) -> 
 
 
 @pytest.mark.parametrize("factor", [-1.0, 0.0, 1e-14, 0.01, 100.0])
-def test_outputs_of_another_size(factor: float) -> None:
+def test_logits_of_another_scale(factor: float) -> None:
     reference, labels, _ = logits(20, 999)
     check(reference, factor * reference, labels)
 
 
-def test_rows_that_lie_apart_in_memory_or_are_turned() -> None:
+def test_strided_and_transposed_rows() -> None:
     wide, labels, _ = logits(60, 500)
     candidate = wide.bfloat16()
     for reference, other in (
@@ -91,7 +91,7 @@ def test_rows_that_lie_apart_in_memory_or_are_turned() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_of_equal_largest_logits_the_first_is_taken(dtype: torch.dtype) -> None:
+def test_first_of_equal_largest_logits_is_taken(dtype: torch.dtype) -> None:
     """Also of zeros of either sign, and where all are negative."""
     reference, candidate = torch.zeros(6, 4100), torch.full((6, 4100), -3.0)
     for row, columns in enumerate(((0, 4099), (5, 4099), (0, 16), (17, 33), (0, 2100), (15, 16))):
@@ -113,7 +113,7 @@ def test_equal_rows_have_no_divergence(dtype: torch.dtype) -> None:
     assert (found.kl[200:] > 0).all()
 
 
-def test_a_divergence_is_never_negative() -> None:
+def test_divergence_is_never_negative() -> None:
     reference, _, _ = logits(500, 1000, offset=100.0)
     candidate = reference.double()
     candidate[:, 7] += 1e-9
@@ -121,7 +121,7 @@ def test_a_divergence_is_never_negative() -> None:
 
 
 @pytest.mark.parametrize("of_candidate", [-math.inf, 3.0])
-def test_a_class_that_the_reference_rules_out_adds_nothing(of_candidate: float) -> None:
+def test_class_with_zero_reference_probability_adds_nothing(of_candidate: float) -> None:
     """0 ln 0 = 0, whatever the candidate's probability is."""
     reference, _, generator = logits(30, 500)
     candidate = reference + 0.1 * torch.randn(30, 500, generator=generator)
@@ -133,7 +133,7 @@ def test_a_class_that_the_reference_rules_out_adds_nothing(of_candidate: float) 
     assert figures(reference, candidate).kl.numpy() == pytest.approx(kl.astype(float), rel=1e-12)
 
 
-def test_a_class_that_the_candidate_alone_rules_out_makes_the_divergence_infinite() -> None:
+def test_class_with_zero_candidate_probability_makes_kl_infinite() -> None:
     reference, _, _ = logits(3, 50)
     candidate = reference.clone()
     candidate[1, 4] = -math.inf
@@ -143,7 +143,7 @@ def test_a_class_that_the_candidate_alone_rules_out_makes_the_divergence_infinit
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("side", ["reference", "candidate", "both"])
 @pytest.mark.filterwarnings("error")
-def test_rows_with_a_value_that_is_not_finite_do_not_spoil_others(side: str, bad: float) -> None:
+def test_nonfinite_rows_do_not_affect_others(side: str, bad: float) -> None:
     reference, labels, generator = logits(200, 4099)
     candidate = reference + 0.01 * torch.randn(200, 4099, generator=generator)
     expected = figures(reference, candidate, labels)
@@ -157,7 +157,7 @@ def test_rows_with_a_value_that_is_not_finite_do_not_spoil_others(side: str, bad
     assert bool(torch.isnan(found.kl[150])) == (bad != -math.inf)
 
 
-def test_no_rows_no_labels_and_labels_of_some() -> None:
+def test_empty_rows_and_partial_labels() -> None:
     reference, labels, _ = logits(7, 30)
     assert figures(reference[:0], reference[:0]).kl.tolist() == []
     assert figures(reference, reference).log_p.tolist() == []

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dtype_engine.core.alike import AlikeModules
 from dtype_engine.core.text import Name
 from dtype_engine.core.tree import Module, TensorInfo, Tree
+from dtype_engine.reports.alike import AlikeModules
 
 
 def _written_out(module: Module, planned: dict[str, str]) -> Any:
@@ -47,7 +47,7 @@ def _random(seed: int) -> tuple[Tree, dict[str, str]]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_runs_are_those_of_neighbours_with_the_same_contents(seed: int) -> None:
+def test_alike_runs_have_equal_neighbors(seed: int) -> None:
     tree, planned = _random(seed)
     layers = list(tree.modules["layers"].children.values())
     runs = list(AlikeModules(tree, planned).runs(layers))

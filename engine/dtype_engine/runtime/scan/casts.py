@@ -1,0 +1,38 @@
+"""Which casts a scan estimates or measures, and which of them cause no drift."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dtype_engine.core.dtypes import quantizes_activations
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.kv_formats import SCANNED
+from dtype_engine.core.options import RunSettings
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.modes.reference import equals_reference
+
+
+def scanned_dtypes(model: LiveModel, targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the dtypes to which casts of each weight are scanned: those of `targets`, and its stored dtype, which may also drift
+    from the reference. The result also has the tensors of KV caches, with those formats of `targets` that begin with `kv:`.
+    """
+    of_weights = tuple(target for target in targets if not target.startswith(SCANNED))
+    of_caches = tuple(target for target in targets if target.startswith(SCANNED))
+    wanted = {
+        name: tuple(dict.fromkeys((weight.info.dtype, *of_weights)))
+        for name, weight in model.weights.items()
+        if weight.info.castable and weight.info.persistent
+    }
+    if of_caches and not model.tree.caches:
+        raise UserError(f"{of_caches[0]}: {model.tree.kv_cache.none_because or 'the model keeps no KV cache'}")
+    return wanted | (dict.fromkeys(model.tree.caches, of_caches) if of_caches else {})
+
+
+def is_free(model: LiveModel, name: str, dtype: str, settings: RunSettings) -> bool:
+    """Return whether a cast causes no drift. It causes none if it rounds neither the weight `name` nor the activations multiplied
+    by it, or if `name` is a tensor of a KV cache that stays in float32.
+    """
+    if name not in model.weights:
+        return dtype == SCANNED + "float32"
+    rounds = settings.quantize_activations == "weights" and quantizes_activations(dtype)
+    return not rounds and equals_reference(model.weights[name], dtype)

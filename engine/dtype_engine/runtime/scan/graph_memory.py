@@ -1,0 +1,120 @@
+"""What the autograd graph of a scan keeps for the backward passes: activations, in memory or in a file, and the values of weights
+or, if these take too much memory, only which weights to read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.model.torch_private import version_of
+from dtype_engine.runtime.modes.reference import reference_part, reference_value
+from dtype_engine.runtime.scan.kept_tensors import ActivationFile, KeptTensor, is_keepable, value_of
+
+
+@dataclass(frozen=True, slots=True)
+class WeightView:
+    """A tensor that shares memory with values that the pass has read of a weight."""
+
+    key: int
+    """The `id` of the weight's tensor."""
+    index: int | None
+    """The only index of the weight's first dimension that was read, or None if all of it was read."""
+    dtype: torch.dtype
+    version: int
+    """torch's version counter of the values when they were read. It reveals later writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Remembered:
+    """Stands for a view of a weight's values in an autograd graph that holds no weights. It says how to read the values and make
+    the view again.
+    """
+
+    weight: Weight
+    index: int | None
+    """The only index of the weight's first dimension that was read, or None if all of it was read."""
+    block: str
+    """The name of the model's block (such as a decoder layer) in which the weight was used."""
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    """The index of the view's first element in the memory of the values."""
+
+
+class GraphMemory:
+    """Keeps the tensors that the backward passes of a scan need.
+
+    rereads: whether the autograd graph holds no weights that a reference run widens or decodes, because these copies would take too
+    much memory. The backward passes then make them again. A model that is larger than memory implies this. enter_block: called as
+    `enter_block(name)` before a backward pass reads weights of another block of such a model. file: where activations are kept
+    until the backward passes; None: in memory.
+    """
+
+    def __init__(
+        self, model: LiveModel, rereads: bool, enter_block: Callable[[str], None], file: ActivationFile | None
+    ) -> None:
+        self.model = model
+        self.rereads = rereads or model.visits is not None
+        self.enter_block = enter_block
+        self.file = file
+        self._views: dict[int, WeightView] = {}
+        """The weights whose values the running operation uses, by the address of the values' memory."""
+
+    @property
+    def block(self) -> str:
+        """The name of the block (such as a decoder layer) that is running, or "" if the model is not larger than memory."""
+        return "" if self.model.visits is None else self.model.visits.inside
+
+    def saving(self) -> AbstractContextManager[object]:
+        """Return a context manager for the forward pass. Under it, a graph that is to hold no weights remembers which weights it
+        needs instead of their values.
+        """
+        return saved_tensors_hooks(self._remembered, self._read_again) if self.rereads else nullcontext()
+
+    @contextmanager
+    def using(self, views: Iterable[tuple[torch.Tensor, WeightView]]) -> Iterator[None]:
+        """Return a context for one operation that uses the values of weights. views: these values, and of which weights they
+        are.
+        """
+        self._views = {tensor.untyped_storage().data_ptr(): view for tensor, view in views}
+        try:
+            yield
+        finally:
+            self._views = {}  # a pass that waits for others must not keep a weight in memory
+
+    def view_of(self, tensor: torch.Tensor) -> WeightView | None:
+        """Return the values of a weight, used by the running operation, with which a tensor shares memory, or None."""
+        return self._views.get(tensor.untyped_storage().data_ptr()) if self._views else None
+
+    def keep(self, tensor: torch.Tensor, kept: dict[int, KeptTensor]) -> torch.Tensor:
+        """Return an activation or, if it is kept in the file, a tensor without memory. What stands for it is then added to
+        `kept`.
+        """
+        if self.file is None or not is_keepable(tensor):
+            return tensor
+        stand_in = torch.empty_like(tensor, device="meta")
+        kept[id(stand_in)] = self.file.keep(tensor, self.block)
+        return stand_in
+
+    def _remembered(self, tensor: torch.Tensor) -> KeptTensor | _Remembered:
+        found = self.view_of(tensor)
+        # The values that the model has written after they were read are not those of the files.
+        if found is None or found.dtype != tensor.dtype or version_of(tensor) != found.version:
+            return KeptTensor.of(tensor) if self.file is None else self.file.keep(tensor, self.block)
+        weight, offset = self.model.by_id[found.key], int(tensor.storage_offset())
+        return _Remembered(weight, found.index, self.block, tensor.shape, tensor.stride(), offset)
+
+    def _read_again(self, saved: KeptTensor | _Remembered) -> torch.Tensor:
+        if isinstance(saved, KeptTensor):
+            return value_of(saved) if self.file is None else self.file.load(saved)
+        if saved.block:
+            self.enter_block(saved.block)
+        part = None if saved.index is None else reference_part(saved.weight, saved.index)
+        value = reference_value(saved.weight, saved.weight.tensor.device) if part is None else part
+        return value.as_strided(saved.shape, saved.strides, saved.offset)

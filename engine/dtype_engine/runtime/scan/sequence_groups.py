@@ -1,0 +1,115 @@
+"""Decides which sequences are scanned side by side, and whether their activations are written to a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from dtype_engine.runtime.device import cache_budget
+from dtype_engine.runtime.inputs import Inputs
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.passes.model_behavior import ModelBehavior
+from dtype_engine.runtime.scan.kept_tensors import free_for_activations
+
+_SIDE_BY_SIDE = 8
+"""The maximum number of sequences of a model larger than memory that are scanned side by side."""
+_GRAPH_BYTES = 5
+"""An estimate of the bytes of an autograd graph for each token and each row and column of a weight's matrix: 4 for the inputs and
+outputs of products in float32, and 1 for what lies between them. A Llama with its sums, norms and attention has 4.7.
+"""
+_OUTPUT_BYTES = 16
+"""About how many bytes of memory a sequence takes for each element of its main output: the output, probes and gradients, all in
+float32.
+"""
+_FILE_BYTES = 1.5
+"""The bytes of a file of activations with sums of squared gradients, divided by those of the autograd graph: at most."""
+
+
+@dataclass
+class SequenceGroups:
+    """Groups the sequences of `inputs` by the memory that is free and by the sizes of the sequences that were scanned before."""
+
+    model: LiveModel
+    inputs: Inputs
+    behavior: ModelBehavior
+    _bytes_per_element: float | None = None
+    """How many bytes of an autograd graph there are for each element of the largest input, as far as known."""
+    _outputs_per_element: float | None = None
+    """How many elements the main output has for each element of the largest input, as far as known."""
+
+    @property
+    def most(self) -> int:
+        """The maximum number of sequences that are scanned side by side."""
+        return 1 if self.model.visits is None else _SIDE_BY_SIDE
+
+    def all(self, pending: list[int], backward_passes: int) -> Iterator[tuple[list[int], bool]]:
+        """Yield the groups of the sequences with the indexes `pending`, one after the other (see `next`)."""
+        while pending:
+            group, in_file = self.next(pending, backward_passes)
+            yield group, in_file
+            pending = pending[len(group) :]
+
+    def next(self, pending: list[int], backward_passes: int) -> tuple[list[int], bool]:
+        """Return which of the sequences `pending` to scan side by side, and whether to write their activations to a file until the
+        backward passes. For a model in memory this is one sequence, without a file.
+
+        A model that is larger than memory is read once for each group of sequences and pass. Of the autograd graphs, a quarter of
+        the free memory is for those that are not in a file. With a file more sequences run side by side, but it must also be
+        written, and read in each backward pass. What reads and writes fewer bytes for each sequence is chosen.
+        """
+        if self.model.visits is None:
+            return pending[:1], False
+        one_by_one = self.behavior.stateful or bool(self.model.side_settings)
+        room, most = cache_budget(self.model.device), pending[: 1 if one_by_one else self.most]
+        graph, disk = self.graph_bytes(pending[0]), free_for_activations() / _FILE_BYTES
+        in_memory = _first_of(most, self.graph_bytes, room)
+        if graph > disk or (len(in_memory) == len(most) and graph <= room):
+            return in_memory, False
+        in_file = _first_of(_first_of(most, self.graph_bytes, disk), self._bytes_beside_file, room)
+        passes, weights = 1 + backward_passes, self.model.tree.stored_bytes
+        graphs = sum(map(self.graph_bytes, in_file))
+        if graph <= room and passes * weights / len(in_memory) <= passes * (weights + graphs) / len(in_file):
+            return in_memory, False
+        return in_file, True
+
+    def graph_bytes(self, index: int) -> float:
+        """Return about how many bytes the autograd graph of a sequence takes: in proportion to the elements of its largest input,
+        by the sequences that were scanned before or, for the first one, by the shapes of the weights.
+        """
+        if self._bytes_per_element is None:
+            shapes = (weight.info.shape for weight in self.model.weights.values())
+            self._bytes_per_element = _GRAPH_BYTES * sum(shape[-1] + shape[-2] for shape in shapes if len(shape) > 1)
+        return self._bytes_per_element * self._longest(index)
+
+    def note(self, index: int, graph_bytes: int, elements: int) -> None:
+        """Remember the sizes of a sequence that was scanned: about how many bytes its autograd graph took, and how many elements
+        its main output had.
+        """
+        self._bytes_per_element = graph_bytes / max(1, self._longest(index))
+        self._outputs_per_element = elements / max(1, self._longest(index))
+
+    def _bytes_beside_file(self, index: int) -> float:
+        """Return about how many bytes of memory a sequence takes whose activations are in a file: those of two blocks, and what is
+        in proportion to its output.
+        """
+        assert self.model.visits is not None
+        per_element = self._outputs_per_element
+        if per_element is None:
+            per_element = max(weight.info.shape[0] for weight in self.model.weights.values() if weight.info.shape)
+        output = _OUTPUT_BYTES * per_element * self._longest(index)
+        return output + 2 * self.graph_bytes(index) / max(1, len(self.model.visits.blocks))
+
+    def _longest(self, index: int) -> int:
+        tensors = self.inputs.batches[index].named_tensors()
+        return max((tensor.numel() for _, tensor in tensors), default=1)
+
+
+def _first_of(indexes: list[int], nbytes: Callable[[int], float], room: float) -> list[int]:
+    """Return the first of the given sequences that take at most `room` bytes together, but at least one."""
+    taken, total = list[int](), 0.0
+    for index in indexes:
+        total += nbytes(index)
+        if taken and total > room:
+            break
+        taken.append(index)
+    return taken

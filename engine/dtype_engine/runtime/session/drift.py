@@ -1,0 +1,99 @@
+"""Measures the drift of a session's recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtype_engine.core.input_args import data_options
+from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.throttle import Throttle
+from dtype_engine.recipe import Plan
+from dtype_engine.results.drift import DriftReport
+from dtype_engine.runtime.inputs import Inputs
+from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
+from dtype_engine.runtime.measure.listener import MeasurementListener
+from dtype_engine.runtime.measure.user_metrics import MetricMeter, load_metrics
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.passes.model_behavior import ModelBehavior
+from dtype_engine.runtime.scan.saved import Fingerprint
+from dtype_engine.runtime.session import saved_drift
+from dtype_engine.runtime.session.component_inputs import inputs_of
+from dtype_engine.runtime.session.process_memory import memory_stats, reset_peaks
+
+
+@dataclass
+class DriftMeasurements:
+    """Measures drift on the same inputs. The module outputs of a measurement and the user's metrics are kept for later ones."""
+
+    model: LiveModel
+    options: Options
+    behavior: ModelBehavior
+    meter: DriftMeter | None = None
+    """None before the first measurement."""
+    _metrics: MetricMeter | None = None
+
+    @property
+    def kept_outputs(self) -> tuple[int, int] | None:
+        """The number of bytes of the module outputs that are kept, and the limit for this number. None before the first
+        measurement.
+        """
+        return None if self.meter is None else (self.meter.kept_bytes, self.meter.budget)
+
+    def measure(
+        self,
+        need_inputs: Callable[[], Inputs],
+        plan: Plan,
+        settings: RunSettings,
+        listener: MeasurementListener,
+        save: Path | None,
+    ) -> DriftReport:
+        """Measure the drift of the model, which is cast as in `plan`, the changes of the user's metrics, and the values that the
+        casts lose. Raises what `Session.drift` raises.
+
+        need_inputs: returns the inputs, or raises NoForward. save: the file from which the measurement continues and in which it
+        is saved, or None.
+        """
+        metrics = self._metric_meter(need_inputs)  # what is wrong with a metric is said before the model runs
+        if self.meter is None:
+            budget = budget_for(self.model, self.options.reference_bytes)
+            self.meter = DriftMeter(self.model, need_inputs(), budget=budget, behavior=self.behavior)
+        meter, visits = self.meter, self.model.visits
+        meter.settings = settings
+        listener = dataclasses.replace(
+            listener,
+            precision=listener.precision or (lambda: self.options.precision),
+            all_modules=listener.all_modules or (lambda: self.options.modules == "exact"),
+        )
+        reset_peaks(self.model.device)
+        if visits is not None:
+            visits.bytes_read = 0
+        if save is None:
+            totals = meter.measure(listener)
+        else:
+            fingerprint = Fingerprint.of(self.model, meter.inputs, list(map(str, plan.recipe.rules)), settings)
+            with saved_drift.saving(save, fingerprint, meter, listener) as (listener, begun):
+                totals = meter.measure(listener, begun=begun)
+        throttle, on_progress = Throttle(), listener.on_progress
+
+        def on_weights(done: int, total: int) -> None:
+            if visits is not None and throttle.due():
+                on_progress("values that casts lose", done, total)
+
+        memory = memory_stats(self.model, plan, self.kept_outputs, self.options.max_memory)
+        report = meter.report(totals, plan.recipe, memory, self.model.known_losses(plan.dtypes))
+        if listener.on_measured is not None:
+            listener.on_measured(report)
+        lost = self.model.lost_values(None, listener.cancelled, on_weights)
+        changes = metrics.measure(settings, listener.on_progress, listener.cancelled) if metrics is not None else ()
+        return dataclasses.replace(report, lost=lost, metrics=changes)
+
+    def _metric_meter(self, need_inputs: Callable[[], Inputs]) -> MetricMeter | None:
+        if self._metrics is None and self.options.metrics:
+            loaded, data = load_metrics(self.options.metrics), need_inputs()
+            if self.options.data:
+                data = inputs_of(self.model, data_options(self.options))
+            self._metrics = MetricMeter(self.model, loaded, data, self.behavior)
+        return self._metrics

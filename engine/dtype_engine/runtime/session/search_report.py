@@ -1,0 +1,46 @@
+"""The report of a search."""
+
+from __future__ import annotations
+
+from dtype_engine.recipe import Plan
+from dtype_engine.results.drift import DriftReport
+from dtype_engine.results.losses import ValueLoss
+from dtype_engine.results.scan import SearchReport
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.search.pareto import ParetoFront, Solution
+from dtype_engine.search.sensitivity import scalar_drift
+
+
+def search_report(
+    model: LiveModel,
+    unit: str,
+    front: ParetoFront,
+    solution: Solution,
+    plan: Plan,
+    drift: DriftReport | None,
+    context: int | None,
+    lost: tuple[ValueLoss, ...],
+) -> SearchReport:
+    """Return the report of a search on `front` that found `solution`.
+
+    unit: the unit of predicted and measured drifts. plan: the plan of the recipe that gives the dtypes of the solution. drift: a
+    measurement of it, or None. context: the number of tokens in each sequence of the KV caches that the solution's bytes include,
+    or None if they include none. lost: the weights in which the plan's casts make values infinite or zero.
+    """
+    return SearchReport(
+        model=model.title,
+        unit=unit,
+        rules=tuple(map(str, plan.recipe.rules)),
+        stored_bytes=model.tree.stored_bytes,
+        planned_bytes=solution.bytes,
+        predicted=solution.score,
+        front=tuple(front.points),
+        measured=None if drift is None else scalar_drift(drift.output),
+        metrics=() if drift is None else drift.metrics,
+        notices=model.notices,
+        lost=lost,
+        coverage=model.coverage,
+        context=context,
+        cache_bytes=0 if context is None else solution.bytes - plan.planned_bytes,
+        formats=front.formats,
+    )
