@@ -5,14 +5,12 @@ can't decode.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from dtype_engine.checkpoint.packed_weights import DEEPSEEK_V4, Stored, packed_weights
+from dtype_engine.checkpoint.packed_weights import Stored, packed_weights
 
 Count = int | Literal["unknown"] | None
 """The number of parameters that a tensor represents, or "unknown". None means one parameter for each element of the tensor."""
-_CODES_ALONE = (".qweight", ".weight_packed", ".W_q")
-"""Suffixes that only tensors with codes have. Such a suffix identifies codes even if their scales are missing."""
 
 
 def parameters_meant(tensors: Mapping[str, Stored], parts: Iterable[str]) -> dict[str, Count]:
@@ -24,24 +22,15 @@ def parameters_meant(tensors: Mapping[str, Stored], parts: Iterable[str]) -> dic
     parts: the names of the tensors to count, which all belong to quantized weights. tensors: all tensors of the file.
     """
     counts: dict[str, Count] = dict.fromkeys(parts, 0)
-    for weight in packed_weights(tensors):
-        if weight.codes in counts:
-            whole = tensors[weight.codes].dtype.startswith(("float8", "int8")) and weight.layout is not DEEPSEEK_V4
-            counts[weight.codes] = None if whole else "unknown"
-    return counts | {name: "unknown" for name, count in counts.items() if count == 0 and name.endswith(_CODES_ALONE)}
+    if not counts:
+        return {}
+    from dtype_engine.checkpoint.schemes.registry import layouts
 
-
-def integer_schemes(config: Mapping[str, Any]) -> set[tuple[int, int | None]]:
-    """Return the pairs (bits per value, group size) with which integer weights are packed, according to the `config_groups` of the
-    configuration's `quantization_config`. The group size is None if it is not declared. config: the content of config.json.
-    """
-    declared = config.get("quantization_config")
-    groups = declared.get("config_groups") if isinstance(declared, Mapping) else None
-    found = set()
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping) and weights.get("type", "int") == "int":
-            bits, size = weights.get("num_bits"), weights.get("group_size")
-            if isinstance(bits, int) and 0 < bits <= 8:
-                found.add((bits, size if isinstance(size, int) else None))
-    return found
+    found = {weight.codes: weight.layout for weight in packed_weights(tensors)}
+    alone = {layout.codes: layout for layout in layouts() if layout.codes not in ("", "weight")}
+    for name in counts:
+        layout = found.get(name) or next((alone[end] for end in alone if name.endswith(end)), None)
+        if layout is not None:
+            dtype = tensors[name].dtype
+            counts[name] = None if dtype.startswith(("float8", "int8")) and not layout.several else "unknown"
+    return counts

@@ -30,9 +30,9 @@ from dtype_engine.checkpoint.schemes.configuration import (
 )
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, packed_words
+from dtype_engine.checkpoint.schemes.scheme import Scheme
 
-SCHEME, GEMV, FAST = "awq", "awq gemv", "awq gemv fast"
-_GEMM = {"code": "row words", "order": (0, 2, 4, 6, 1, 3, 5, 7), "signed": False}
+_GEMM = {"layout": "gemm", "code": "row words", "order": (0, 2, 4, 6, 1, 3, 5, 7), "signed": False}
 
 
 def read(
@@ -54,14 +54,14 @@ def read(
         layout = _layout(codes, scale, zero, sizes)
         if layout is None:
             continue
-        scheme, rows, columns, size = layout
+        packing, rows, columns, size = layout
         found[f"{stem}weight"] = EncodedWeight(
             f"{stem}weight",
             (rows, columns),
-            scheme,
+            SCHEME,
             f"{method}:int4@{block_name(size, columns)}",
             {CODES: codes, "scale": scale, "zero_point": zero},
-            {"block": (1, size), **_GEMM},
+            {"block": (1, size), **packing},
         )
     return found | _read_fast(tensors, method, sizes)
 
@@ -80,9 +80,8 @@ def _read_fast(tensors: Mapping[str, CheckpointTensor], method: str, sizes: set[
         if size is not None:
             form = f"{method}:int4@{block_name(size, columns)}"
             parts = {CODES: codes, "scale": scale, "offset": offset}
-            found[f"{stem}weight"] = EncodedWeight(
-                f"{stem}weight", (rows, columns), FAST, form, parts, {"block": (1, size)}
-            )
+            settings = {"block": (1, size), "layout": "gemv fast"}
+            found[f"{stem}weight"] = EncodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, settings)
     return found
 
 
@@ -98,18 +97,29 @@ def _padded_size(sizes: set[int], columns: int, places: int) -> int | None:
 
 def _layout(
     codes: CheckpointTensor, scale: CheckpointTensor, zero: CheckpointTensor, sizes: set[int]
-) -> tuple[str, int, int, int] | None:
-    """Return (name of the scheme, rows of the weight, columns of the weight, columns of a group), such as ("awq", 4096, 4096, 128).
-    Returns None if the shapes fit no layout of AWQ. codes, scale, zero: the weight's tensors. sizes: the group sizes, in columns,
-    that the configuration declares.
+) -> tuple[dict[str, Any], int, int, int] | None:
+    """Return (settings of the decoder, rows of the weight, columns of the weight, columns of a group). Returns None if the shapes
+    fit no layout of AWQ. codes, scale, zero: the weight's tensors. sizes: the group sizes, in columns, that the configuration
+    declares.
     """
     (columns, words), (groups, rows) = codes.shape, scale.shape
     if rows == 8 * words and zero.shape == (groups, words):
         size = group_size(sizes, columns, groups)
-        return (SCHEME, rows, columns, size) if size is not None and columns % size == 0 else None
+        return (_GEMM, rows, columns, size) if size is not None and columns % size == 0 else None
     (rows, words), (_, places) = codes.shape, scale.shape
     columns = 8 * words
     if zero.shape == (rows, places / 8) and scale.shape[0] == rows:
         size = _padded_size(sizes, columns, places)
-        return (GEMV, rows, columns, size) if size is not None else None
+        return ({"layout": "gemv"}, rows, columns, size) if size is not None else None
     return None
+
+
+# The names of its tensors are those of GPTQ.
+SCHEME = Scheme(
+    "awq",
+    "awq",
+    read,
+    settings_files=("quant_config.json",),
+    ignored=("modules_to_not_convert",),
+    ignored_by=("awq",),
+)

@@ -17,9 +17,11 @@ from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
+from dtype_engine.checkpoint.schemes.scheme import Layout, PackedWeight, Scheme, Shape, Tensors
 
-SCHEME = "bnb"
 _STATE = ".quant_state.bitsandbytes__"
+_KINDS = ("nf4", "fp4")
+_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _ROW = b"\x00"
 """The value of the tensor `weight_format` if codes are stored row by row. Other values mean an order for the tensor cores of old
 GPUs, and such weights are not read.
@@ -44,9 +46,12 @@ def _four_bits(name: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWei
     stem, _, kind = name.partition(_STATE)
     ends = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
     parts = {role: tensors[f"{stem}.{role}"] for role in ends if f"{stem}.{role}" in tensors}
-    codes, scale, state = tensors.get(stem), parts.get("absmax"), _read_state(tensors[name])
+    codes, scale = tensors.get(stem), parts.get("absmax")
+    if kind not in _KINDS or codes is None or scale is None:
+        return None
+    state = _read_state(tensors[name])
     shape, block = _shape(state.get("shape")), _positive(state.get("blocksize"))
-    if kind not in ("nf4", "fp4") or codes is None or scale is None or not shape or not block:
+    if not shape or not block:
         return None
     count = math.prod(shape)
     blocks = -(-count // block)
@@ -63,7 +68,7 @@ def _four_bits(name: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWei
     if any(part.dtype != "float32" for part in parts.values() if part.dtype != "uint8" or part is not scale):
         return None
     return EncodedWeight(
-        stem, shape, SCHEME, f"{SCHEME}:{kind}@{block}", {CODES: codes} | parts, settings, (tensors[name],)
+        stem, shape, SCHEME, f"{SCHEME.name}:{kind}@{block}", {CODES: codes} | parts, settings, (tensors[name],)
     )
 
 
@@ -76,7 +81,7 @@ def _eight_bits(name: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWe
         return None
     beside = () if order is None else (order,)
     parts = {CODES: codes, "scale": scale}
-    return EncodedWeight(codes.name, codes.shape, SCHEME, f"{SCHEME}:int8@channel", parts, beside=beside)
+    return EncodedWeight(codes.name, codes.shape, SCHEME, f"{SCHEME.name}:int8@channel", parts, beside=beside)
 
 
 def _read_state(tensor: CheckpointTensor) -> Mapping[str, Any]:
@@ -93,3 +98,48 @@ def _shape(found: object) -> tuple[int, ...]:
 
 def _positive(found: object) -> int:
     return found if type(found) is int and found > 0 else 0
+
+
+def _required(codes: CheckpointTensor, scale: CheckpointTensor) -> tuple[str, ...]:
+    return (".quant_map", *((".nested_absmax", ".nested_quant_map") if scale.dtype == "uint8" else ()))
+
+
+def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Mapping[str, Any]) -> tuple[Shape, ...]:
+    return tuple((-(-2 * tensors[weight.codes].nbytes // size),) for size in _BLOCKS)
+
+
+_STATES = tuple(_STATE + kind for kind in _KINDS)
+_MORE = (".quant_map", ".nested_absmax", ".nested_quant_map", *_STATES)
+_FOUR_BITS = Layout(
+    "4-bit by bitsandbytes",
+    "",
+    ".absmax",
+    frozenset({"uint8", "bfloat16", "float16", "float32"}),
+    _MORE,
+    alone=(".absmax", ".quant_map"),
+    orphans=(".absmax",),
+    proofs=_MORE,
+    more_scales=(".nested_absmax",),
+    padded=lambda codes, scale: True,
+    required=_required,
+    scale_shapes=_scale_shapes,
+)
+_EIGHT_BITS = Layout(
+    "int8 by bitsandbytes",
+    "weight",
+    "SCB",
+    frozenset({"int8"}),
+    ("weight_format",),
+    alone=(".SCB",),
+    orphans=(".SCB",),
+    scale_shapes=lambda weight, tensors, config: (tensors[weight.codes].shape[:1],),
+)
+SCHEME = Scheme(
+    "bnb",
+    "bitsandbytes",
+    read,
+    (_FOUR_BITS, _EIGHT_BITS),
+    describing=(*_STATES, ".weight_format"),
+    ignored=("llm_int8_skip_modules",),
+    ignored_by=("bitsandbytes",),
+)

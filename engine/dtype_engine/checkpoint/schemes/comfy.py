@@ -22,17 +22,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dtype_engine.checkpoint.packed_weights import COMFY_MARK
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.compressed_tensors import SCALED
 from dtype_engine.checkpoint.schemes.configuration import declared
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe
+from dtype_engine.checkpoint.schemes.scheme import FLOAT8, Layout, PackedWeight, Scheme, Shape, Tensors
 
-SCHEME = "comfy"
+_MARK, _OLD_MARK = "comfy_quant", "scaled_fp8"
 _IN_METADATA = "_quantization_metadata"
 _READ = ("nvfp4", "mxfp8", "int8_tensorwise", *FP8)
 _ROTATIONS = (4, 16, 64, 256, 1024, 4096)
-Tensors = Mapping[str, CheckpointTensor]
 
 
 def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, EncodedWeight]:
@@ -50,7 +50,7 @@ def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str
         weight = _read_weight(name, codes, _about(name, tensors, described), tensors)
         if weight is not None:
             found[name] = weight
-    mark = next((tensor for name, tensor in tensors.items() if name.rpartition(".")[2] == COMFY_MARK), None)
+    mark = next((tensor for name, tensor in tensors.items() if name.rpartition(".")[2] == _OLD_MARK), None)
     if mark is not None and found:
         first = next(iter(found.values()))
         found[first.name] = replace(first, beside=(*first.beside, mark))
@@ -111,7 +111,7 @@ def _is_read(about: Mapping[str, Any]) -> bool:
     return about.get("format") in (("int8_tensorwise",) if about.get("convrot") else _READ)
 
 
-def in_other_formats(names: Iterable[str], tensors: Tensors, metadata: Mapping[str, str]) -> set[str]:
+def _in_other_formats(names: Iterable[str], tensors: Tensors, metadata: Mapping[str, str]) -> set[str]:
     """Return the weights among `names` that are in a format which this program does not read, according to their layers'
     descriptions. names: names of weights, such as `x.weight`. tensors, metadata: those of the file's header.
     """
@@ -121,7 +121,7 @@ def in_other_formats(names: Iterable[str], tensors: Tensors, metadata: Mapping[s
 
 
 def _mark(name: str) -> str:
-    return f"{name.removesuffix('.weight')}.comfy_quant"
+    return f"{name.removesuffix('.weight')}.{_MARK}"
 
 
 def _layers(metadata: Mapping[str, str]) -> Mapping[str, Any]:
@@ -152,3 +152,39 @@ def _object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {"format": found} if isinstance(found, str) else {}
+
+
+def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Mapping[str, Any]) -> tuple[Shape, ...]:
+    rows = tensors[weight.codes].shape[:1]
+    return ((), (1,), rows, (*rows, 1))
+
+
+_DESCRIBED = replace(
+    SCALED,
+    beside=(*SCALED.beside, _MARK),
+    mark=_MARK,
+    padded=lambda codes, scale: True,
+    scale_shapes=lambda weight, tensors, config: (),  # these are in the order of the tensor cores, and padded
+)
+_OLD = Layout(
+    "fp8 with scales (ComfyUI)",
+    "weight",
+    "scale_weight",
+    FLOAT8,
+    ("scale_input",),
+    alone=(".scale_weight", _OLD_MARK),
+    orphans=(".scale_weight",),
+    padded=lambda codes, scale: True,
+    scale_shapes=_scale_shapes,
+)
+# Its files have no configuration. All other schemes are recognized by more, and tried before.
+SCHEME = Scheme(
+    "comfy",
+    "block_scaled",
+    read,
+    (_DESCRIBED, _OLD),
+    rank=1,
+    describing=(f".{_MARK}",),
+    fused=False,
+    left_out=_in_other_formats,
+)

@@ -85,3 +85,18 @@ def block_name(wide: int, columns: int) -> str:
     for groups of 128 columns. wide: the number of columns of a group. columns: the length of a row.
     """
     return "channel" if wide >= columns else f"g{wide}"
+
+
+def block_in(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the (rows, columns) of the blocks that share a scale, which are 128 x 128 unless the content of config.json declares
+    others.
+    """
+    settings = config.get("quantization_config")
+    settings = settings if isinstance(settings, Mapping) else {}
+    found = settings.get("weight_block_size")
+    groups = settings.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and weights.get("block_structure"):
+            found = weights["block_structure"]
+    return (sizes(found) if isinstance(found, list) else None) or (128, 128)

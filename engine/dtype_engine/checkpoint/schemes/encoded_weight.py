@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.configuration import declared
+from dtype_engine.core.dtypes import PER_TENSOR
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.hints import hint
 from dtype_engine.core.regular_files import reading
+
+if TYPE_CHECKING:
+    from dtype_engine.checkpoint.schemes.scheme import Scheme
 
 CODES = "codes"
 """The key in `EncodedWeight.parts` of the tensor that has a code for each value. Every encoded weight has such a tensor."""
@@ -28,10 +33,8 @@ class EncodedWeight(msgspec.Struct, frozen=True, gc=False):
     """The name of the weight in the unquantized checkpoint, such as `model.layers.0.mlp.down_proj.weight`."""
     shape: tuple[int, ...]
     """The shape of the weight in the unquantized checkpoint: [out, in], or [experts, out, in] for stacked experts."""
-    scheme: str
-    """The name of the scheme in which the other program stored the weight, such as "gptq". It selects the decoder in
-    `runtime/formats/schemes`.
-    """
+    scheme: Scheme
+    """The scheme in which the other program stored the weight."""
     format: str
     """The name of the weight's format, such as `gptq:int4@g128` or `fp8:e4m3@128x128`. It consists of the method, the type of a
     code, and the size of a block.
@@ -49,6 +52,22 @@ class EncodedWeight(msgspec.Struct, frozen=True, gc=False):
     def tensors(self) -> tuple[CheckpointTensor, ...]:
         """All tensors of the weight in the files."""
         return (*self.parts.values(), *self.beside)
+
+    @property
+    def input_scale(self) -> CheckpointTensor | None:
+        """The tensor with the scale of all inputs of the weight's layer, or None if the files have none. For NVFP4, it is the scale
+        of the scales of blocks.
+        """
+        ends = self.scheme.of_inputs
+        return next((part for part in self.beside if part.name.endswith(ends) and not part.absent), None)
+
+    def input_format(self, config: Mapping[str, Any] | None) -> str:
+        """Return the format of `core.dtypes`, such as "int8", to which runtimes round the inputs of the weight's layer as the
+        configuration declares, or "". If it ends with "@tensor", all inputs have the scale in `input_scale`. config: the content of
+        config.json.
+        """
+        found = self.scheme.input_format(self, declared(config or {}))
+        return "" if found.endswith(PER_TENSOR) and self.input_scale is None else found
 
     @property
     def nbytes(self) -> int:

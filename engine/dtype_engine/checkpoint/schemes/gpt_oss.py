@@ -15,8 +15,8 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, describe
+from dtype_engine.checkpoint.schemes.scheme import Layout, Scheme
 
-SCHEME = "gpt-oss"
 _BYTES = 16
 """The number of bytes in a block of 32 values. It is the last dimension of the codes."""
 
@@ -41,3 +41,15 @@ def read(
         if weight is not None:
             found[stem] = replace(weight, shape=(experts, stored[2], rows))
     return found
+
+
+_LAYOUT = Layout(
+    "MXFP4 (gpt-oss)",
+    "_blocks",
+    "_scales",
+    frozenset({"uint8"}),
+    orphans=("_proj_scales",),
+    exponents=True,
+    scale_shapes=lambda weight, tensors, config: (tensors[weight.codes].shape[:-1],),
+)
+SCHEME = Scheme("gpt-oss", "block_scaled", read, (_LAYOUT,))

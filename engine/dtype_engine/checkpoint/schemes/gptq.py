@@ -21,8 +21,8 @@ from dtype_engine.checkpoint.schemes.configuration import (
 )
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 from dtype_engine.checkpoint.schemes.scaled_codes import packed_words
+from dtype_engine.checkpoint.schemes.scheme import WORDS, Layout, PackedWeight, Scheme, Shape, Tensors
 
-SCHEME = "gptq"
 _ADDED = {
     ("gptq", "gptq"): 1, ("gptq", "gptq_v2"): 0,
     ("auto-round", "auto_round:auto_gptq"): 1, ("auto-round", "auto_round:gptq"): 1, ("auto-round", "auto"): 1,
@@ -67,3 +67,42 @@ def read(
             {"bits": bits, "group": size, "added": added},
         )
     return found
+
+
+def _is_padded(codes: CheckpointTensor, scale: CheckpointTensor) -> bool:
+    """Return whether a weight is in AWQ's layouts "gemv" and "gemv_fast", which pad the scales to whole words."""
+    return scale.shape[:1] == codes.shape[:1] or codes.dtype == "int16"
+
+
+def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Mapping[str, Any]) -> tuple[Shape, ...]:
+    """Return the shape that the scales of a GPTQ or AWQ weight must have, in a tuple, or () if the configuration does not give bits
+    and group size. GPTQ packs codes along the inputs, AWQ along the outputs.
+    """
+    settings, codes = config.get("quantization_config"), tensors[weight.codes]
+    settings = settings if isinstance(settings, Mapping) else {}
+    bits, size, zeros = settings.get("bits"), settings.get("group_size"), tensors.get(weight.part("qzeros"))
+    if zeros is None or codes.dtype == "int16" or len(codes.shape) < 2:
+        return ()
+    if type(bits) is not int or type(size) is not int or bits < 1:
+        return ()
+    rows, columns = codes.shape[:2]
+    is_awq = zeros.shape[-1:] == codes.shape[-1:]
+    inputs, outputs = (rows, columns * 32 // bits) if is_awq else (rows * 32 // bits, columns)
+    return ((-(-inputs // size) if size > 0 else 1, outputs),)
+
+
+_LAYOUT = Layout(
+    "packed by GPTQ or AWQ",
+    "qweight",
+    "scales",
+    WORDS | {"int16"},
+    ("qzeros", "g_idx", "bias_scales", "scaled_zeros"),
+    alone=(".qweight", ".qzeros"),
+    orphans=(".qzeros",),
+    signed=True,
+    padded=_is_padded,
+    # AWQ's "gemv_fast" may name the zero points otherwise.
+    required=lambda codes, scale: () if codes.dtype == "int16" else ("qzeros",),
+    scale_shapes=_scale_shapes,
+)
+SCHEME = Scheme("gptq", "gptq", read, (_LAYOUT,), settings_files=("quantize_config.json", "quantization_config.json"))

@@ -13,21 +13,25 @@ small matrices.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared, matches, size
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe
+from dtype_engine.checkpoint.schemes.scheme import Scheme
 from dtype_engine.checkpoint.weight_files import read_json
 
-SCHEME = "modelopt"
 _BESIDE_CONFIG = "hf_quant_config.json"
+_INPUTS = {
+    "modelopt:e4m3@tensor": "float8_e4m3fn@tensor", "modelopt:e4m3@channel": "float8_e4m3fn", "modelopt:mxfp8": "mxfp8",
+}  # fmt: skip
+"""Maps the format of a weight to the format of the inputs of its layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
+class _Layout(msgspec.Struct, frozen=True):
     """How an algorithm of ModelOpt stores a weight."""
 
     kind: str
@@ -38,7 +42,7 @@ class _Layout:
     one scale, or "tensor" if the weight has a single scale.
     """
     scales: tuple[str, ...] = FLOATS
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = {}
     tensor_scale: bool = False
     """Whether the weight has a scale for the whole tensor."""
     height: int = 1
@@ -127,3 +131,21 @@ def _read_weight(
         name, SCHEME, layout.kind, shape, block, parts, scales=layout.scales, settings=layout.settings,
         beside=(of_tensor,),
     )  # fmt: skip
+
+
+def _input_format(weight: EncodedWeight, settings: Mapping[str, Any]) -> str:
+    if weight.format == "modelopt:nvfp4":
+        return "nvfp4" if weight.input_scale is not None else ""
+    return _INPUTS.get(weight.format, "")
+
+
+SCHEME = Scheme(
+    "modelopt",
+    "block_scaled",
+    read,
+    input_format=_input_format,
+    settings_files=(_BESIDE_CONFIG,),
+    nested_settings=("quantization",),
+    ignored=("ignore", "exclude_modules"),
+    ignored_by=("modelopt",),
+)

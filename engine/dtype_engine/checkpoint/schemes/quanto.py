@@ -18,9 +18,8 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import block_name, size
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, FP8
+from dtype_engine.checkpoint.schemes.scheme import BYTES, FLOAT8, Layout, Scheme
 
-SCHEME = "quanto"
-BITS = "quanto bits"
 _CODES = {"int8": "int8", "float8_e4m3fnuz": "e4m3fnuz", **FP8}
 
 
@@ -40,7 +39,7 @@ def read(
             continue
         if len(codes.shape) < 2 or not codes.nbytes or scale.shape != (codes.shape[0], *(1 for _ in codes.shape[1:])):
             continue
-        form = f"{SCHEME}:{_CODES[codes.dtype]}@channel"
+        form = f"{SCHEME.name}:{_CODES[codes.dtype]}@channel"
         found[stem] = EncodedWeight(stem, codes.shape, SCHEME, form, {CODES: codes, "scale": scale})
     for name, codes in tensors.items():
         if name.endswith("._data._data"):
@@ -75,8 +74,8 @@ def _bits(
     shape = elements // columns, columns
     if bias is not None and bias.shape != shape[:1]:
         return None
-    form = f"{SCHEME}:int{bits}@{block_name(width, shape[1])}"
-    return EncodedWeight(name, shape, BITS, form, {CODES: codes, "scale": scale, "shift": shift}, {"bits": bits})
+    form = f"{SCHEME.name}:int{bits}@{block_name(width, shape[1])}"
+    return EncodedWeight(name, shape, SCHEME, form, {CODES: codes, "scale": scale, "shift": shift}, {"bits": bits})
 
 
 def _columns(name: str, config: Mapping[str, Any]) -> int | None:
@@ -101,3 +100,20 @@ def _group_size(columns: int) -> int:
     optimum-quanto's group sizes divides its length. columns: the number of values in a row.
     """
     return next((each for each in (128, 96, 64, 32) if columns > 128 and columns % each == 0), columns)
+
+
+_BESIDE = ("input_scale", "output_scale")
+_PACKED = Layout(
+    "packed by optimum-quanto", "._data._data", "._scale", BYTES, ("._shift",), _BESIDE, alone=("weight._data._data",)
+)
+_WHOLE = Layout(
+    "quantized by optimum-quanto",
+    "._data",
+    "._scale",
+    FLOAT8 | BYTES,
+    ("._shift",),
+    _BESIDE,
+    alone=("weight._data",),
+    orphans=("weight._scale",),
+)
+SCHEME = Scheme("quanto", "quanto", read, (_PACKED, _WHOLE))

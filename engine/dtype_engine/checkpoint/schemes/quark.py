@@ -22,8 +22,8 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared, matches, size, sizes
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid
+from dtype_engine.checkpoint.schemes.scheme import Scheme
 
-SCHEME = "quark"
 _IN_ORDER, _REORDERED = (0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 4, 6, 1, 3, 5, 7)
 _PACKED = {
     "fp4": ("mxfp4", "e2m1", 4),
@@ -105,3 +105,6 @@ def _read_weight(
             parts["zero_point"] = zero
         return describe(name, SCHEME, "int8", codes.shape, block, parts)
     return None
+
+
+SCHEME = Scheme("quark", "block_scaled", read, nested_settings=("global_quant_config", "weight"), ignored=("exclude",))

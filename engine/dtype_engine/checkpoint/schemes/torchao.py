@@ -22,8 +22,8 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import block_name, sizes
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, FP8, describe
+from dtype_engine.checkpoint.schemes.scheme import CODES_DTYPES, Layout, Scheme
 
-SCHEME, INT4 = "torchao", "torchao int4"
 _MX = {"float8_e4m3fn": "mxfp8", "float8_e5m2": "mxfp8_e5m2", "uint8": "mxfp4"}
 _NAMES = tuple(f"int{bits}" for bits in range(1, 9))
 _INTEGERS = ("IntxUnpackedToInt8Tensor", "Int8Tensor")
@@ -96,8 +96,8 @@ def _int4(
     ):
         return None
     parts = {CODES: codes, "scale": scale, "offset": offset}
-    form = f"{SCHEME}:int4@{block_name(pair[1], columns)}"
-    return EncodedWeight(name, (rows, columns), INT4, form, parts, {"block": pair})
+    form = f"{SCHEME.name}:int4@{block_name(pair[1], columns)}"
+    return EncodedWeight(name, (rows, columns), SCHEME, form, parts, {"block": pair})
 
 
 def _word(kind: str, data: Mapping[str, Any], codes: CheckpointTensor, scale: CheckpointTensor) -> str | None:
@@ -121,3 +121,16 @@ def _description(text: str) -> tuple[str, Mapping[str, Any]]:
         return "", {}
     data = described.get("_data") if isinstance(described, Mapping) else None
     return (str(described.get("_type")), data) if isinstance(data, Mapping) else ("", {})
+
+
+_LAYOUT = Layout(
+    "quantized by torchao",
+    "_weight_qdata",
+    "_weight_scale",
+    CODES_DTYPES,
+    ("_weight_zero_point", "_weight_per_tensor_scale"),
+    alone=("._weight_qdata",),
+    more_scales=("_weight_per_tensor_scale",),
+    padded=lambda codes, scale: True,
+)
+SCHEME = Scheme("torchao", "torchao", read, (_LAYOUT,))

@@ -11,7 +11,6 @@ from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.schemes.configuration import declared
-from dtype_engine.checkpoint.schemes.input_activations import input_format
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
@@ -115,7 +114,7 @@ def _values(
 ) -> StoredValues:
     if name in checkpoint.encoded:
         weight = checkpoint.encoded[name]
-        return EncodedValues(weight, holds, turned, input_format(weight, checkpoint.config))
+        return EncodedValues(weight, holds, turned, weight.input_format(checkpoint.config))
     if name in checkpoint.quantized:
         return QuantizedInFile(checkpoint.quantized[name])
     if visits is not None:
@@ -127,7 +126,7 @@ def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return notices for the user if config.json says that runtimes round the inputs of quantized layers, and otherwise an empty
     tuple. A notice says whether measurements can round these inputs, too. They do so only on request, and not for every format.
     """
-    if any(input_format(weight, checkpoint.config) for weight in checkpoint.encoded.values()):
+    if any(weight.input_format(checkpoint.config) for weight in checkpoint.encoded.values()):
         return (
             "this checkpoint declares that runtimes round the inputs of its quantized layers; --quantize-activations weights "
             "rounds them here, too",

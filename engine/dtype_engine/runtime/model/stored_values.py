@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from dtype_engine.checkpoint import CheckpointTensor, QuantizedWeight
 from dtype_engine.checkpoint.schemes import EncodedWeight
-from dtype_engine.checkpoint.schemes.input_activations import input_scale
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
@@ -171,13 +170,13 @@ class EncodedValues(StoredValues):
     @cached_property
     def input_format(self) -> InputFormat | None:  # type: ignore[override]
         """As in `StoredValues`. Raises NoForward if the scale of the inputs is no positive number."""
-        dtype, stored = self._inputs, input_scale(self.weight)
+        dtype, stored = self._inputs, self.weight.input_scale
         if not dtype.endswith((dtypes.PER_TENSOR, "nvfp4")) or stored is None:
             return InputFormat(dtype) if dtype else None
         scale = float(read_part(stored).float().max())
         if not 0 < scale < math.inf:
             raise NoForward(f"{printable(stored.name)} is {scale}, which can't be a scale of inputs")
-        return InputFormat(dtype, 1 / scale if self.weight.scheme == "ct" and dtype == "nvfp4" else scale)
+        return InputFormat(dtype, 1 / scale if self.weight.scheme.reciprocal_scales and dtype == "nvfp4" else scale)
 
     @cached_property
     def _parts(self) -> dict[str, torch.Tensor]:
