@@ -12,8 +12,7 @@ import msgspec
 
 from dtype_engine.checkpoint.file_identity import FileIdentity
 from dtype_engine.checkpoint.kv_cache import kv_cache
-from dtype_engine.checkpoint.packed_weights import NOT_CODES, quantized_parts
-from dtype_engine.checkpoint.parameter_counts import parameters_meant
+from dtype_engine.checkpoint.packed_weights import NOT_CODES, parameters_meant, quantized_parts
 from dtype_engine.checkpoint.prequantized import QuantizedWeight, read_quantized
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight

@@ -15,15 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec.structs import replace
-
 from dtype_engine.checkpoint.gguf_fields import changes_nothing
 from dtype_engine.checkpoint.gguf_header import ListLength
 from dtype_engine.checkpoint.gguf_rope import FIELDS as ROPE_FIELDS
 from dtype_engine.checkpoint.gguf_rope import describe_rope
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, MOST_EXPERTS, EncodedWeight
 from dtype_engine.checkpoint.schemes.gguf import ROPE_FACTORS, SCHEME
+from dtype_engine.checkpoint.schemes.scheme import CODES, MOST_EXPERTS, EncodedWeight
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 
@@ -311,13 +309,8 @@ def _experts(name: str, tensor: CheckpointTensor) -> dict[str, EncodedWeight]:
     count = tensor.shape[0] if len(tensor.shape) == 3 else 0
     if not 0 < count <= MOST_EXPERTS or tensor.nbytes % count or tensor.start is None:
         return {}
-    each = tensor.nbytes // count
-    found = {}
-    for expert in range(count):
-        own = replace(tensor, shape=tensor.shape[1:], start=tensor.start + expert * each, nbytes=each)
-        one = name.format(expert)
-        found[one] = EncodedWeight(one, own.shape, SCHEME, _format(tensor), {CODES: own})
-    return found
+    found = {name.format(expert): tensor.at(expert) for expert in range(count)}
+    return {one: EncodedWeight(one, own.shape, SCHEME, _format(tensor), {CODES: own}) for one, own in found.items()}
 
 
 def _format(tensor: CheckpointTensor) -> str:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.encoded_weight import read_small
 from dtype_engine.checkpoint.schemes.gguf import ROPE_FACTORS
+from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
 FREQUENCIES, LONG, SHORT = ROPE_FACTORS
 _KIND, _FACTOR, _LEGACY_FACTOR = "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"

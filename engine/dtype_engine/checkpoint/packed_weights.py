@@ -1,5 +1,5 @@
-"""Recognizes weights that other programs quantized: which tensors of a file (codes, scales, ...) form such a weight. These tensors
-are never cast.
+"""Recognizes weights that other programs quantized: which tensors of a file (codes, scales, ...) form such a weight, and how many
+parameters they represent. These tensors are never cast.
 
 A weight is recognized by the names that a scheme (`checkpoint/schemes`) gives to its tensors, and by the dtype of the codes. Other
 tensors are recognized by names that programs often use.
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 
 if TYPE_CHECKING:
-    from dtype_engine.checkpoint.schemes.scheme import PackedWeight
+    from dtype_engine.checkpoint.schemes.layout import PackedWeight
 
 NOT_CODES = frozenset({"float64", "float32", "bfloat16", "float16", "int64", "bool"})
 """The dtypes in files without quantized weights. Every scheme stores at least one tensor in a dtype that is not among these: the
@@ -35,6 +35,8 @@ key-value cache. Such a scale does not belong to codes.
 """
 OF_ACTIVATIONS = "is a scale of activations or of the key-value cache by its name"
 """The reason, for the user, why scales whose names match `_OF_INPUTS` are not cast."""
+Count = int | Literal["unknown"] | None
+"""The number of parameters that a tensor represents, or "unknown". None means one parameter for each element of the tensor."""
 
 
 class Stored(Protocol):
@@ -55,8 +57,8 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
     """
     if _are_plain(tensors):
         return []
+    from dtype_engine.checkpoint.schemes.layout import PackedWeight
     from dtype_engine.checkpoint.schemes.registry import layouts
-    from dtype_engine.checkpoint.schemes.scheme import PackedWeight
 
     found, scales = [], tuple({layout.scale for layout in layouts()})
     for name in tensors:
@@ -91,10 +93,10 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
     """
     if _are_plain(tensors):
         return {}
+    from dtype_engine.checkpoint.schemes.layout import CODES_DTYPES, FLOAT8
     from dtype_engine.checkpoint.schemes.registry import layouts
-    from dtype_engine.checkpoint.schemes.scheme import CODES_DTYPES, FLOAT8
 
-    described = declared_scheme(config)
+    described = _declared_scheme(config)
     alone = {end: layout for layout in layouts() for end in layout.alone}
     found: dict[str, str] = {}
     for weight in packed_weights(tensors):
@@ -132,30 +134,46 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
     return found
 
 
+def parameters_meant(tensors: Mapping[str, Stored], parts: Iterable[str]) -> dict[str, Count]:
+    """Return the number of parameters that each tensor of a quantized weight represents, keyed by tensor name. The codes
+    represent all parameters of the weight, so the number is 0 for its other tensors, such as scales and zero points. For codes
+    that are packed in bytes or words, the number is "unknown", because the names and shapes don't tell how many codes an element
+    holds.
+
+    parts: the names of the tensors to count, which all belong to quantized weights. tensors: all tensors of the file.
+    """
+    counts: dict[str, Count] = dict.fromkeys(parts, 0)
+    if not counts:
+        return {}
+    from dtype_engine.checkpoint.schemes.registry import layouts
+
+    found = {weight.codes: weight.layout for weight in packed_weights(tensors)}
+    alone = {layout.codes: layout for layout in layouts() if layout.codes not in ("", "weight")}
+    for name in counts:
+        layout = found.get(name) or next((alone[end] for end in alone if name.endswith(end)), None)
+        if layout is not None:
+            dtype = tensors[name].dtype
+            counts[name] = None if dtype.startswith(("float8", "int8")) and not layout.several else "unknown"
+    return counts
+
+
 def module_of(name: str) -> str:
     """Return the name of the module that contains a tensor or module: all but the last part of the name."""
     return name.rpartition(".")[0]
 
 
-def declared_method(config: Mapping[str, Any] | None) -> str | None:
-    """Return the `quant_method`, such as "gptq", that a config.json declares, or None if it declares none."""
-    declared = (config or {}).get("quantization_config")
-    method = declared.get("quant_method") if isinstance(declared, Mapping) else None
-    return str(method) if method else None
-
-
-def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
+def _declared_scheme(config: Mapping[str, Any] | None) -> str | None:
     """Return how the `quantization_config` of a config.json says that the weights are quantized, such as "quantized by gptq, 4
     bit", or None if it says nothing. The words complete "a weight that is ...".
     """
-    method = declared_method(config)
-    if method is None:
+    declared = (config or {}).get("quantization_config")
+    method = declared.get("quant_method") if isinstance(declared, Mapping) else None
+    if not declared or not method:
         return None
-    declared = (config or {})["quantization_config"]
     bits = declared.get("bits") or (4 if declared.get("load_in_4bit") else 8 if declared.get("load_in_8bit") else None)
     if method == "fp8" and declared.get("weight_block_size"):
         return "fp8 with block scales"
-    return f"quantized by {printable(method, 40)}" + (f", {bits} bit" if isinstance(bits, int) else "")
+    return f"quantized by {printable(str(method), 40)}" + (f", {bits} bit" if isinstance(bits, int) else "")
 
 
 def names_of_parts(weights: Iterable[PackedWeight], tensors: Mapping[str, Stored]) -> set[str]:

@@ -24,7 +24,7 @@ from dtype_engine.checkpoint.packed_weights import (
 )
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES
-from dtype_engine.checkpoint.schemes.scheme import PackedWeight
+from dtype_engine.checkpoint.schemes.layout import PackedWeight
 from dtype_engine.checkpoint.weight_files import read_index, read_json
 from dtype_engine.checkpoint.weight_sets import is_second_set
 from dtype_engine.core import dtypes

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.packed_weights import names_of_parts, packed_weights
+from dtype_engine.checkpoint.schemes.layout import Layout, PackedWeight, Tensors
 from dtype_engine.checkpoint.schemes.registry import layouts, schemes
-from dtype_engine.checkpoint.schemes.scheme import Layout, PackedWeight, Tensors
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.results.check import Finding

@@ -15,15 +15,16 @@ float8 and int8 codes are in `x.weight`. The formats in `_UNREAD` are not read.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.configuration import block_in, declared, matches, size, sizes
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
+from dtype_engine.checkpoint.schemes.configuration import block_in, config_groups, declared, matches, size, sizes
+from dtype_engine.checkpoint.schemes.layout import BYTES, FLOAT8, WORDS, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid
-from dtype_engine.checkpoint.schemes.scheme import BYTES, FLOAT8, WORDS, Layout, PackedWeight, Scheme, Shape, Tensors
+from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
 _UNREAD = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
 _INTEGERS = {"int32": "i", "int64": "q"}
@@ -35,30 +36,22 @@ _INPUTS = {
 """Maps (bits, type, strategy, group size) of `input_activations` to a format of `core.dtypes`."""
 
 
-def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, EncodedWeight]:
-    """Return the weights that compressed-tensors quantized, keyed by name. tensors: all tensors of the files, by name. config: the
-    content of config.json. metadata: the metadata of the files' headers. Raises UserError if the shape of a packed weight can't be
-    read.
-    """
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     settings = declared(config)
     groups = settings.get("config_groups")
     if settings.get("quant_method") not in ("compressed-tensors", None) or not isinstance(groups, Mapping):
-        return {}
+        return
     if _transforms_inputs(settings.get("transform_config")):
-        return {}
-    found = {}
+        return
     for scale in tensors:
-        name = scale.removesuffix("_scale")
-        if name == scale or not name.endswith("weight"):
+        if not scale.endswith("weight_scale"):
             continue
+        name = scale.removesuffix("_scale")
         zero = f"{name}_zero_point" in tensors
         arguments_of = _arguments(name.rpartition(".")[0], groups, settings.get("format"))
-        for arguments in sorted(arguments_of, key=lambda each: (each.get("symmetric") is False) != zero):
-            weight = _read_weight(name, arguments, tensors)
-            if weight is not None:
-                found[name] = weight
-                break
-    return found
+        tried = sorted(arguments_of, key=lambda each: (each.get("symmetric") is False) != zero)
+        weights = (_read_weight(name, arguments, tensors) for arguments in tried)
+        yield next((weight for weight in weights if weight is not None), None)
 
 
 def _transforms_inputs(transforms: object) -> bool:
@@ -215,18 +208,13 @@ def _group_indices(index: CheckpointTensor, columns: int) -> set[int]:
     return set(struct.unpack(f"<{columns}{_INTEGERS[index.dtype]}", read_small(index)))
 
 
-def _input_format(weight: EncodedWeight, settings: Mapping[str, Any]) -> str:
+def _input_format(weight: EncodedWeight, settings: Config) -> str:
     """Return the format to which runtimes round the inputs of a weight's module, or "" if they do not. A group of `config_groups`
-    that names the module has precedence over groups that name a class. settings: the quantization settings in config.json.
+    that names the module has precedence over groups that name a class.
     """
-    module, groups = weight.name.rpartition(".")[0], settings.get("config_groups")
-    of_class = ""
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        arguments = group.get("input_activations") if isinstance(group, Mapping) else None
-        targets = group.get("targets") if isinstance(group, Mapping) else None
-        form = _of_arguments(arguments) if isinstance(arguments, Mapping) else ""
-        if not isinstance(targets, list):
-            continue
+    module, of_class = weight.name.rpartition(".")[0], ""
+    for targets, arguments in config_groups(settings, "input_activations"):
+        form = _of_arguments(arguments) if targets else ""
         if any(matches(target, module) for target in targets):
             return form
         of_class = of_class or form
@@ -252,7 +240,7 @@ def _required_if_packed(codes: CheckpointTensor, scale: CheckpointTensor) -> tup
     return ("_shape",) if codes.dtype == "int32" else ("_global_scale",) if _in_nvfp4(codes, scale) else ()
 
 
-def _packed_scale_shapes(weight: PackedWeight, tensors: Tensors, config: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _packed_scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
     codes, scale = tensors[weight.codes], tensors[weight.scale]
     if len(codes.shape) < 2:
         return ()
@@ -265,23 +253,17 @@ def _packed_scale_shapes(weight: PackedWeight, tensors: Tensors, config: Mapping
     return tuple((*rows, count) for count in sorted(counts)) or ((*rows, scale.shape[-1] if scale.shape else 1),)
 
 
-def _integers(config: Mapping[str, Any]) -> set[tuple[int, int | None]]:
-    """Return the pairs (bits per value, group size) with which integer weights are packed, according to the `config_groups` of the
-    configuration's `quantization_config`. The group size is None if it is not declared. config: the content of config.json.
+def _integers(config: Config) -> Iterator[tuple[int, int | None]]:
+    """Yield the pairs (bits per value, group size) with which integer weights are packed, according to the configuration. The group
+    size is None if it is not declared.
     """
-    settings = config.get("quantization_config")
-    groups = settings.get("config_groups") if isinstance(settings, Mapping) else None
-    found = set()
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping) and weights.get("type", "int") == "int":
-            bits, size = weights.get("num_bits"), weights.get("group_size")
-            if isinstance(bits, int) and 0 < bits <= 8:
-                found.add((bits, size if isinstance(size, int) else None))
-    return found
+    for _, weights in config_groups(declared(config), "weights"):
+        bits, columns = weights.get("num_bits"), weights.get("group_size")
+        if weights.get("type", "int") == "int" and isinstance(bits, int) and 0 < bits <= 8:
+            yield bits, columns if isinstance(columns, int) else None
 
 
-def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
     codes, scale = tensors[weight.codes], tensors[weight.scale]
     if len(codes.shape) < 2:
         return ()
@@ -296,52 +278,24 @@ def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Mapping[str, A
 
 
 _PACKED = Layout(
-    "packed by compressed-tensors",
-    "_packed",
-    "_scale",
-    BYTES | WORDS,
-    ("_shape", "_zero_point", "_g_idx", "_global_scale"),
-    ("input_global_scale",),
-    alone=("weight_packed",),
-    orphans=("weight_global_scale",),
-    fused_scale="_global_scale",
-    exponents=True,
-    required=_required_if_packed,
-    scale_shapes=_packed_scale_shapes,
-    part_shapes=lambda scale: {"_shape": (2,), "_global_scale": (1,)},
-)
+    "packed by compressed-tensors", "_packed", "_scale", BYTES | WORDS,
+    ("_shape", "_zero_point", "_g_idx", "_global_scale"), ("input_global_scale",), alone=("weight_packed",),
+    orphans=("weight_global_scale",), fused_scale="_global_scale", exponents=True, required=_required_if_packed,
+    scale_shapes=_packed_scale_shapes, part_shapes=lambda scale: {"_shape": (2,), "_global_scale": (1,)},
+)  # fmt: skip
 SCALED = Layout(
-    "quantized with scales (compressed-tensors)",
-    "",
-    "_scale",
-    FLOAT8 | BYTES | {"int32"},
+    "quantized with scales (compressed-tensors)", "", "_scale", FLOAT8 | BYTES | {"int32"},
     ("_zero_point", "_scale_2", "_offset", "_shape"),
-    (
-        "input_scale", "output_scale", "input_zero_point", "input_offset", "pre_quant_scale", "deq_scale", "quant_bias",
-    ),
-    orphans=("weight_scale", "weight_scale_2"),
-    fused_scale="_scale_2",
-    exponents=True,
+    ("input_scale", "output_scale", "input_zero_point", "input_offset", "pre_quant_scale", "deq_scale", "quant_bias"),
+    orphans=("weight_scale", "weight_scale_2"), fused_scale="_scale_2", exponents=True, scale_shapes=_scale_shapes,
     required=lambda codes, scale: ("_scale_2",) if _in_nvfp4(codes, scale) else (),
-    scale_shapes=_scale_shapes,
 )  # fmt: skip
 """The names that compressed-tensors gives to the tensors of weights that are not packed. ModelOpt and Quark use them, too."""
 _SPARSE = Layout(
-    "sparse (compressed-tensors)",
-    "compressed",
-    "bitmask",
-    frozenset({"bfloat16", "float16", "float32", *FLOAT8}),
-    ("shape", "row_offsets", "scale"),
-    ("weight_scale",),
-)
+    "sparse (compressed-tensors)", "compressed", "bitmask", frozenset({"bfloat16", "float16", "float32", *FLOAT8}),
+    ("shape", "row_offsets", "scale"), ("weight_scale",),
+)  # fmt: skip
 SCHEME = Scheme(
-    "ct",
-    "block_scaled",
-    read,
-    (_PACKED, SCALED, _SPARSE),
-    describing=("_shape", "_g_idx"),
-    input_format=_input_format,
-    reciprocal_scales=True,
-    ignored=("ignore",),
-    ignored_by=("compressed-tensors",),
-)
+    "ct", "block_scaled", _read, (_PACKED, SCALED, _SPARSE), describing=("_shape", "_g_idx"), input_format=_input_format,
+    reciprocal_scales=True, ignored=("ignore",), ignored_by=("compressed-tensors",),
+)  # fmt: skip

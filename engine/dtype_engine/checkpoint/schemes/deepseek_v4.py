@@ -7,48 +7,35 @@ every 32 values. Weights keep the names that they have in the files, because tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 from dtype_engine.checkpoint.schemes.fp8_blocks import SCALES, block_of, input_format, scale_shapes
+from dtype_engine.checkpoint.schemes.layout import FLOAT8, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe
-from dtype_engine.checkpoint.schemes.scheme import FLOAT8, Layout, PackedWeight, Scheme, Shape, Tensors
+from dtype_engine.checkpoint.schemes.scheme import CODES, Metadata, Scheme, Weights
 
 _FP4_BLOCK = (1, 32)
 """The (rows, columns) of a block in the experts, which the configuration does not declare."""
 
 
-def read(
-    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
-) -> dict[str, EncodedWeight]:
-    """Return the weights that are stored as in DeepSeek-V4, keyed by name. tensors: all tensors of the files, by name. config: the
-    content of config.json. metadata: the metadata of the files' headers.
-    """
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     settings = declared(config)
     block, experts = block_of(settings), (settings.get("expert_dtype"), config.get("expert_dtype"))
     if block is None:
-        return {}
-    found = {}
+        return
     for name, scale in tensors.items():
         stem = f"{name.removesuffix('scale')}weight"
         codes = tensors.get(stem) if name.endswith(".scale") else None
         if codes is None:
             continue
-        weight, parts = None, {CODES: codes, "scale": scale}
+        parts = {CODES: codes, "scale": scale}
         if codes.dtype in FP8:
-            weight = describe(stem, SCHEME, FP8[codes.dtype], codes.shape, block, parts, scales=SCALES)
+            yield describe(stem, SCHEME, FP8[codes.dtype], codes.shape, block, parts, scales=SCALES)
         elif codes.dtype == "int8" and codes.shape and "fp4" in experts:
             shape, packed = (*codes.shape[:-1], 2 * codes.shape[-1]), {"code": "e2m1"}
-            weight = describe(stem, SCHEME, "mxfp4", shape, _FP4_BLOCK, parts, scales=EXPONENTS, settings=packed)
-        if weight is not None:
-            found[stem] = weight
-    return found
+            yield describe(stem, SCHEME, "mxfp4", shape, _FP4_BLOCK, parts, scales=EXPONENTS, settings=packed)
 
 
-def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Mapping[str, Any]) -> tuple[Shape, ...]:
+def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
     codes = tensors[weight.codes]
     if codes.dtype != "int8" or len(codes.shape) < 2:
         return scale_shapes(weight, tensors, config)
@@ -56,19 +43,7 @@ def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Mapping[str, A
 
 
 _LAYOUT = Layout(
-    "fp4 or fp8 with block scales (DeepSeek-V4)",
-    "weight",
-    "scale",
-    FLOAT8 | {"int8"},
-    several=True,
+    "fp4 or fp8 with block scales (DeepSeek-V4)", "weight", "scale", FLOAT8 | {"int8"}, several=True,
     scale_shapes=_scale_shapes,
-)
-SCHEME = Scheme(
-    "deepseek",
-    "block_scaled",
-    read,
-    (_LAYOUT,),
-    input_format=input_format,
-    ignored=("modules_to_not_convert",),
-    ignored_by=("fp8",),
-)
+)  # fmt: skip
+SCHEME = Scheme("deepseek", "block_scaled", _read, (_LAYOUT,), input_format=input_format)

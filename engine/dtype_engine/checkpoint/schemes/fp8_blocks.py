@@ -12,38 +12,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import block_in, declared, quant_method, sizes
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.layout import FLOAT8, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe
-from dtype_engine.checkpoint.schemes.scheme import FLOAT8, Layout, PackedWeight, Scheme, Shape, Tensors
+from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
 
 SCALES = (*FLOATS, *EXPONENTS)
 """The dtypes that scales may have."""
 
 
-def read(
-    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
-) -> dict[str, EncodedWeight]:
-    """Return the weights that are stored as float8 codes with scales, keyed by name. tensors: all tensors of the files, by name.
-    config: the content of config.json. metadata: the metadata of the files' headers.
-    """
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     settings = declared(config)
     block = block_of(settings)
+    ends = "_scale_inv" if settings.get("weight_block_size") else ("_scale", "_scale_inv")
     if block is None:
-        return {}
-    found = {}
+        return
     for name, scale in tensors.items():
-        if not name.endswith("_scale_inv" if settings.get("weight_block_size") else ("_scale", "_scale_inv")):
-            continue
         stem = name.removesuffix("_inv").removesuffix("_scale")
-        codes = tensors.get(stem)
+        codes = tensors.get(stem) if name.endswith(ends) else None
         if codes is not None and codes.dtype in FP8:
             parts = {CODES: codes, "scale": scale}
-            weight = describe(stem, SCHEME, FP8[codes.dtype], codes.shape, block, parts, scales=SCALES)
-            if weight is not None:
-                found[stem] = weight
-    return found
+            yield describe(stem, SCHEME, FP8[codes.dtype], codes.shape, block, parts, scales=SCALES)
 
 
 def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | str | None:
@@ -73,7 +62,7 @@ def input_format(weight: EncodedWeight, settings: Mapping[str, Any]) -> str:
     return "float8_e4m3fn" if weight.format.endswith(("@tensor", "@channel")) else ""
 
 
-def scale_shapes(weight: PackedWeight, tensors: Tensors, config: Mapping[str, Any]) -> tuple[Shape, ...]:
+def scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
     """Return the shape of the scales of a weight with blocks, in a tuple, or () if the weight is no matrix."""
     codes = tensors[weight.codes].shape
     if len(codes) < 2:
@@ -83,21 +72,10 @@ def scale_shapes(weight: PackedWeight, tensors: Tensors, config: Mapping[str, An
 
 
 LAYOUT = Layout(
-    "fp8 with block scales (DeepSeek)",
-    "",
-    "_scale_inv",
-    FLOAT8,
-    beside=("activation_scale", "input_scale"),
-    alone=("weight_scale_inv",),
-    orphans=("_scale_inv",),
-    scale_shapes=scale_shapes,
-)
+    "fp8 with block scales (DeepSeek)", "", "_scale_inv", FLOAT8, beside=("activation_scale", "input_scale"),
+    alone=("weight_scale_inv",), orphans=("_scale_inv",), scale_shapes=scale_shapes,
+)  # fmt: skip
 SCHEME = Scheme(
-    "fp8",
-    "block_scaled",
-    read,
-    (LAYOUT,),
-    input_format=input_format,
-    ignored=("modules_to_not_convert",),
+    "fp8", "block_scaled", _read, (LAYOUT,), input_format=input_format, ignored=("modules_to_not_convert",),
     ignored_by=("fp8",),
-)
+)  # fmt: skip

@@ -12,8 +12,10 @@ from msgspec.structs import replace
 
 from dtype_engine.checkpoint import schemes as package
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.encoded_weight import EncodedWeight
-from dtype_engine.checkpoint.schemes.scheme import Layout, Scheme
+from dtype_engine.checkpoint.schemes.configuration import declared
+from dtype_engine.checkpoint.schemes.layout import Layout
+from dtype_engine.checkpoint.schemes.scheme import EncodedWeight, Scheme
+from dtype_engine.core.dtypes import PER_TENSOR
 from dtype_engine.core.gc_pause import gc_paused
 
 
@@ -45,7 +47,8 @@ def read_encoded(
     found: dict[str, EncodedWeight] = {}
     with gc_paused():
         for scheme in schemes():
-            if own := scheme.read(tensors, config or {}, metadata):
+            read = scheme.read(tensors, config or {}, metadata)
+            if own := {weight.name: weight for weight in read if weight is not None}:
                 found = _with_beside(own, tensors, scheme.beside) | found
     return found
 
@@ -63,3 +66,11 @@ def _with_beside(
         if more := beside.get(name.rpartition(".")[0]):
             weights[name] = replace(weight, beside=(*weight.beside, *more))
     return weights
+
+
+def input_format(weight: EncodedWeight, config: Mapping[str, Any] | None) -> str:
+    """Return the format of `core.dtypes`, such as "int8", to which runtimes round the inputs of a weight's layer, or "". If it ends
+    with "@tensor", all inputs have the scale in `weight.input_scale`. config: the content of config.json.
+    """
+    found = weight.scheme.input_format(weight, declared(config or {}))
+    return "" if found.endswith(PER_TENSOR) and weight.input_scale is None else found

@@ -8,8 +8,7 @@ from math import prod
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.encoded_weight import EncodedWeight
-from dtype_engine.checkpoint.schemes.scheme import Scheme
+from dtype_engine.checkpoint.schemes.scheme import EncodedWeight, Scheme
 
 FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 """Maps torch's names of the float8 dtypes in which weights are read to their short names."""

@@ -1,4 +1,4 @@
-"""Describes a scheme: how a program stores the weights that it quantized, and how such weights are recognized, read and checked.
+"""Describes a scheme, which is a way in which a program stores the weights that it quantized, and one such weight.
 
 A module of this package that has a `SCHEME` is a scheme, and `registry` finds it by that. Everything that this program knows of a
 scheme is in this module, but for the arithmetic, which is in a module of `runtime/formats/schemes`.
@@ -6,127 +6,23 @@ scheme is in this module, but for the arithmetic, which is in a module of `runti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.encoded_weight import EncodedWeight
 
-FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"})
-BYTES = frozenset({"int8", "uint8"})
-WORDS = frozenset({"int32", "uint32"})
-CODES_DTYPES = FLOAT8 | BYTES | WORDS | {"int16", "uint16", "float4_e2m1fn_x2"}
-"""The dtypes that codes have, except for those that are stored as if they were ordinary numbers."""
-Shape = tuple[int, ...]
-Tensors = Mapping[str, CheckpointTensor]
-Config = Mapping[str, Any]
+if TYPE_CHECKING:
+    from dtype_engine.checkpoint.schemes.layout import Config, Layout, Tensors
 
-
-class Layout(msgspec.Struct, frozen=True, eq=False):
-    """The names that one quantization program gives to the tensors of a weight, and what must hold for these tensors. Each name is
-    a stem, which they share, and a suffix: `x.q_proj.qweight` is the stem `x.q_proj.` and the suffix `qweight`. Unless a field
-    says otherwise, it holds suffixes.
-    """
-
-    what: str
-    """Words that describe the weight to the user and complete "a weight that is ...", such as "packed by compressed-tensors"."""
-    codes: str
-    scale: str
-    """The suffix of the tensor of scales, without which the codes can't be read."""
-    dtypes: frozenset[str]
-    """The dtypes that codes may have. A tensor with the name of codes but another dtype is a plain weight."""
-    more: tuple[str, ...] = ()
-    """Suffixes of optional tensors other than codes and scales, such as zero points."""
-    beside: tuple[str, ...] = ()
-    """Suffixes of optional tensors that are named after the weight's module, such as `x.input_scale` for `x.weight`. All other
-    suffixes are added to the weight's stem.
-    """
-    mark: str = ""
-    """The suffix, also after the name of the weight's module, of a tensor that every weight of this layout has. It tells the
-    layout from another one with the same codes and scales. "" if there is no such tensor.
-    """
-    alone: tuple[str, ...] = ()
-    """Ends of names that an unquantized tensor never has. A tensor with such a name belongs to a quantized weight, even if its
-    scales or other tensors are missing.
-    """
-    orphans: tuple[str, ...] = ()
-    """Ends of the names of scales and zero points by which `check` recognizes them if their codes are missing."""
-    proofs: tuple[str, ...] = ()
-    """Suffixes of tensors that only codes have. They are needed if codes have the name that the weight had before."""
-    several: bool = False
-    """Whether an element of int8 or float8 may hold several codes."""
-    fused_scale: str = ""
-    """The suffix of a scale of the whole tensor, which layers that runtimes fuse into one should have in common."""
-    more_scales: tuple[str, ...] = ()
-    """Suffixes of further tensors of scales."""
-    exponents: bool = False
-    """Whether scales stored as bytes are exponents of two."""
-    signed: bool = False
-    """Whether scales may be negative."""
-    padded: Callable[[CheckpointTensor, CheckpointTensor], bool] = lambda codes, scale: False
-    """Takes codes and scales. Returns whether some scales may be 0, because they belong to no codes."""
-    required: Callable[[CheckpointTensor, CheckpointTensor], tuple[str, ...]] = lambda codes, scale: ()
-    """Takes codes and scales. Returns the suffixes of the other tensors that the weight can't be without."""
-    scale_shapes: Callable[[PackedWeight, Tensors, Config], tuple[Shape, ...]] = lambda weight, tensors, config: ()
-    """Takes a weight, all tensors, and the content of config.json. Returns all shapes that the weight's scales may have, or () if
-    that is not known.
-    """
-    part_shapes: Callable[[Shape], Mapping[str, Shape]] = lambda scale: {}
-    """Takes the shape of the scales. Returns the shapes of other tensors of the weight, by suffix."""
-
-    def holds_codes(self, name: str, dtype: str, tensors: Mapping[str, object]) -> bool:
-        """Return whether a tensor holds codes of this layout by its name and dtype or by the other tensors of its weight, even if
-        it has no scales.
-        """
-        if dtype not in self.dtypes:
-            return False
-        if self.codes in ("", "weight"):
-            return any(name.removesuffix(self.codes) + suffix in tensors for suffix in self.proofs)
-        return name.endswith(self.codes) and dtype in CODES_DTYPES
-
-    def codes_of(self, name: str) -> str:
-        """Return the name of the codes to which another tensor of a weight belongs. name: the name of this tensor."""
-        suffix = next(suffix for suffix in (self.scale, *self.more) if name.endswith(suffix))
-        return name.removesuffix(suffix) + self.codes
-
-
-class PackedWeight(msgspec.Struct, frozen=True):
-    """A weight that another program quantized, with the names of its tensors (codes, scales, ...) in the file."""
-
-    layout: Layout
-    stem: str
-
-    @property
-    def name(self) -> str:
-        """The weight's name before quantization, such as `x.weight` for `x.weight_packed` or `x.qweight`."""
-        return f"{self.stem}weight" if self.stem.endswith(".") else self.stem
-
-    @property
-    def codes(self) -> str:
-        """The name of the tensor that holds the weight's codes."""
-        return self.stem + self.layout.codes
-
-    @property
-    def scale(self) -> str:
-        """The name of the tensor that holds the weight's scales."""
-        return self.stem + self.layout.scale
-
-    @property
-    def module(self) -> str:
-        """The name of the weight's module with a dot at its end, or "" if it has none."""
-        return self.stem[: self.stem.rfind(".") + 1]
-
-    def part(self, suffix: str) -> str:
-        """Return the full name of this weight's tensor that has the suffix `suffix`."""
-        return self.stem + suffix
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all tensors that may belong to the weight: codes, scales and the layout's optional tensors."""
-        more = (self.stem + suffix for suffix in self.layout.more)
-        return (self.codes, self.scale, *more, *(self.module + local for local in self.layout.beside))
+CODES = "codes"
+"""The key in `EncodedWeight.parts` of the tensor that has a code for each value. Every encoded weight has such a tensor."""
+MOST_EXPERTS = 4096
+"""The maximum number of experts in a tensor that is split into a weight for each expert."""
+Metadata = Mapping[str, str]
+"""The metadata of the headers of safetensors files."""
 
 
 class Scheme(msgspec.Struct, frozen=True, eq=False):
@@ -136,9 +32,10 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     """The name of the scheme, with which the names of its formats begin, such as "gptq"."""
     decoder: str
     """The name of the module of `runtime/formats/schemes` that computes the values of a weight."""
-    read: Callable[[Tensors, Config, Mapping[str, str]], dict[str, EncodedWeight]] = lambda tensors, config, metadata: {}
-    """Takes all tensors of safetensors files, the content of config.json, and the metadata of the files' headers. Returns the
-    scheme's weights, keyed by the names that they have in the unquantized checkpoint.
+    read: Callable[[Tensors, Config, Metadata], Weights] = lambda tensors, config, metadata: iter(())
+    """Takes all tensors of safetensors files by name, the content of config.json, and the metadata of the files' headers. Yields
+    the scheme's weights, and None for those whose tensors do not fit together. Raises UserError if a small tensor that describes a
+    weight can't be read.
     """
     layouts: tuple[Layout, ...] = ()
     """The names and shapes of the weights' tensors, which are known even of weights that can't be decoded."""
@@ -165,7 +62,7 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     """Whether the files hold the reciprocals of NVFP4's scales of whole tensors."""
     fused: bool = True
     """Whether runtimes fuse layers of this scheme into one, such as the projections to queries, keys and values."""
-    left_out: Callable[[Iterable[str], Tensors, Mapping[str, str]], set[str]] = lambda codes, tensors, metadata: set()
+    left_out: Callable[[Iterable[str], Tensors, Metadata], set[str]] = lambda codes, tensors, metadata: set()
     """Takes names of codes, all tensors, and the metadata of the headers. Returns those codes that are left unread on purpose,
     because the files say that they are in another format.
     """
@@ -179,3 +76,47 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     """The keys under which the quantization settings may list the modules that are not quantized."""
     ignored_by: tuple[str, ...] = ()
     """The quantization methods for which transformers does not quantize the modules that the first key of `ignored` lists."""
+
+
+class EncodedWeight(msgspec.Struct, frozen=True, gc=False):
+    """A weight that another program stored as codes, with the scales and other tensors that turn codes into values."""
+
+    name: str
+    """The name of the weight in the unquantized checkpoint, such as `model.layers.0.mlp.down_proj.weight`."""
+    shape: tuple[int, ...]
+    """The shape of the weight in the unquantized checkpoint: [out, in], or [experts, out, in] for stacked experts."""
+    scheme: Scheme
+    """The scheme in which the other program stored the weight."""
+    format: str
+    """The name of the weight's format, such as `gptq:int4@g128` or `fp8:e4m3@128x128`. It consists of the method, the type of a
+    code, and the size of a block.
+    """
+    parts: Mapping[str, CheckpointTensor]
+    """The tensors in the files that store the weight, keyed by their role in the scheme, such as "codes", "scale" or
+    "zero_point".
+    """
+    settings: Mapping[str, Any] = MappingProxyType({})
+    """What the decoder needs besides the tensors, such as {"bits": 4, "group": 128}. The keys depend on the scheme."""
+    beside: tuple[CheckpointTensor, ...] = ()
+    """Tensors that belong to the weight but do not change its values, such as the scale of the layer's inputs."""
+
+    @property
+    def tensors(self) -> tuple[CheckpointTensor, ...]:
+        """All tensors of the weight in the files."""
+        return (*self.parts.values(), *self.beside)
+
+    @property
+    def input_scale(self) -> CheckpointTensor | None:
+        """The tensor with the scale of all inputs of the weight's layer, or None if the files have none. For NVFP4, it is the scale
+        of the scales of blocks.
+        """
+        ends = self.scheme.of_inputs
+        return next((part for part in self.beside if part.name.endswith(ends) and not part.absent), None)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of all tensors of the weight in the files."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+Weights = Iterator[EncodedWeight | None]

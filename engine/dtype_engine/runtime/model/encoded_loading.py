@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
-from dtype_engine.checkpoint.schemes.configuration import declared
+from dtype_engine.checkpoint.schemes.configuration import config_groups, declared
+from dtype_engine.checkpoint.schemes.registry import input_format
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
@@ -114,7 +115,7 @@ def _values(
 ) -> StoredValues:
     if name in checkpoint.encoded:
         weight = checkpoint.encoded[name]
-        return EncodedValues(weight, holds, turned, weight.input_format(checkpoint.config))
+        return EncodedValues(weight, holds, turned, input_format(weight, checkpoint.config))
     if name in checkpoint.quantized:
         return QuantizedInFile(checkpoint.quantized[name])
     if visits is not None:
@@ -126,18 +127,14 @@ def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return notices for the user if config.json says that runtimes round the inputs of quantized layers, and otherwise an empty
     tuple. A notice says whether measurements can round these inputs, too. They do so only on request, and not for every format.
     """
-    if any(weight.input_format(checkpoint.config) for weight in checkpoint.encoded.values()):
+    if any(input_format(weight, checkpoint.config) for weight in checkpoint.encoded.values()):
         return (
             "this checkpoint declares that runtimes round the inputs of its quantized layers; --quantize-activations weights "
             "rounds them here, too",
         )
     settings = declared(checkpoint.config or {})
-    groups = settings.get("config_groups")
-    rounded = settings.get("activation_scheme") is not None or any(
-        isinstance(group, Mapping) and group.get("input_activations")
-        for group in (groups.values() if isinstance(groups, Mapping) else ())
-    )
-    if not checkpoint.encoded or not rounded:
+    rounded = any(arguments for _, arguments in config_groups(settings, "input_activations"))
+    if not checkpoint.encoded or not (rounded or settings.get("activation_scheme") is not None):
         return ()
     return ("the inputs of quantized layers, which config.json declares as rounded, are not rounded here",)
 

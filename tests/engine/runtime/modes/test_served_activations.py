@@ -16,6 +16,7 @@ from tests.matrix import forms
 
 import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.checkpoint.schemes.registry import input_format
 
 Array = np.ndarray[Any, Any]
 
@@ -90,4 +91,4 @@ def test_inputs_are_rounded_as_the_configuration_declares(scheme: str, tmp_path:
 )  # fmt: skip
 def test_the_format_of_inputs_is_the_declared_one(scheme: str, form: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(forms.CASES[scheme]().save(tmp_path))
-    assert {weight.input_format(checkpoint.config) for weight in checkpoint.encoded.values()} == {form}
+    assert {input_format(weight, checkpoint.config) for weight in checkpoint.encoded.values()} == {form}
