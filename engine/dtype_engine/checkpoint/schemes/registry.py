@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pkgutil
+import os
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -22,7 +22,8 @@ from dtype_engine.core.gc_pause import gc_paused
 @cache
 def schemes() -> tuple[Scheme, ...]:
     """Return all schemes in the order in which they are tried."""
-    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    files = {file for folder in package.__path__ for file in os.listdir(folder)}  # pkgutil would take 2 ms
+    names = sorted(file.removesuffix(".py") for file in files if file.endswith(".py") and file != "__init__.py")
     modules = (import_module(f"{package.__name__}.{name}") for name in names)
     found: list[Scheme] = [module.SCHEME for module in modules if hasattr(module, "SCHEME")]
     return tuple(sorted(found, key=lambda scheme: scheme.rank))
