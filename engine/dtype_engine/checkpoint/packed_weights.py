@@ -55,7 +55,7 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
     """Find the weights that other programs quantized, by the names and dtypes of their tensors. Weights that lack their codes or
     their scales are left out. tensors: all tensors of a file, by name.
     """
-    if _are_plain(tensors):
+    if are_plain(tensors):
         return []
     from dtype_engine.checkpoint.schemes.layout import PackedWeight
     from dtype_engine.checkpoint.schemes.registry import layouts
@@ -77,7 +77,7 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
     return found
 
 
-def _are_plain(tensors: Mapping[str, Stored]) -> bool:
+def are_plain(tensors: Mapping[str, Stored]) -> bool:
     """Return whether the dtypes and the ends of the names show that no scheme stored any of the tensors. The schemes, whose import
     takes milliseconds, are then not needed.
     """
@@ -91,7 +91,7 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
     tensors: all tensors of a file, by name. config: the content of config.json. If it describes the quantization method, the
     reasons contain this description.
     """
-    if _are_plain(tensors):
+    if are_plain(tensors):
         return {}
     from dtype_engine.checkpoint.schemes.layout import CODES_DTYPES, FLOAT8
     from dtype_engine.checkpoint.schemes.registry import layouts

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dtype_engine.checkpoint.packed_weights import names_of_parts, packed_weights
+from dtype_engine.checkpoint.packed_weights import are_plain, names_of_parts, packed_weights
 from dtype_engine.checkpoint.schemes.layout import Layout, PackedWeight, Tensors
 from dtype_engine.checkpoint.schemes.registry import layouts, schemes
 from dtype_engine.core import dtypes
@@ -21,6 +21,8 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
     tensors: all tensors of the checkpoint, by name. weights: the weights that have codes and scales. parts: the names of all
     tensors that belong to these weights.
     """
+    if are_plain(tensors):
+        return
     for weight in weights:
         for suffix in weight.layout.required(tensors[weight.codes], tensors[weight.scale]):
             if weight.part(suffix) not in tensors:
