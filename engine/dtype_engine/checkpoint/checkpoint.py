@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dtype_engine.checkpoint.file_identity import FileIdentity
 from dtype_engine.checkpoint.kv_cache import kv_cache
-from dtype_engine.checkpoint.packed_weights import quantized_parts
-from dtype_engine.checkpoint.parameter_counts import parameters_meant
+from dtype_engine.checkpoint.packed_weights import NOT_CODES, parameters_meant, quantized_parts
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
 from dtype_engine.checkpoint.schemes.own import read as read_own
@@ -27,11 +26,6 @@ if TYPE_CHECKING:
 
 Form = Literal["safetensors", "pickle", "gguf", "diffusers", "adapter"]
 
-
-_NOT_CODES = frozenset({"float64", "float32", "bfloat16", "float16", "int64", "bool"})
-"""The dtypes in files without quantized weights. Every scheme stores at least one tensor in a dtype that is not among these: the
-codes, or a tensor that describes them.
-"""
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -120,8 +114,8 @@ class Checkpoint:
         if self.form == "gguf":
             return self._of_gguf[0]
         found = dict(self._own)
-        if self.form == "safetensors" and any(tensor.dtype not in _NOT_CODES for tensor in self.foreign.values()):
-            from dtype_engine.checkpoint.schemes.readers import read_encoded  # most checkpoints are shown without it
+        if self.form == "safetensors" and any(tensor.dtype not in NOT_CODES for tensor in self.foreign.values()):
+            from dtype_engine.checkpoint.schemes.registry import read_encoded  # most checkpoints are shown without it
 
             found |= read_encoded(self.foreign, self.config, self.metadata)
         return found | {alias: found[first] for alias, first in self.aliases.items() if first in found}
@@ -141,7 +135,7 @@ class Checkpoint:
     def _of_gguf(self) -> tuple[dict[str, EncodedWeight], dict[str, str]]:
         if self.form != "gguf":
             return {}, {}
-        from dtype_engine.checkpoint.schemes.gguf import read  # the first screen of other checkpoints does not need it
+        from dtype_engine.checkpoint.gguf_model import read  # the first screen of other checkpoints does not need it
 
         return read(self.tensors, self.config)
 

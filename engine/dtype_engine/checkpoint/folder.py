@@ -106,9 +106,9 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
 
 
 def _of_gguf(path: Path) -> Checkpoint:
+    from dtype_engine.checkpoint.gguf_model import model_of
     from dtype_engine.checkpoint.gguf_parts import read_gguf_model
-    from dtype_engine.checkpoint.schemes.gguf import model_of
-    from dtype_engine.checkpoint.schemes.gguf_rope import TENSORS
+    from dtype_engine.checkpoint.schemes.gguf import ROPE_FACTORS
 
     contents = read_gguf_model(path)
     tensors, fields = contents.tensors, contents.fields
@@ -122,7 +122,7 @@ def _of_gguf(path: Path) -> Checkpoint:
         form="gguf",
         notices=model.lost,
         identities=contents.identities,
-        in_config=TENSORS & tensors.keys() if model.config is not None else frozenset(),
+        in_config=frozenset(ROPE_FACTORS) & tensors.keys() if model.config is not None else frozenset(),
         lost=model.lost,
     )
 

@@ -29,9 +29,9 @@ from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.gguf_header import read_gguf_header
 from dtype_engine.checkpoint.hub_cache import CachedRepository
 from dtype_engine.checkpoint.hub_reader import HubReader, hub_faults
-from dtype_engine.checkpoint.provenance import OWN_FILES
 from dtype_engine.checkpoint.safetensors_header import LONGEST_HEADER, CheckpointTensor, read_header
-from dtype_engine.checkpoint.schemes.gguf_rope import TENSORS as ROPE_FACTORS
+from dtype_engine.checkpoint.schemes.gguf import ROPE_FACTORS
+from dtype_engine.checkpoint.schemes.registry import schemes
 from dtype_engine.checkpoint.weight_files import LARGEST_JSON, PICKLES, PIPELINE_INDEX, gguf_parts
 from dtype_engine.checkpoint.weight_sets import weight_sets
 from dtype_engine.core.callbacks import ignore
@@ -52,20 +52,8 @@ _ADDRESS = re.compile(
     r"(?:/(?P<path>.+?))?/?"
 )
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
-_SIDE_FILES = ("config.json", PIPELINE_INDEX, "adapter_config.json", "recipe.yaml", *OWN_FILES)
+_SIDE_FILES = ("config.json", PIPELINE_INDEX, "adapter_config.json", "recipe.yaml")
 _INDEX_FILE = re.compile(r"[\w.-]+\.index(\.[\w-]+)?\.json")
-_DESCRIBING = (
-    "_shape", "_g_idx", ".weight_format", ".comfy_quant", *sorted(ROPE_FACTORS), ".nbits", ".axis", ".packing", ".shape",
-    ".view_as_float", ".channel_wise", ".group_size", ".optimize", ".round_zero", ".quant_scale", ".quant_zero",
-    ".unpack_view_dtype", ".offload_meta", ".compute_dtype",
-)  # fmt: skip
-"""The ends of the names of small tensors whose values the readers of quantized weights need, such as `x.weight_shape`, which holds
-the shape of packed codes.
-"""
-_QUANT_STATE = ".quant_state."
-"""A part of the names of other such tensors, which bitsandbytes writes."""
-_DESCRIBED = (_QUANT_STATE.encode(), *(f'{end}"'.encode() for end in _DESCRIBING))
-"""A header that has none of these in it has no such tensors. A regular expression would take five times as long."""
 _LARGEST_DESCRIPTION = 1 << 18
 _FIRST_RANGE = 3 << 15
 """Number of bytes that are read from the beginning of a safetensors file. The headers of most shards are shorter, so that one
@@ -360,8 +348,9 @@ class HubModel:
         return gguf
 
     def _side_files(self) -> list[str]:
+        wanted = {*_SIDE_FILES, *(name for scheme in schemes() for name in scheme.settings_files)}
         return self._files(
-            lambda name: name in _SIDE_FILES or _INDEX_FILE.fullmatch(name) is not None,
+            lambda name: name in wanted or _INDEX_FILE.fullmatch(name) is not None,
             beside=self.address.path in self.sizes,
         )
 
@@ -394,7 +383,11 @@ def with_absent_values(checkpoint: Checkpoint, model: HubModel) -> Checkpoint:
 
     checkpoint: the checkpoint that was read from sparse files with only the headers of `model`.
     """
-    tensors = {name: each if _describes(each) else _absent(each) for name, each in checkpoint.tensors.items()}
+    ends = _describing()
+    tensors = {
+        name: each if _describes(each, ends) else msgspec.structs.replace(each, absent=True)
+        for name, each in checkpoint.tensors.items()
+    }
     return dataclasses.replace(checkpoint, tensors=tensors, headers_alone=model.headers_alone)
 
 
@@ -403,23 +396,15 @@ def _gguf_parts(path: str) -> list[str]:
     return [folder + slash + part for part in gguf_parts(name)]
 
 
-def _absent(tensor: CheckpointTensor) -> CheckpointTensor:
-    # `dataclasses.replace` would take three times as long, and there may be 100,000 tensors.
-    return CheckpointTensor(
-        tensor.name,
-        tensor.shape,
-        tensor.dtype,
-        tensor.file,
-        tensor.start,
-        tensor.nbytes,
-        tensor.packed,
-        tensor.refusal,
-        True,
-    )
+def _describing() -> tuple[str, ...]:
+    """Return the ends of the names of small tensors whose values the schemes need, such as `x.weight_shape`, which holds the shape
+    of packed codes.
+    """
+    return tuple(end for scheme in schemes() for end in scheme.describing)
 
 
-def _describes(tensor: CheckpointTensor) -> bool:
-    return tensor.nbytes <= _LARGEST_DESCRIPTION and (tensor.name.endswith(_DESCRIBING) or _QUANT_STATE in tensor.name)
+def _describes(tensor: CheckpointTensor, ends: tuple[str, ...]) -> bool:
+    return tensor.nbytes <= _LARGEST_DESCRIPTION and tensor.name.endswith(ends)
 
 
 def _is_name(word: str) -> bool:
@@ -481,7 +466,8 @@ class _HeaderReader(HubReader):
         if len(start) < length <= min(size, 8 + LONGEST_HEADER):  # the reader of the header refuses any other length
             start += self.read(url, len(start), length - len(start), size)
         _write_sparse(partial, start[:length], size)
-        if any(part in start for part in _DESCRIBED):
+        # A regular expression would take five times as long.
+        if any(f'{end}"'.encode() in start for end in _describing()):
             self._add_descriptions(url, partial, read_header(partial)[0].values())
 
     def _save_gguf(self, url: str, partial: Path, size: int) -> None:
@@ -506,9 +492,9 @@ class _HeaderReader(HubReader):
             self._add_descriptions(url, partial, read_gguf(partial)[0].values())
 
     def _add_descriptions(self, url: str, partial: Path, tensors: Iterable[CheckpointTensor]) -> None:
-        spans: list[tuple[int, int]] = []
+        spans, ends = list[tuple[int, int]](), _describing()
         for start, end in sorted(
-            (each.start or 0, (each.start or 0) + each.nbytes) for each in tensors if _describes(each)
+            (each.start or 0, (each.start or 0) + each.nbytes) for each in tensors if _describes(each, ends)
         ):
             if spans and start - spans[-1][1] <= _NEAR:
                 start = spans.pop()[0]

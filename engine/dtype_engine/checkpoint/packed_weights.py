@@ -1,25 +1,26 @@
-"""Recognizes weights that other programs quantized: which tensors of a file (codes, scales, ...) form such a weight. These tensors
-are never cast.
+"""Recognizes weights that other programs quantized: which tensors of a file (codes, scales, ...) form such a weight, and how many
+parameters they represent. These tensors are never cast.
 
-A layout is recognized by the names that a program gives to a weight's tensors, and by the dtype of the codes. The names are taken
-from AutoGPTQ, AutoAWQ, bitsandbytes, compressed-tensors, torchao, optimum-quanto, HQQ, NVIDIA ModelOpt, ComfyUI, mlx-lm, and from
-the checkpoints of DeepSeek and gpt-oss as transformers 5.23 loads them.
+A weight is recognized by the names that a scheme (`checkpoint/schemes`) gives to its tensors, and by the dtype of the codes. Other
+tensors are recognized by names that programs often use.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 
-_FP8 = frozenset({"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"})
-_BYTES = frozenset({"int8", "uint8"})
-_WORDS = frozenset({"int32", "uint32"})
-_CODES = _FP8 | _BYTES | _WORDS | {"int16", "uint16", "float4_e2m1fn_x2"}
+if TYPE_CHECKING:
+    from dtype_engine.checkpoint.schemes.layout import PackedWeight
+
+NOT_CODES = frozenset({"float64", "float32", "bfloat16", "float16", "int64", "bool"})
+"""The dtypes in files without quantized weights. Every scheme stores at least one tensor in a dtype that is not among these: the
+codes, or a tensor that describes them.
+"""
 _SCALE_WORD = re.compile(
     r"scal(e|ing)|zero|absmax|quant|codebook|g_idx|_shift|^q?biases$|^s$|^S[UV]$|^smooth_|^weight_bias$|^(proj|lora)_(up|down)$"
 )
@@ -34,6 +35,8 @@ key-value cache. Such a scale does not belong to codes.
 """
 OF_ACTIVATIONS = "is a scale of activations or of the key-value cache by its name"
 """The reason, for the user, why scales whose names match `_OF_INPUTS` are not cast."""
+Count = int | Literal["unknown"] | None
+"""The number of parameters that a tensor represents, or "unknown". None means one parameter for each element of the tensor."""
 
 
 class Stored(Protocol):
@@ -48,159 +51,37 @@ class Stored(Protocol):
         """The tensor's shape in the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The names that one quantization program gives to the tensors of a weight. Each name is a stem, which they share, and a
-    suffix: `x.q_proj.qweight` is the stem `x.q_proj.` and the suffix `qweight`. The fields hold the suffixes.
-    """
-
-    what: str
-    """Words that describe the weight to the user and complete "a weight that is ...", such as "packed by compressed-tensors"."""
-    codes: str
-    scale: str
-    """The suffix of the tensor of scales, without which the codes can't be read."""
-    dtypes: frozenset[str]
-    """The dtypes that codes may have. A tensor with the name of codes but another dtype is a plain weight."""
-    more: tuple[str, ...] = ()
-    """Suffixes of optional tensors other than codes and scales, such as zero points."""
-    beside: tuple[str, ...] = ()
-    """Suffixes of optional tensors that are named after the weight's module, such as `x.input_scale` for `x.weight`. All other
-    suffixes are added to the weight's stem.
-    """
-    alone: tuple[str, ...] = ()
-    """Suffixes that the name of an unquantized tensor never has. A tensor with such a suffix belongs to a quantized weight, even if
-    its scales or other tensors are missing.
-    """
-
-
-BLOCK_SCALED = Layout(
-    "fp8 with block scales (DeepSeek)", "", "_scale_inv", _FP8, beside=("activation_scale", "input_scale"),
-    alone=("weight_scale_inv",),
-)  # fmt: skip
-COMPRESSED = Layout(
-    "packed by compressed-tensors", "_packed", "_scale", _BYTES | _WORDS,
-    ("_shape", "_zero_point", "_g_idx", "_global_scale"), ("input_global_scale",), ("weight_packed",),
-)  # fmt: skip
-SCALED = Layout(
-    "quantized with scales (compressed-tensors)", "", "_scale", _FP8 | _BYTES | {"int32"},
-    ("_zero_point", "_scale_2", "_offset", "_shape"),
-    ("input_scale", "output_scale", "input_zero_point", "input_offset", "pre_quant_scale", "deq_scale", "quant_bias",
-     "comfy_quant"),
-)  # fmt: skip
-BNB_4BIT = Layout(
-    "4-bit by bitsandbytes", "", ".absmax", frozenset({"uint8", "bfloat16", "float16", "float32"}),
-    (".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.bitsandbytes__nf4",
-     ".quant_state.bitsandbytes__fp4"),
-    alone=(".absmax", ".quant_map"),
-)  # fmt: skip
-BNB_8BIT = Layout("int8 by bitsandbytes", "weight", "SCB", frozenset({"int8"}), ("weight_format",), alone=(".SCB",))
-GPTQ = Layout(
-    "packed by GPTQ or AWQ", "qweight", "scales", _WORDS | {"int16"}, ("qzeros", "g_idx", "bias_scales", "scaled_zeros"),
-    alone=(".qweight", ".qzeros"),
-)  # fmt: skip
-HQQ = Layout(
-    "packed by HQQ", "W_q", "scale", _BYTES | _WORDS,
-    ("zero", "meta", "axis", "channel_wise", "compute_dtype", "encoded_state_dict", "group_size", "nbits", "offload_meta",
-     "optimize", "packing", "quant_scale", "quant_zero", "round_zero", "shape", "stores_quant_config", "unpack_view_dtype",
-     "view_as_float"),
-    alone=(".W_q",),
-)  # fmt: skip
-MLX = Layout("packed by MLX", "weight", "scales", frozenset({"uint32"}), ("biases", "qbiases"))
-DEEPSEEK_V4 = Layout("fp4 or fp8 with block scales (DeepSeek-V4)", "weight", "scale", _FP8 | {"int8"})
-GPT_OSS = Layout("MXFP4 (gpt-oss)", "_blocks", "_scales", frozenset({"uint8"}))
-TORCHAO = Layout(
-    "quantized by torchao", "_weight_qdata", "_weight_scale", _CODES, ("_weight_zero_point", "_weight_per_tensor_scale"),
-    alone=("._weight_qdata",),
-)  # fmt: skip
-QUANTO_BITS = Layout(
-    "packed by optimum-quanto", "._data._data", "._scale", _BYTES, ("._shift",), ("input_scale", "output_scale"),
-    ("weight._data._data",),
-)  # fmt: skip
-QUANTO = Layout(
-    "quantized by optimum-quanto", "._data", "._scale", _FP8 | _BYTES, ("._shift",), ("input_scale", "output_scale"),
-    ("weight._data",),
-)  # fmt: skip
-COMFY_MARK = "scaled_fp8"
-"""The name of a tensor without values of its own, which tells ComfyUI that the file has fp8 weights with scales."""
-COMFY = Layout(
-    "fp8 with scales (ComfyUI)", "weight", "scale_weight", _FP8, ("scale_input",), alone=(".scale_weight", COMFY_MARK)
-)
-SPARSE = Layout(
-    "sparse (compressed-tensors)", "compressed", "bitmask", frozenset({"bfloat16", "float16", "float32", *_FP8}),
-    ("shape", "row_offsets", "scale"), ("weight_scale",),
-)  # fmt: skip
-LAYOUTS = (
-    BLOCK_SCALED,
-    COMPRESSED,
-    SCALED,
-    BNB_4BIT,
-    BNB_8BIT,
-    GPTQ,
-    HQQ,
-    MLX,
-    DEEPSEEK_V4,
-    GPT_OSS,
-    TORCHAO,
-    QUANTO_BITS,
-    QUANTO,
-    COMFY,
-    SPARSE,
-)
-_SCALE_ENDS = tuple({layout.scale for layout in LAYOUTS})
-_ALONE_ENDS = tuple(end for layout in LAYOUTS for end in layout.alone)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """A weight that another program quantized, with the names of its tensors (codes, scales, ...) in the file."""
-
-    layout: Layout
-    stem: str
-
-    @property
-    def name(self) -> str:
-        """The weight's name before quantization, such as `x.weight` for `x.weight_packed` or `x.qweight`."""
-        return f"{self.stem}weight" if self.stem.endswith(".") else self.stem
-
-    @property
-    def codes(self) -> str:
-        """The name of the tensor that holds the weight's codes."""
-        return self.stem + self.layout.codes
-
-    @property
-    def scale(self) -> str:
-        """The name of the tensor that holds the weight's scales."""
-        return self.stem + self.layout.scale
-
-    def part(self, suffix: str) -> str:
-        """Return the full name of this weight's tensor that has the suffix `suffix`."""
-        return self.stem + suffix
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all tensors that may belong to the weight: codes, scales and the layout's optional tensors."""
-        module = self.stem[: self.stem.rfind(".") + 1]
-        more = (self.stem + suffix for suffix in self.layout.more)
-        return (self.codes, self.scale, *more, *(module + local for local in self.layout.beside))
-
-
 def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
     """Find the weights that other programs quantized, by the names and dtypes of their tensors. Weights that lack their codes or
     their scales are left out. tensors: all tensors of a file, by name.
     """
-    found = []
+    if are_plain(tensors):
+        return []
+    from dtype_engine.checkpoint.schemes.layout import PackedWeight
+    from dtype_engine.checkpoint.schemes.registry import layouts
+
+    found, scales = [], tuple({layout.scale for layout in layouts()})
     for name in tensors:
-        if not name.endswith(_SCALE_ENDS):
+        if not name.endswith(scales):
             continue
-        for layout in LAYOUTS:
+        for layout in layouts():
             if not name.endswith(layout.scale):
                 continue
-            stem = name[: -len(layout.scale)]
-            codes = tensors.get(stem + layout.codes)
-            if codes is not None and codes.dtype in layout.dtypes and stem + layout.codes != name:
-                found.append(PackedWeight(layout, stem))
+            weight = PackedWeight(layout, name[: -len(layout.scale)])
+            codes = tensors.get(weight.codes)
+            if codes is None or codes.dtype not in layout.dtypes or weight.codes == name:
+                continue
+            if not layout.mark or weight.module + layout.mark in tensors:
+                found.append(weight)
                 break
     return found
+
+
+def are_plain(tensors: Mapping[str, Stored]) -> bool:
+    """Return whether the dtypes and the ends of the names show that no scheme stored any of the tensors. The schemes, whose import
+    takes milliseconds, are then not needed.
+    """
+    return all(name.endswith((".weight", ".bias")) and each.dtype in NOT_CODES for name, each in tensors.items())
 
 
 def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
@@ -210,7 +91,13 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
     tensors: all tensors of a file, by name. config: the content of config.json. If it describes the quantization method, the
     reasons contain this description.
     """
-    described = declared_scheme(config)
+    if are_plain(tensors):
+        return {}
+    from dtype_engine.checkpoint.schemes.layout import CODES_DTYPES, FLOAT8
+    from dtype_engine.checkpoint.schemes.registry import layouts
+
+    described = _declared_scheme(config)
+    alone = {end: layout for layout in layouts() for end in layout.alone}
     found: dict[str, str] = {}
     for weight in packed_weights(tensors):
         why = f"part of a weight that is {described or weight.layout.what}"
@@ -219,14 +106,16 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
     for name, tensor in tensors.items():
         if name in found:
             continue
-        if name.endswith(_ALONE_ENDS):
-            layout = next(each for each in LAYOUTS if each.alone and name.endswith(each.alone))
+        if name.endswith(tuple(alone)):
+            layout = next(alone[end] for end in alone if name.endswith(end))
             found[name] = f"part of a weight that is {described or layout.what}"
         elif tensor.dtype == "float8_e8m0fnu":
             found[name] = "holds exponents of two (E8M0), which are the scales of a quantized weight"
-        elif tensor.dtype in _CODES and len(tensor.shape) > 1:
+        elif tensor.dtype in CODES_DTYPES and len(tensor.shape) > 1:
             in_module.setdefault(module_of(name), []).append(name)
-    holders = {module_of(name): name for name, each in tensors.items() if each.dtype in _CODES and len(each.shape) > 1}
+    holders = {
+        module_of(name): name for name, each in tensors.items() if each.dtype in CODES_DTYPES and len(each.shape) > 1
+    }
     for name in tensors if holders else ():
         module, _, local = name.rpartition(".")
         if module not in holders and _TABLE_WORD.search(module.rpartition(".")[2]):
@@ -238,11 +127,34 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
             held = dtypes.short_name(tensors[codes].dtype)
             found[name] = f"belongs to {codes.rpartition('.')[2]} by its name, which holds {held} codes"
             for other in in_module.get(module, ()) if not _OF_INPUTS.search(local) else ():
-                if tensors[other].dtype in _FP8:  # codes of other dtypes are never cast
+                if tensors[other].dtype in FLOAT8:  # codes of other dtypes are never cast
                     found.setdefault(other, f"holds {held} codes, to which {printable(local)} belongs by its name")
         elif _OF_INPUTS.search(local):
             found[name] = OF_ACTIVATIONS
     return found
+
+
+def parameters_meant(tensors: Mapping[str, Stored], parts: Iterable[str]) -> dict[str, Count]:
+    """Return the number of parameters that each tensor of a quantized weight represents, keyed by tensor name. The codes
+    represent all parameters of the weight, so the number is 0 for its other tensors, such as scales and zero points. For codes
+    that are packed in bytes or words, the number is "unknown", because the names and shapes don't tell how many codes an element
+    holds.
+
+    parts: the names of the tensors to count, which all belong to quantized weights. tensors: all tensors of the file.
+    """
+    counts: dict[str, Count] = dict.fromkeys(parts, 0)
+    if not counts:
+        return {}
+    from dtype_engine.checkpoint.schemes.registry import layouts
+
+    found = {weight.codes: weight.layout for weight in packed_weights(tensors)}
+    alone = {layout.codes: layout for layout in layouts() if layout.codes not in ("", "weight")}
+    for name in counts:
+        layout = found.get(name) or next((alone[end] for end in alone if name.endswith(end)), None)
+        if layout is not None:
+            dtype = tensors[name].dtype
+            counts[name] = None if dtype.startswith(("float8", "int8")) and not layout.several else "unknown"
+    return counts
 
 
 def module_of(name: str) -> str:
@@ -250,25 +162,18 @@ def module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def declared_method(config: Mapping[str, Any] | None) -> str | None:
-    """Return the `quant_method`, such as "gptq", that a config.json declares, or None if it declares none."""
-    declared = (config or {}).get("quantization_config")
-    method = declared.get("quant_method") if isinstance(declared, Mapping) else None
-    return str(method) if method else None
-
-
-def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
+def _declared_scheme(config: Mapping[str, Any] | None) -> str | None:
     """Return how the `quantization_config` of a config.json says that the weights are quantized, such as "quantized by gptq, 4
     bit", or None if it says nothing. The words complete "a weight that is ...".
     """
-    method = declared_method(config)
-    if method is None:
+    declared = (config or {}).get("quantization_config")
+    method = declared.get("quant_method") if isinstance(declared, Mapping) else None
+    if not declared or not method:
         return None
-    declared = (config or {})["quantization_config"]
     bits = declared.get("bits") or (4 if declared.get("load_in_4bit") else 8 if declared.get("load_in_8bit") else None)
     if method == "fp8" and declared.get("weight_block_size"):
         return "fp8 with block scales"
-    return f"quantized by {printable(method, 40)}" + (f", {bits} bit" if isinstance(bits, int) else "")
+    return f"quantized by {printable(str(method), 40)}" + (f", {bits} bit" if isinstance(bits, int) else "")
 
 
 def names_of_parts(weights: Iterable[PackedWeight], tensors: Mapping[str, Stored]) -> set[str]:

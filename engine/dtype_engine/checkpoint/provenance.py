@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dtype_engine.checkpoint.schemes.own import SCALED_KEY
+from dtype_engine.checkpoint.schemes.registry import schemes
 from dtype_engine.checkpoint.weight_files import read_beside
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.plain_yaml import load_yaml
@@ -23,9 +24,6 @@ from dtype_engine.core.units import plural
 _LARGEST_FILE = 16 << 20
 _LONGEST = 120
 _SHOWN = 3
-OWN_FILES = ("hf_quant_config.json", "quantize_config.json", "quantization_config.json", "quant_config.json")
-"""Files beside `config.json` that hold quantization settings. Some programs write the settings only to such a file."""
-_IGNORED = ("ignore", "modules_to_not_convert", "exclude", "exclude_modules", "llm_int8_skip_modules", "skip_modules")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +89,22 @@ def _declared(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, An
     """Yield pairs (name, value) of the quantization settings in all files. The settings of config.json come last. If the caller
     makes a dict of the pairs, they therefore replace settings of the same name in other files.
     """
-    for name in OWN_FILES:
-        content = _mapping(_json(folder / name))
-        yield from content.items()
-        yield from _mapping(content.get("quantization")).items()
+    for scheme in reversed(schemes()):
+        for name in scheme.settings_files:
+            yield from _with_nested(_mapping(_json(folder / name)))
     found = next(
         (each for name in ("quantization_config", "quantization") if isinstance(each := config.get(name), Mapping)), {}
     )
-    yield from found.items()
-    # ModelOpt, HQQ and Quark nest the settings of all weights in one more mapping.
-    yield from _mapping(found.get("quantization")).items()
-    yield from _mapping(_mapping(found.get("quant_config")).get("weight_quant_params")).items()
-    yield from _mapping(_mapping(found.get("global_quant_config")).get("weight")).items()
+    yield from _with_nested(found)
+
+
+def _with_nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from settings.items()
+    for scheme in schemes():
+        nested = settings if scheme.nested_settings else {}
+        for key in scheme.nested_settings:
+            nested = _mapping(nested.get(key))
+        yield from nested.items()
 
 
 def _method(declared: Mapping[str, Any], recipe: tuple[str, ...]) -> str | None:
@@ -186,7 +188,8 @@ def _calibration(declared: Mapping[str, Any]) -> str | None:
 
 
 def _ignored(declared: Mapping[str, Any]) -> tuple[str, ...]:
-    found = (each for name in _IGNORED if isinstance(each := declared.get(name), list) and each)
+    keys = (key for scheme in schemes() for key in scheme.ignored)
+    found = (each for key in keys if isinstance(each := declared.get(key), list) and each)
     return tuple(text for each in next(found, []) if (text := _text(each)))
 
 

@@ -79,6 +79,12 @@ class CheckpointTensor(msgspec.Struct, frozen=True, gc=False):
         """Return the same tensor under another name."""
         return msgspec.structs.replace(self, name=name)
 
+    def at(self, index: int) -> CheckpointTensor:
+        """Return the part of the tensor at one index of the first dimension, such as an expert."""
+        nbytes = self.nbytes // self.shape[0]
+        start = None if self.start is None else self.start + index * nbytes
+        return msgspec.structs.replace(self, shape=self.shape[1:], start=start, nbytes=nbytes)
+
 
 def read_header(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
     """Return the tensors of a safetensors file by name, and its metadata. Raises UserError, which names the file and problem."""

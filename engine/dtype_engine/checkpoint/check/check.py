@@ -16,17 +16,7 @@ from dtype_engine.checkpoint.check.values import count_scales, find_bad_values, 
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.modeling_source import foreign_prefix, kept_in_float32
 from dtype_engine.checkpoint.packed_weights import (
-    BNB_4BIT,
-    COMFY,
-    COMPRESSED,
-    GPT_OSS,
-    GPTQ,
-    HQQ,
-    MLX,
     OF_ACTIVATIONS,
-    SCALED,
-    TORCHAO,
-    PackedWeight,
     module_of,
     names_of_parts,
     packed_weights,
@@ -34,6 +24,7 @@ from dtype_engine.checkpoint.packed_weights import (
 )
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.layout import PackedWeight
 from dtype_engine.checkpoint.weight_files import read_index, read_json
 from dtype_engine.checkpoint.weight_sets import is_second_set
 from dtype_engine.core import dtypes
@@ -48,7 +39,6 @@ Progress = Callable[[str, int, int], None]
 """A callback for the progress of a check. It is called with what is being read ("scales" or "values"), the amount read so far, and
 the total amount. Scales are counted in tensors, values in bytes.
 """
-_SCALE_PARTS = ("_scale_2", "_global_scale", "_weight_per_tensor_scale", ".nested_absmax")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 
@@ -238,19 +228,10 @@ def _bad_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: P
     wanted: dict[str, tuple[bool, bool, bool]] = {}
     for weight in weights:
         layout, scale = weight.layout, tensors[weight.scale]
-        exponents = scale.dtype == "uint8" and layout in (COMPRESSED, SCALED, GPT_OSS, MLX)
-        signed = layout in (MLX, HQQ, GPTQ)
-        # AWQ's "gemv" and "gemv_fast" layouts pad the scales to whole words.
-        codes = tensors[weight.codes]
-        in_words = layout is GPTQ and (scale.shape[:1] == codes.shape[:1] or codes.dtype == "int16")
-        padded = (
-            in_words
-            or layout in (TORCHAO, COMFY, BNB_4BIT)
-            or weight.stem.rpartition(".")[0] + ".comfy_quant" in tensors
-        )
+        exponents, padded = scale.dtype == "uint8" and layout.exponents, layout.padded(tensors[weight.codes], scale)
         if scale.dtype != "uint8" or exponents:
-            wanted[weight.scale] = exponents, signed, padded
-        for suffix in _SCALE_PARTS:
+            wanted[weight.scale] = exponents, layout.signed, padded
+        for suffix in filter(None, (layout.fused_scale, *layout.more_scales)):
             if weight.part(suffix) in tensors:
                 wanted[weight.part(suffix)] = False, False, padded
     for own in _own(checkpoint).values():
@@ -282,8 +263,8 @@ def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broke
     weights: the weights that other programs quantized. broken: names of modules that already have a finding. Groups with such a
     module are skipped, because its finding explains the difference.
     """
-    if any(weight.scheme in ("mlx", "comfy") for weight in checkpoint.encoded.values()):
-        return  # MLX and ComfyUI fuse nothing, and mix formats on purpose
+    if not all(weight.scheme.fused for weight in checkpoint.encoded.values()):
+        return  # runtimes that fuse nothing mix formats on purpose
     tensors = checkpoint.tensors
     formats = {name: tensor.dtype for name, tensor in tensors.items() if name.endswith(".weight")}
     by_name: dict[str, PackedWeight] = {}
@@ -306,8 +287,8 @@ def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broke
             what = ", ".join(f"{name.rpartition('.weight')[0].rpartition('.')[2]} {formats[name]}" for name in group)
             yield Finding("mixed-siblings", group[0].removesuffix(".weight").rpartition(".")[0], what)
             continue
-        for suffix in ("_global_scale", "_scale_2"):
-            parts = [tensors.get(by_name[name].part(suffix)) for name in group if name in by_name]
+        for suffix in dict.fromkeys(by_name[name].layout.fused_scale for name in group if name in by_name):
+            parts = [tensors.get(by_name[name].part(suffix)) for name in group if suffix and name in by_name]
             present = [part for part in parts if part is not None]
             if len(present) == len(group) and any(same_bytes(present[0], part) is False for part in present[1:]):
                 layers = (part.name.rpartition(".")[0].rpartition(".")[2] for part in present)

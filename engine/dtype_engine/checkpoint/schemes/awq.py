@@ -17,7 +17,6 @@ The shapes tell which layout a weight has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
@@ -28,46 +27,32 @@ from dtype_engine.checkpoint.schemes.configuration import (
     group_size,
     quant_method,
 )
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.layout import Config, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, packed_words
+from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
 
-SCHEME, GEMV, FAST = "awq", "awq gemv", "awq gemv fast"
-_GEMM = {"code": "row words", "order": (0, 2, 4, 6, 1, 3, 5, 7), "signed": False}
+_GEMM = {"layout": "gemm", "code": "row words", "order": (0, 2, 4, 6, 1, 3, 5, 7), "signed": False}
 
 
-def read(
-    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
-) -> dict[str, EncodedWeight]:
-    """Return the weights that are stored in AWQ's layouts, keyed by name. tensors: all tensors of the files, by name. config: the
-    content of config.json. metadata: the metadata of the files' headers.
-    """
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     settings = declared(config)
     method = quant_method(settings)
     rounded = method == "auto-round" and settings.get("packing_format") in ("auto_round:auto_awq", "auto_round:awq")
     if (method != "awq" and not rounded) or 4 not in declared_numbers(settings, "bits"):
-        return {}
+        return
     sizes = declared_numbers(settings, "group_size")
-    found = {}
     for stem, codes, scale, zero in packed_words(tensors):
         if (codes.dtype, zero.dtype) != ("int32", "int32") or not codes.nbytes:
             continue
-        layout = _layout(codes, scale, zero, sizes)
-        if layout is None:
-            continue
-        scheme, rows, columns, size = layout
-        found[f"{stem}weight"] = EncodedWeight(
-            f"{stem}weight",
-            (rows, columns),
-            scheme,
-            f"{method}:int4@{block_name(size, columns)}",
-            {CODES: codes, "scale": scale, "zero_point": zero},
-            {"block": (1, size), **_GEMM},
-        )
-    return found | _read_fast(tensors, method, sizes)
+        if (layout := _layout(codes, scale, zero, sizes)) is not None:
+            packing, rows, columns, size = layout
+            form, packing = f"{method}:int4@{block_name(size, columns)}", {"block": (1, size), **packing}
+            parts = {CODES: codes, "scale": scale, "zero_point": zero}
+            yield EncodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, packing)
+    yield from _read_fast(tensors, method, sizes)
 
 
-def _read_fast(tensors: Mapping[str, CheckpointTensor], method: str, sizes: set[int]) -> dict[str, EncodedWeight]:
-    found = {}
+def _read_fast(tensors: Tensors, method: str, sizes: set[int]) -> Weights:
     for name, codes in tensors.items():
         stem = name.removesuffix("qweight")
         scale, offset = tensors.get(f"{stem}scales"), tensors.get(f"{stem}qzeros", tensors.get(f"{stem}scaled_zeros"))
@@ -80,10 +65,8 @@ def _read_fast(tensors: Mapping[str, CheckpointTensor], method: str, sizes: set[
         if size is not None:
             form = f"{method}:int4@{block_name(size, columns)}"
             parts = {CODES: codes, "scale": scale, "offset": offset}
-            found[f"{stem}weight"] = EncodedWeight(
-                f"{stem}weight", (rows, columns), FAST, form, parts, {"block": (1, size)}
-            )
-    return found
+            settings = {"block": (1, size), "layout": "gemv fast"}
+            yield EncodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, settings)
 
 
 def _padded_size(sizes: set[int], columns: int, places: int) -> int | None:
@@ -98,18 +81,24 @@ def _padded_size(sizes: set[int], columns: int, places: int) -> int | None:
 
 def _layout(
     codes: CheckpointTensor, scale: CheckpointTensor, zero: CheckpointTensor, sizes: set[int]
-) -> tuple[str, int, int, int] | None:
-    """Return (name of the scheme, rows of the weight, columns of the weight, columns of a group), such as ("awq", 4096, 4096, 128).
-    Returns None if the shapes fit no layout of AWQ. codes, scale, zero: the weight's tensors. sizes: the group sizes, in columns,
-    that the configuration declares.
+) -> tuple[dict[str, Any], int, int, int] | None:
+    """Return (settings of the decoder, rows of the weight, columns of the weight, columns of a group). Returns None if the shapes
+    fit no layout of AWQ. codes, scale, zero: the weight's tensors. sizes: the group sizes, in columns, that the configuration
+    declares.
     """
     (columns, words), (groups, rows) = codes.shape, scale.shape
     if rows == 8 * words and zero.shape == (groups, words):
         size = group_size(sizes, columns, groups)
-        return (SCHEME, rows, columns, size) if size is not None and columns % size == 0 else None
+        return (_GEMM, rows, columns, size) if size is not None and columns % size == 0 else None
     (rows, words), (_, places) = codes.shape, scale.shape
     columns = 8 * words
     if zero.shape == (rows, places / 8) and scale.shape[0] == rows:
         size = _padded_size(sizes, columns, places)
-        return (GEMV, rows, columns, size) if size is not None else None
+        return ({"layout": "gemv"}, rows, columns, size) if size is not None else None
     return None
+
+
+SCHEME = Scheme(
+    "awq", "awq", _read, settings_files=("quant_config.json",), ignored=("modules_to_not_convert",), ignored_by=("awq",)
+)
+"""The tensors have the names of GPTQ's."""

@@ -16,37 +16,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
+from dtype_engine.checkpoint.schemes.layout import Config, Layout, PackedWeight, Shapes, Tensors
+from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
-SCHEME = "bnb"
 _STATE = ".quant_state.bitsandbytes__"
+_KINDS = ("nf4", "fp4")
+_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _ROW = b"\x00"
 """The value of the tensor `weight_format` if codes are stored row by row. Other values mean an order for the tensor cores of old
 GPUs, and such weights are not read.
 """
 
 
-def read(
-    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
-) -> dict[str, EncodedWeight]:
-    """Return the weights that bitsandbytes quantized, keyed by name. tensors: all tensors of the files, by name. config: the
-    content of config.json. metadata: the metadata of the files' headers. Raises UserError if a description of a weight can't be
-    read.
-    """
-    found = (
-        _four_bits(name, tensors) if _STATE in name else _eight_bits(name, tensors) if name.endswith(".SCB") else None
-        for name in tensors
-    )
-    return {weight.name: weight for weight in found if weight is not None}
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
+    for name in tensors:
+        if _STATE in name:
+            yield _four_bits(name, tensors)
+        elif name.endswith(".SCB"):
+            yield _eight_bits(name, tensors)
 
 
-def _four_bits(name: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWeight | None:
+def _four_bits(name: str, tensors: Tensors) -> EncodedWeight | None:
     stem, _, kind = name.partition(_STATE)
     ends = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
     parts = {role: tensors[f"{stem}.{role}"] for role in ends if f"{stem}.{role}" in tensors}
-    codes, scale, state = tensors.get(stem), parts.get("absmax"), _read_state(tensors[name])
+    codes, scale = tensors.get(stem), parts.get("absmax")
+    if kind not in _KINDS or codes is None or scale is None:
+        return None
+    state = _read_state(tensors[name])
     shape, block = _shape(state.get("shape")), _positive(state.get("blocksize"))
-    if kind not in ("nf4", "fp4") or codes is None or scale is None or not shape or not block:
+    if not shape or not block:
         return None
     count = math.prod(shape)
     blocks = -(-count // block)
@@ -63,11 +63,11 @@ def _four_bits(name: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWei
     if any(part.dtype != "float32" for part in parts.values() if part.dtype != "uint8" or part is not scale):
         return None
     return EncodedWeight(
-        stem, shape, SCHEME, f"{SCHEME}:{kind}@{block}", {CODES: codes} | parts, settings, (tensors[name],)
+        stem, shape, SCHEME, f"{SCHEME.name}:{kind}@{block}", {CODES: codes} | parts, settings, (tensors[name],)
     )
 
 
-def _eight_bits(name: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWeight | None:
+def _eight_bits(name: str, tensors: Tensors) -> EncodedWeight | None:
     stem = name.removesuffix("SCB")
     codes, scale, order = tensors.get(f"{stem}weight"), tensors[name], tensors.get(f"{stem}weight_format")
     if codes is None or codes.dtype != "int8" or len(codes.shape) != 2 or scale.dtype != "float32":
@@ -76,7 +76,7 @@ def _eight_bits(name: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWe
         return None
     beside = () if order is None else (order,)
     parts = {CODES: codes, "scale": scale}
-    return EncodedWeight(codes.name, codes.shape, SCHEME, f"{SCHEME}:int8@channel", parts, beside=beside)
+    return EncodedWeight(codes.name, codes.shape, SCHEME, f"{SCHEME.name}:int8@channel", parts, beside=beside)
 
 
 def _read_state(tensor: CheckpointTensor) -> Mapping[str, Any]:
@@ -93,3 +93,28 @@ def _shape(found: object) -> tuple[int, ...]:
 
 def _positive(found: object) -> int:
     return found if type(found) is int and found > 0 else 0
+
+
+def _required(codes: CheckpointTensor, scale: CheckpointTensor) -> tuple[str, ...]:
+    return (".quant_map", *((".nested_absmax", ".nested_quant_map") if scale.dtype == "uint8" else ()))
+
+
+def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
+    return tuple((-(-2 * tensors[weight.codes].nbytes // size),) for size in _BLOCKS)
+
+
+_STATES = tuple(_STATE + kind for kind in _KINDS)
+_MORE = (".quant_map", ".nested_absmax", ".nested_quant_map", *_STATES)
+_FOUR_BITS = Layout(
+    "4-bit by bitsandbytes", "", ".absmax", frozenset({"uint8", "bfloat16", "float16", "float32"}), _MORE,
+    alone=(".absmax", ".quant_map"), orphans=(".absmax",), proofs=_MORE, more_scales=(".nested_absmax",),
+    padded=lambda codes, scale: True, required=_required, scale_shapes=_scale_shapes,
+)  # fmt: skip
+_EIGHT_BITS = Layout(
+    "int8 by bitsandbytes", "weight", "SCB", frozenset({"int8"}), ("weight_format",), alone=(".SCB",), orphans=(".SCB",),
+    scale_shapes=lambda weight, tensors, config: (tensors[weight.codes].shape[:1],),
+)  # fmt: skip
+SCHEME = Scheme(
+    "bnb", "bitsandbytes", _read, (_FOUR_BITS, _EIGHT_BITS), describing=(*_STATES, ".weight_format"),
+    ignored=("llm_int8_skip_modules",), ignored_by=("bitsandbytes",),
+)  # fmt: skip

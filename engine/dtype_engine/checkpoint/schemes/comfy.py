@@ -22,39 +22,31 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dtype_engine.checkpoint.packed_weights import COMFY_MARK
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.compressed_tensors import SCALED
 from dtype_engine.checkpoint.schemes.configuration import declared
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
+from dtype_engine.checkpoint.schemes.layout import FLOAT8, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe
+from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
-SCHEME = "comfy"
+_MARK, _OLD_MARK = "comfy_quant", "scaled_fp8"
 _IN_METADATA = "_quantization_metadata"
 _READ = ("nvfp4", "mxfp8", "int8_tensorwise", *FP8)
 _ROTATIONS = (4, 16, 64, 256, 1024, 4096)
-Tensors = Mapping[str, CheckpointTensor]
 
 
-def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, EncodedWeight]:
-    """Return the weights that are quantized for ComfyUI, keyed by name. tensors: all tensors of the files, by name. config: the
-    content of config.json. metadata: the metadata of the files' headers. Raises UserError if the description of a layer can't be
-    read.
-    """
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     if declared(config):
-        return {}
+        return
     described = _layers(metadata)
-    found = {}
+    mark = next((tensor for name, tensor in tensors.items() if name.rpartition(".")[2] == _OLD_MARK), None)
     for name, codes in tensors.items():
-        if not name.endswith(".weight"):
-            continue
-        weight = _read_weight(name, codes, _about(name, tensors, described), tensors)
-        if weight is not None:
-            found[name] = weight
-    mark = next((tensor for name, tensor in tensors.items() if name.rpartition(".")[2] == COMFY_MARK), None)
-    if mark is not None and found:
-        first = next(iter(found.values()))
-        found[first.name] = replace(first, beside=(*first.beside, mark))
-    return found
+        if name.endswith(".weight"):
+            weight = _read_weight(name, codes, _about(name, tensors, described), tensors)
+            if weight is not None and mark is not None:
+                weight, mark = replace(weight, beside=(*weight.beside, mark)), None
+            yield weight
 
 
 def _read_weight(
@@ -66,7 +58,7 @@ def _read_weight(
     parts = {CODES: codes, "scale": old if about is None and old is not None else tensors.get(f"{name}_scale")}
     if parts["scale"] is None or len(codes.shape) != 2 or (about is not None and not _is_read(about)):
         return None
-    rows, columns = codes.shape
+    rows, columns = shape = codes.shape
     settings: dict[str, Any] = {"swizzled": True}
     if kind == "nvfp4" and codes.dtype == "uint8":
         parts["tensor_scale"] = tensors.get(f"{name}_scale_2")
@@ -74,20 +66,10 @@ def _read_weight(
         if of_inputs is not None:
             parts["input_scale"] = of_inputs
         settings |= {"code": "e2m1", "high_first": True}
-        shape, of_blocks = (rows, 2 * columns), ("float8_e4m3fn",)
-        return describe(name, SCHEME, kind, shape, (1, 16), parts, scales=of_blocks, settings=settings, beside=(mark,))
+        scales, shape = ("float8_e4m3fn",), (rows, 2 * columns)
+        return describe(name, SCHEME, kind, shape, (1, 16), parts, scales=scales, settings=settings, beside=(mark,))
     if kind == "mxfp8" and codes.dtype in FP8:
-        return describe(
-            name,
-            SCHEME,
-            kind,
-            codes.shape,
-            (1, 32),
-            parts,
-            scales=EXPONENTS,
-            settings=settings,
-            beside=(mark,),
-        )
+        return describe(name, SCHEME, kind, shape, (1, 32), parts, scales=EXPONENTS, settings=settings, beside=(mark,))
     settings = {}
     if codes.dtype == "int8" and kind == "int8_tensorwise":
         element = "int8"
@@ -101,7 +83,7 @@ def _read_weight(
     else:
         return None
     for block in ("tensor", "channel"):
-        weight = describe(name, SCHEME, element, codes.shape, block, parts, settings=settings, beside=(mark,))
+        weight = describe(name, SCHEME, element, shape, block, parts, settings=settings, beside=(mark,))
         if weight is not None:
             return weight
     return None
@@ -111,7 +93,7 @@ def _is_read(about: Mapping[str, Any]) -> bool:
     return about.get("format") in (("int8_tensorwise",) if about.get("convrot") else _READ)
 
 
-def in_other_formats(names: Iterable[str], tensors: Tensors, metadata: Mapping[str, str]) -> set[str]:
+def _in_other_formats(names: Iterable[str], tensors: Tensors, metadata: Mapping[str, str]) -> set[str]:
     """Return the weights among `names` that are in a format which this program does not read, according to their layers'
     descriptions. names: names of weights, such as `x.weight`. tensors, metadata: those of the file's header.
     """
@@ -121,7 +103,7 @@ def in_other_formats(names: Iterable[str], tensors: Tensors, metadata: Mapping[s
 
 
 def _mark(name: str) -> str:
-    return f"{name.removesuffix('.weight')}.comfy_quant"
+    return f"{name.removesuffix('.weight')}.{_MARK}"
 
 
 def _layers(metadata: Mapping[str, str]) -> Mapping[str, Any]:
@@ -152,3 +134,22 @@ def _object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {"format": found} if isinstance(found, str) else {}
+
+
+def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
+    rows = tensors[weight.codes].shape[:1]
+    return ((), (1,), rows, (*rows, 1))
+
+
+_DESCRIBED = replace(
+    SCALED, beside=(*SCALED.beside, _MARK), mark=_MARK, padded=lambda codes, scale: True,
+    scale_shapes=lambda weight, tensors, config: (),  # these are in the order of the tensor cores, and padded
+)  # fmt: skip
+_OLD = Layout(
+    "fp8 with scales (ComfyUI)", "weight", "scale_weight", FLOAT8, ("scale_input",), alone=(".scale_weight", _OLD_MARK),
+    orphans=(".scale_weight",), padded=lambda codes, scale: True, scale_shapes=_scale_shapes,
+)  # fmt: skip
+SCHEME = Scheme(
+    "comfy", "block_scaled", _read, (_DESCRIBED, _OLD), describing=(f".{_MARK}",), fused=False, left_out=_in_other_formats,
+    rank=1,  # its files have no configuration, and all other schemes are recognized by more
+)  # fmt: skip

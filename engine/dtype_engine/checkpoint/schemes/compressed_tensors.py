@@ -15,45 +15,43 @@ float8 and int8 codes are in `x.weight`. The formats in `_UNREAD` are not read.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.configuration import declared, matches, size, sizes
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
+from dtype_engine.checkpoint.schemes.configuration import block_in, config_groups, declared, matches, size, sizes
+from dtype_engine.checkpoint.schemes.layout import BYTES, FLOAT8, WORDS, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid
+from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
-SCHEME = "ct"
 _UNREAD = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
 _INTEGERS = {"int32": "i", "int64": "q"}
-Tensors = Mapping[str, CheckpointTensor]
+_INPUTS = {
+    (8, "float", "token", None): "float8_e4m3fn", (8, "int", "token", None): "int8", (8, "float", "group", 128): "fp8@128x128",
+    (8, "float", "tensor", None): "float8_e4m3fn@tensor", (8, "int", "tensor", None): "int8@tensor",
+    (8, "float", "group", 32): "mxfp8", (4, "float", "group", 32): "mxfp4", (4, "float", "tensor_group", 16): "nvfp4",
+}  # fmt: skip
+"""Maps (bits, type, strategy, group size) of `input_activations` to a format of `core.dtypes`."""
 
 
-def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, EncodedWeight]:
-    """Return the weights that compressed-tensors quantized, keyed by name. tensors: all tensors of the files, by name. config: the
-    content of config.json. metadata: the metadata of the files' headers. Raises UserError if the shape of a packed weight can't be
-    read.
-    """
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     settings = declared(config)
     groups = settings.get("config_groups")
     if settings.get("quant_method") not in ("compressed-tensors", None) or not isinstance(groups, Mapping):
-        return {}
+        return
     if _transforms_inputs(settings.get("transform_config")):
-        return {}
-    found = {}
+        return
     for scale in tensors:
-        name = scale.removesuffix("_scale")
-        if name == scale or not name.endswith("weight"):
+        if not scale.endswith("weight_scale"):
             continue
+        name = scale.removesuffix("_scale")
         zero = f"{name}_zero_point" in tensors
         arguments_of = _arguments(name.rpartition(".")[0], groups, settings.get("format"))
-        for arguments in sorted(arguments_of, key=lambda each: (each.get("symmetric") is False) != zero):
-            weight = _read_weight(name, arguments, tensors)
-            if weight is not None:
-                found[name] = weight
-                break
-    return found
+        tried = sorted(arguments_of, key=lambda each: (each.get("symmetric") is False) != zero)
+        weights = (_read_weight(name, arguments, tensors) for arguments in tried)
+        yield next((weight for weight in weights if weight is not None), None)
 
 
 def _transforms_inputs(transforms: object) -> bool:
@@ -208,3 +206,96 @@ def _group_indices(index: CheckpointTensor, columns: int) -> set[int]:
     if index.dtype not in _INTEGERS or index.shape != (columns,):
         return set()
     return set(struct.unpack(f"<{columns}{_INTEGERS[index.dtype]}", read_small(index)))
+
+
+def _input_format(weight: EncodedWeight, settings: Config) -> str:
+    """Return the format to which runtimes round the inputs of a weight's module, or "" if they do not. A group of `config_groups`
+    that names the module has precedence over groups that name a class.
+    """
+    module, of_class = weight.name.rpartition(".")[0], ""
+    for targets, arguments in config_groups(settings, "input_activations"):
+        form = _of_arguments(arguments) if targets else ""
+        if any(matches(target, module) for target in targets):
+            return form
+        of_class = of_class or form
+    return of_class
+
+
+def _of_arguments(arguments: Mapping[str, Any]) -> str:
+    is_static = arguments.get("strategy") == "tensor"
+    if (
+        arguments.get("dynamic") not in ((False,) if is_static else (True, "local"))
+        or arguments.get("symmetric") is False
+    ):
+        return ""
+    key = tuple(arguments.get(name) for name in ("num_bits", "type", "strategy", "group_size"))
+    return next((form for wanted, form in _INPUTS.items() if wanted == key), "")
+
+
+def _in_nvfp4(codes: CheckpointTensor, scale: CheckpointTensor) -> bool:
+    return (codes.dtype, scale.dtype) == ("uint8", "float8_e4m3fn")
+
+
+def _required_if_packed(codes: CheckpointTensor, scale: CheckpointTensor) -> tuple[str, ...]:
+    return ("_shape",) if codes.dtype == "int32" else ("_global_scale",) if _in_nvfp4(codes, scale) else ()
+
+
+def _packed_scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
+    codes, scale = tensors[weight.codes], tensors[weight.scale]
+    if len(codes.shape) < 2:
+        return ()
+    *rows, columns = codes.shape
+    if _in_nvfp4(codes, scale):
+        return ((*rows, -(-2 * columns // 16)),)
+    if codes.dtype == "uint8":  # values of four bits, or of six
+        return tuple((*rows, -(-values // 32)) for values in (2 * columns, 4 * columns // 3))
+    counts = {-(-(32 * columns // bits) // size) if size and size > 0 else 1 for bits, size in _integers(config)}
+    return tuple((*rows, count) for count in sorted(counts)) or ((*rows, scale.shape[-1] if scale.shape else 1),)
+
+
+def _integers(config: Config) -> Iterator[tuple[int, int | None]]:
+    """Yield the pairs (bits per value, group size) with which integer weights are packed, according to the configuration. The group
+    size is None if it is not declared.
+    """
+    for _, weights in config_groups(declared(config), "weights"):
+        bits, columns = weights.get("num_bits"), weights.get("group_size")
+        if weights.get("type", "int") == "int" and isinstance(bits, int) and 0 < bits <= 8:
+            yield bits, columns if isinstance(columns, int) else None
+
+
+def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
+    codes, scale = tensors[weight.codes], tensors[weight.scale]
+    if len(codes.shape) < 2:
+        return ()
+    *front, rows, columns = codes.shape
+    if codes.dtype == "uint8":
+        return () if scale.shape[:1] == (2 * rows,) else ((*front, rows, 2 * columns // 16),)
+    if scale.dtype == "uint8":
+        return ((*front, rows, -(-columns // 32)),)
+    height, width = block_in(config)
+    blocks = (*front, -(-rows // height), -(-columns // width))
+    return ((*front, rows, 1), (), (1,), (rows,), (*front, 1, 1), blocks)
+
+
+_PACKED = Layout(
+    "packed by compressed-tensors", "_packed", "_scale", BYTES | WORDS,
+    ("_shape", "_zero_point", "_g_idx", "_global_scale"), ("input_global_scale",), alone=("weight_packed",),
+    orphans=("weight_global_scale",), fused_scale="_global_scale", exponents=True, required=_required_if_packed,
+    scale_shapes=_packed_scale_shapes, part_shapes=lambda scale: {"_shape": (2,), "_global_scale": (1,)},
+)  # fmt: skip
+SCALED = Layout(
+    "quantized with scales (compressed-tensors)", "", "_scale", FLOAT8 | BYTES | {"int32"},
+    ("_zero_point", "_scale_2", "_offset", "_shape"),
+    ("input_scale", "output_scale", "input_zero_point", "input_offset", "pre_quant_scale", "deq_scale", "quant_bias"),
+    orphans=("weight_scale", "weight_scale_2"), fused_scale="_scale_2", exponents=True, scale_shapes=_scale_shapes,
+    required=lambda codes, scale: ("_scale_2",) if _in_nvfp4(codes, scale) else (),
+)  # fmt: skip
+"""The names that compressed-tensors gives to the tensors of weights that are not packed. ModelOpt and Quark use them, too."""
+_SPARSE = Layout(
+    "sparse (compressed-tensors)", "compressed", "bitmask", frozenset({"bfloat16", "float16", "float32", *FLOAT8}),
+    ("shape", "row_offsets", "scale"), ("weight_scale",),
+)  # fmt: skip
+SCHEME = Scheme(
+    "ct", "block_scaled", _read, (_PACKED, SCALED, _SPARSE), describing=("_shape", "_g_idx"), input_format=_input_format,
+    reciprocal_scales=True, ignored=("ignore",), ignored_by=("compressed-tensors",),
+)  # fmt: skip

@@ -85,3 +85,26 @@ def block_name(wide: int, columns: int) -> str:
     for groups of 128 columns. wide: the number of columns of a group. columns: the length of a row.
     """
     return "channel" if wide >= columns else f"g{wide}"
+
+
+def config_groups(settings: Mapping[str, Any], key: str) -> list[tuple[list[object], Mapping[str, Any]]]:
+    """Return (the targets of a group, its settings under `key`) for each group of compressed-tensors' `config_groups`. The targets
+    are names, patterns and classes of modules. The settings are {} if the group has none. settings: the quantization settings.
+    """
+    groups = settings.get("config_groups")
+    found = []
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        if isinstance(group, Mapping):
+            targets, own = group.get("targets"), group.get(key)
+            found.append((targets if isinstance(targets, list) else [], own if isinstance(own, Mapping) else {}))
+    return found
+
+
+def block_in(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the (rows, columns) of the blocks that share a scale, which are 128 x 128 unless the content of config.json declares
+    others.
+    """
+    settings = declared(config)
+    groups = (weights.get("block_structure") for _, weights in reversed(config_groups(settings, "weights")))
+    found = next(filter(None, groups), settings.get("weight_block_size"))
+    return (sizes(found) if isinstance(found, list) else None) or (128, 128)

@@ -5,9 +5,6 @@ publishes them, or a scale for each row, or a single scale. `x` is a layer.
 its name, codes are multiplied by it. The last block of a row or column may be smaller. The size of a block is never derived from
 the number of scales: 576 rows with 5 scales have blocks of 128 rows, not of 116. If `weight_block_size` is not declared, the scales
 may also be in `x.weight_scale`.
-
-DeepSeek-V4 calls the scales `x.scale`. It may store experts in e2m1, with two values in an int8 and an exponent of two for every 32
-values. Its weights keep the names that they have in the files, because transformers renames these modules when it loads them.
 """
 
 from __future__ import annotations
@@ -15,46 +12,70 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.configuration import declared, sizes
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.configuration import block_in, declared, quant_method, sizes
+from dtype_engine.checkpoint.schemes.layout import FLOAT8, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe
+from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
 
-SCHEME, DEEPSEEK = "fp8", "deepseek"
-_SCALES = (*FLOATS, *EXPONENTS)
-_FP4_BLOCK = (1, 32)
-"""The (rows, columns) of a block in the experts of DeepSeek-V4, whose configuration does not declare them."""
+SCALES = (*FLOATS, *EXPONENTS)
+"""The dtypes that scales may have."""
 
 
-def read(
-    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
-) -> dict[str, EncodedWeight]:
-    """Return the weights that are stored as float8 codes with scales, as DeepSeek does, keyed by name. tensors: all tensors of the
-    files, by name. config: the content of config.json. metadata: the metadata of the files' headers.
-    """
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     settings = declared(config)
-    method, declared_block = settings.get("quant_method"), settings.get("weight_block_size")
-    block = sizes(declared_block) if declared_block is not None else "channel" if method == "fbgemm_fp8" else "tensor"
-    if method not in ("fp8", "fbgemm_fp8") or block is None:
-        return {}
-    found = {}
-    ends = (".scale", "_scale_inv") if declared_block else (".scale", "_scale", "_scale_inv")
+    block = block_of(settings)
+    ends = "_scale_inv" if settings.get("weight_block_size") else ("_scale", "_scale_inv")
+    if block is None:
+        return
     for name, scale in tensors.items():
-        if not name.endswith(ends):
-            continue
-        stem, scheme = name.removesuffix("_inv").removesuffix("_scale"), SCHEME
-        if name.endswith(".scale"):
-            stem, scheme = name.removesuffix("scale") + "weight", DEEPSEEK
-        codes = tensors.get(stem)
-        if codes is None:
-            continue
-        parts, experts = {CODES: codes, "scale": scale}, (settings.get("expert_dtype"), config.get("expert_dtype"))
-        weight = None
-        if codes.dtype in FP8:
-            weight = describe(stem, scheme, FP8[codes.dtype], codes.shape, block, parts, scales=_SCALES)
-        elif scheme == DEEPSEEK and codes.dtype == "int8" and codes.shape and "fp4" in experts:
-            shape, packed = (*codes.shape[:-1], 2 * codes.shape[-1]), {"code": "e2m1"}
-            weight = describe(stem, scheme, "mxfp4", shape, _FP4_BLOCK, parts, scales=EXPONENTS, settings=packed)
-        if weight is not None:
-            found[stem] = weight
-    return found
+        stem = name.removesuffix("_inv").removesuffix("_scale")
+        codes = tensors.get(stem) if name.endswith(ends) else None
+        if codes is not None and codes.dtype in FP8:
+            parts = {CODES: codes, "scale": scale}
+            yield describe(stem, SCHEME, FP8[codes.dtype], codes.shape, block, parts, scales=SCALES)
+
+
+def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | str | None:
+    """Return the (rows, columns) of the blocks of float8 weights that have a scale each, "channel" if each row has one, or "tensor"
+    if a weight has one. Returns None if the quantization settings declare other weights.
+    """
+    method, block = settings.get("quant_method"), settings.get("weight_block_size")
+    if method not in ("fp8", "fbgemm_fp8"):
+        return None
+    return sizes(block) if block is not None else "channel" if method == "fbgemm_fp8" else "tensor"
+
+
+def input_format(weight: EncodedWeight, settings: Mapping[str, Any]) -> str:
+    """Return the format to which runtimes round the inputs of a weight's layer, or "". settings: the quantization settings in
+    config.json.
+    """
+    if "e4m3" not in weight.format:
+        return ""
+    if quant_method(settings) == "fbgemm_fp8":
+        return "float8_e4m3fn"
+    if settings.get("activation_scheme") == "static":
+        return "float8_e4m3fn@tensor"
+    if settings.get("activation_scheme") != "dynamic":
+        return ""
+    if weight.settings["block"] == (128, 128):
+        return "fp8@128x128:ue8m0" if settings.get("scale_fmt") == "ue8m0" else "fp8@128x128"
+    return "float8_e4m3fn" if weight.format.endswith(("@tensor", "@channel")) else ""
+
+
+def scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
+    """Return the shape of the scales of a weight with blocks, in a tuple, or () if the weight is no matrix."""
+    codes = tensors[weight.codes].shape
+    if len(codes) < 2:
+        return ()
+    height, width = block_in(config)
+    return ((*codes[:-2], -(-codes[-2] // height), -(-codes[-1] // width)),)
+
+
+LAYOUT = Layout(
+    "fp8 with block scales (DeepSeek)", "", "_scale_inv", FLOAT8, beside=("activation_scale", "input_scale"),
+    alone=("weight_scale_inv",), orphans=("_scale_inv",), scale_shapes=scale_shapes,
+)  # fmt: skip
+SCHEME = Scheme(
+    "fp8", "block_scaled", _read, (LAYOUT,), input_format=input_format, ignored=("modules_to_not_convert",),
+    ignored_by=("fp8",),
+)  # fmt: skip

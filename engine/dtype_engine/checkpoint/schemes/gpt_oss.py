@@ -6,30 +6,20 @@ exponent of two for each block of 32 values. The model's parameter `x` has the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from msgspec.structs import replace
 
-from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.layout import Config, Layout, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, describe
+from dtype_engine.checkpoint.schemes.scheme import CODES, Metadata, Scheme, Weights
 
-SCHEME = "gpt-oss"
 _BYTES = 16
 """The number of bytes in a block of 32 values. It is the last dimension of the codes."""
 
 
-def read(
-    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
-) -> dict[str, EncodedWeight]:
-    """Return the weights that are stored in MXFP4, as gpt-oss does, keyed by name. tensors: all tensors of the files, by name.
-    config: the content of config.json. metadata: the metadata of the files' headers.
-    """
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     if declared(config).get("quant_method") not in ("mxfp4", None):
-        return {}
-    found = {}
+        return
     for name, codes in tensors.items():
         stem = name.removesuffix("_blocks")
         if stem == name or codes.dtype != "uint8" or len(codes.shape) != 4 or codes.shape[3] != _BYTES:
@@ -38,6 +28,11 @@ def read(
         stored, settings = (experts, rows, 2 * _BYTES * blocks), {"code": "e2m1", "transposed": True}
         parts = {CODES: codes, "scale": tensors.get(f"{stem}_scales")}
         weight = describe(stem, SCHEME, "mxfp4", stored, (1, 2 * _BYTES), parts, scales=EXPONENTS, settings=settings)
-        if weight is not None:
-            found[stem] = replace(weight, shape=(experts, stored[2], rows))
-    return found
+        yield weight and replace(weight, shape=(experts, stored[2], rows))
+
+
+_LAYOUT = Layout(
+    "MXFP4 (gpt-oss)", "_blocks", "_scales", frozenset({"uint8"}), orphans=("_proj_scales",), exponents=True,
+    scale_shapes=lambda weight, tensors, config: (tensors[weight.codes].shape[:-1],),
+)  # fmt: skip
+SCHEME = Scheme("gpt-oss", "block_scaled", _read, (_LAYOUT,))

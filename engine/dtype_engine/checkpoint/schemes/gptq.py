@@ -8,9 +8,6 @@ of each input.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import (
     block_name,
@@ -19,10 +16,10 @@ from dtype_engine.checkpoint.schemes.configuration import (
     group_size,
     quant_method,
 )
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.layout import WORDS, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import packed_words
+from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
 
-SCHEME = "gptq"
 _ADDED = {
     ("gptq", "gptq"): 1, ("gptq", "gptq_v2"): 0,
     ("auto-round", "auto_round:auto_gptq"): 1, ("auto-round", "auto_round:gptq"): 1, ("auto-round", "auto"): 1,
@@ -33,20 +30,14 @@ point. Other methods and formats do not use this layout.
 """
 
 
-def read(
-    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
-) -> dict[str, EncodedWeight]:
-    """Return the weights that are stored in GPTQ's layout, keyed by name. tensors: all tensors of the files, by name. config: the
-    content of config.json. metadata: the metadata of the files' headers.
-    """
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     settings = declared(config)
     method = quant_method(settings)
     usual = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     added = _ADDED.get((method, str(settings.get("packing_format") if method == "auto-round" else usual)))
     if added is None:
-        return {}
+        return
     widths, sizes = declared_numbers(settings, "bits"), declared_numbers(settings, "group_size")
-    found = {}
     for stem, codes, scale, zero in packed_words(tensors):
         order = tensors.get(f"{stem}g_idx")
         groups, rows = scale.shape
@@ -58,12 +49,36 @@ def read(
         grid = codes.shape == (columns * bits / 32, rows) and zero.shape == (groups, rows * bits / 32)
         if size is None or not grid or (order is not None and (order.shape, order.dtype) != ((columns,), "int32")):
             continue
-        found[f"{stem}weight"] = EncodedWeight(
-            f"{stem}weight",
-            (rows, columns),
-            SCHEME,
-            f"{method}:int{bits}@{block_name(size, columns)}",
-            {CODES: codes, "scale": scale, "zero": zero} | ({} if order is None else {"g_idx": order}),
-            {"bits": bits, "group": size, "added": added},
-        )
-    return found
+        form, numbers = f"{method}:int{bits}@{block_name(size, columns)}", {"bits": bits, "group": size, "added": added}
+        parts = {CODES: codes, "scale": scale, "zero": zero} | ({} if order is None else {"g_idx": order})
+        yield EncodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, numbers)
+
+
+def _is_padded(codes: CheckpointTensor, scale: CheckpointTensor) -> bool:
+    """Return whether a weight is in AWQ's layouts "gemv" and "gemv_fast", which pad the scales to whole words."""
+    return scale.shape[:1] == codes.shape[:1] or codes.dtype == "int16"
+
+
+def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
+    """Return the shape that the scales of a GPTQ or AWQ weight must have, in a tuple, or () if the configuration does not give bits
+    and group size. GPTQ packs codes along the inputs, AWQ along the outputs.
+    """
+    settings, codes = declared(config), tensors[weight.codes]
+    bits, size, zeros = settings.get("bits"), settings.get("group_size"), tensors.get(weight.part("qzeros"))
+    if zeros is None or codes.dtype == "int16" or len(codes.shape) < 2:
+        return ()
+    if type(bits) is not int or type(size) is not int or bits < 1:
+        return ()
+    rows, columns = codes.shape[:2]
+    is_awq = zeros.shape[-1:] == codes.shape[-1:]
+    inputs, outputs = (rows, columns * 32 // bits) if is_awq else (rows * 32 // bits, columns)
+    return ((-(-inputs // size) if size > 0 else 1, outputs),)
+
+
+_LAYOUT = Layout(
+    "packed by GPTQ or AWQ", "qweight", "scales", WORDS | {"int16"}, ("qzeros", "g_idx", "bias_scales", "scaled_zeros"),
+    alone=(".qweight", ".qzeros"), orphans=(".qzeros",), signed=True, padded=_is_padded, scale_shapes=_scale_shapes,
+    # AWQ's "gemv_fast" may name the zero points otherwise.
+    required=lambda codes, scale: () if codes.dtype == "int16" else ("qzeros",),
+)  # fmt: skip
+SCHEME = Scheme("gptq", "gptq", _read, (_LAYOUT,), settings_files=("quantize_config.json", "quantization_config.json"))

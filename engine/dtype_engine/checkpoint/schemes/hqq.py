@@ -10,35 +10,27 @@ code of the first part is in the highest bits. Small tensors hold the shape, the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from dtype_engine.checkpoint.packed_weights import HQQ
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import block_name
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
+from dtype_engine.checkpoint.schemes.layout import BYTES, WORDS, Config, Layout, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
+from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
-SCHEME = "hqq"
 _PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
 """Maps the name of a packing, such as "4bit_u8", to (bits of a code, number of codes in an element of `W_q`)."""
-_NEEDED = ("shape", "axis", "packing")
+_NEEDED, _SIZE = ("shape", "axis", "packing"), "group_size"
 _UNREAD = ("view_as_float", "quant_scale", "quant_zero")
 """Names of tensors that hold a setting of HQQ. If the setting is not 0, it changes the layout, and the weight is not read."""
 
 
-def read(
-    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
-) -> dict[str, EncodedWeight]:
-    """Return the weights that HQQ quantized, keyed by name. tensors: all tensors of the files, by name. config: the content of
-    config.json. metadata: the metadata of the files' headers. Raises UserError if a description of a weight can't be read.
-    """
-    found = (_weight(name.removesuffix("W_q"), tensors) for name in tensors if name.endswith(".W_q"))
-    return {weight.name: weight for weight in found if weight is not None}
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
+    return (_weight(name.removesuffix("W_q"), tensors) for name in tensors if name.endswith(".W_q"))
 
 
-def _weight(stem: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWeight | None:
-    own = {end: tensors[stem + end] for end in ("W_q", "scale", *HQQ.more) if stem + end in tensors}
+def _weight(stem: str, tensors: Tensors) -> EncodedWeight | None:
+    own = {end: tensors[stem + end] for end in ("W_q", "scale", *_LAYOUT.more) if stem + end in tensors}
     if any(end not in own for end in ("scale", "zero", *_NEEDED)):
         return None
     codes, scale, zero = own.pop("W_q"), own.pop("scale"), own.pop("zero")
@@ -51,7 +43,7 @@ def _weight(stem: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWeight
     if min(rows, columns, groups, bits) <= 0 or axis not in (0, 1) or rows * columns % groups:
         return None
     size = rows * columns // groups
-    if "group_size" in own and _number(own["group_size"]) != size:
+    if _SIZE in own and _number(own[_SIZE]) != size:
         return None
     grouped = (groups, size) if axis else (size, groups)
     fits = columns % size == 0 if axis else groups % columns == 0  # no group begins inside a row and ends in the next
@@ -61,16 +53,23 @@ def _weight(stem: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWeight
         return None
     if any(part.dtype not in FLOATS or part.shape != ((groups, 1) if axis else (1, groups)) for part in (scale, zero)):
         return None
-    return EncodedWeight(
-        f"{stem}weight",
-        (rows, columns),
-        SCHEME,
-        f"{SCHEME}:int{bits}@{block_name(size, columns) if axis else f'g{size}'}",
-        {CODES: codes, "scale": scale, "zero": zero},
-        {"bits": bits, "together": together, "axis": axis},
-        tuple(own.values()),
-    )
+    form = f"{SCHEME.name}:int{bits}@{block_name(size, columns) if axis else f'g{size}'}"
+    parts, settings = {CODES: codes, "scale": scale, "zero": zero}, {"bits": bits, "together": together, "axis": axis}
+    return EncodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, settings, tuple(own.values()))
 
 
 def _number(tensor: CheckpointTensor) -> int:
     return int.from_bytes(read_small(tensor), "little", signed=True)
+
+
+_LAYOUT = Layout(
+    "packed by HQQ", "W_q", "scale", BYTES | WORDS,
+    ("zero", "meta", "axis", "channel_wise", "compute_dtype", "encoded_state_dict", "group_size", "nbits", "offload_meta",
+     "optimize", "packing", "quant_scale", "quant_zero", "round_zero", "shape", "stores_quant_config", "unpack_view_dtype",
+     "view_as_float"),
+    alone=(".W_q",), signed=True, part_shapes=lambda scale: {"zero": scale},
+)  # fmt: skip
+SCHEME = Scheme(
+    "hqq", "hqq", _read, (_LAYOUT,), describing=tuple(f".{local}" for local in (*_NEEDED, _SIZE, *_UNREAD)),
+    nested_settings=("quant_config", "weight_quant_params"), ignored=("skip_modules",),
+)  # fmt: skip

@@ -18,10 +18,10 @@ from msgspec.structs import replace
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, MOST_EXPERTS, EncodedWeight
+from dtype_engine.checkpoint.schemes.layout import Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
+from dtype_engine.checkpoint.schemes.scheme import CODES, MOST_EXPERTS, EncodedWeight, Metadata, Scheme, Weights
 
-SCHEME = "mlx"
 _AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
 _FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 """Maps a mode with floats as codes, such as "mxfp4", to (bits of a code, number of codes in a group)."""
@@ -32,13 +32,7 @@ _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """
 
 
-def read(
-    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
-) -> dict[str, EncodedWeight]:
-    """Return the weights that MLX quantized, keyed by name. tensors: all tensors of the files, by name. config: the content of
-    config.json. metadata: the metadata of the files' headers.
-    """
-    found: dict[str, EncodedWeight] = {}
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     for name, scale in tensors.items():
         if not name.endswith(".scales"):
             continue
@@ -63,13 +57,12 @@ def read(
             parts["global_scale"] = whole
         kind = f"affine{bits}@g{size}" if mode == "affine" else mode
         shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits)
-        weight = EncodedWeight(codes.name, shape, SCHEME, f"{SCHEME}:{kind}", parts, {"mode": mode, "bits": bits})
+        weight = EncodedWeight(codes.name, shape, SCHEME, f"{SCHEME.name}:{kind}", parts, {"mode": mode, "bits": bits})
         stacked = _STACKED in name and len(shape) == 3 and shape[0] <= MOST_EXPERTS
-        found |= {expert.name: expert for expert in _experts(weight)} if stacked else {weight.name: weight}
-    return found
+        yield from _experts(weight) if stacked else (weight,)
 
 
-def settings_of(config: Mapping[str, Any], module: str) -> tuple[str, Any, Any]:
+def _settings_of(config: Config, module: str) -> tuple[str, Any, Any]:
     """Return (the mode, the bits of a code, the size of a group) of a module, such as ("affine", 4, 64). They are the module's own
     settings in config.json or, if it has none, those of the model. Each mode has defaults for the bits and the size. The settings
     are not validated, so they can have any type. config: the content of config.json.
@@ -84,12 +77,12 @@ def settings_of(config: Mapping[str, Any], module: str) -> tuple[str, Any, Any]:
 
 
 def _described(
-    config: Mapping[str, Any], module: str, codes: CheckpointTensor, scale: CheckpointTensor
+    config: Config, module: str, codes: CheckpointTensor, scale: CheckpointTensor
 ) -> tuple[str, int, int] | None:
     """Return (the mode, the bits of a code, the size of a group) of a module. Returns None if the shapes or dtypes of the codes and
     scales contradict the settings in config.json.
     """
-    mode, bits, size = settings_of(config, module)
+    mode, bits, size = _settings_of(config, module)
     if mode == "affine":
         fits = scale.dtype in FLOATS and bits in _AFFINE_BITS
     else:
@@ -110,12 +103,21 @@ def _experts(stacked: EncodedWeight) -> Iterator[EncodedWeight]:
     if layer.endswith(".block_sparse_moe"):
         projection = _MIXTRAL.get(projection, projection)
     for expert in range(stacked.shape[0]):
-        parts = {role: _slice(part, expert) for role, part in stacked.parts.items()}
+        parts = {role: part.at(expert) for role, part in stacked.parts.items()}
         name = f"{layer}.experts.{expert}.{projection}.weight"
         yield replace(stacked, name=name, shape=stacked.shape[1:], parts=parts)
 
 
-def _slice(tensor: CheckpointTensor, index: int) -> CheckpointTensor:
-    nbytes = tensor.nbytes // tensor.shape[0]
-    start = None if tensor.start is None else tensor.start + index * nbytes
-    return replace(tensor, shape=tensor.shape[1:], start=start, nbytes=nbytes)
+def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
+    codes = tensors[weight.codes].shape
+    _, bits, size = _settings_of(config, weight.stem.removesuffix("."))
+    if len(codes) < 2 or any(type(number) is not int or number < 1 for number in (bits, size)):
+        return ()
+    return ((*codes[:-1], -(-32 * codes[-1] // (bits * size))),)
+
+
+_LAYOUT = Layout(
+    "packed by MLX", "weight", "scales", frozenset({"uint32"}), ("biases", "qbiases"), exponents=True, signed=True,
+    scale_shapes=_scale_shapes, part_shapes=lambda scale: {"biases": scale, "qbiases": scale},
+)  # fmt: skip
+SCHEME = Scheme("mlx", "mlx", _read, (_LAYOUT,), fused=False)

@@ -13,21 +13,25 @@ small matrices.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared, matches, size
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.layout import Config, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe
+from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
 from dtype_engine.checkpoint.weight_files import read_json
 
-SCHEME = "modelopt"
 _BESIDE_CONFIG = "hf_quant_config.json"
+_INPUTS = {
+    "modelopt:e4m3@tensor": "float8_e4m3fn@tensor", "modelopt:e4m3@channel": "float8_e4m3fn", "modelopt:mxfp8": "mxfp8",
+}  # fmt: skip
+"""Maps the format of a weight to the format of the inputs of its layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
+class _Layout(msgspec.Struct, frozen=True):
     """How an algorithm of ModelOpt stores a weight."""
 
     kind: str
@@ -38,7 +42,7 @@ class _Layout:
     one scale, or "tensor" if the weight has a single scale.
     """
     scales: tuple[str, ...] = FLOATS
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = {}
     tensor_scale: bool = False
     """Whether the weight has a scale for the whole tensor."""
     height: int = 1
@@ -62,30 +66,18 @@ _LAYOUTS: Mapping[str, _Layout] = {
 }
 
 
-def read(
-    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
-) -> dict[str, EncodedWeight]:
-    """Return the weights that ModelOpt quantized, keyed by name. Settings are also read from hf_quant_config.json in the folder of
-    the files. tensors: all tensors of the files, by name. config: the content of config.json. metadata: the metadata of the files'
-    headers. Raises UserError if hf_quant_config.json can't be read.
-    """
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     settings = dict(declared(config))
     if not str(settings.get("quant_method") or "modelopt").startswith("modelopt") or not tensors:
-        return {}
+        return
     beside = next(iter(tensors.values())).file.parent / _BESIDE_CONFIG
     if beside.is_file():
         more = read_json(beside).get("quantization")
         settings |= more if isinstance(more, Mapping) else {}
-    if settings.get("quant_algo") is None:
-        return {}
-    found = {}
-    for scale in tensors:
+    for scale in tensors if settings.get("quant_algo") is not None else ():
         name = scale.removesuffix("_scale")
         if name != scale and name.endswith("weight"):
-            weight = _read_weight(name, _of_layer(name.rpartition(".")[0], settings), tensors)
-            if weight is not None:
-                found[name] = weight
-    return found
+            yield _read_weight(name, _of_layer(name.rpartition(".")[0], settings), tensors)
 
 
 def _of_layer(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -102,9 +94,7 @@ def _of_layer(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return entry if isinstance(entry, Mapping) else {}
 
 
-def _read_weight(
-    name: str, settings: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
-) -> EncodedWeight | None:
+def _read_weight(name: str, settings: Mapping[str, Any], tensors: Tensors) -> EncodedWeight | None:
     layout, codes = _LAYOUTS.get(str(settings.get("quant_algo")).upper()), tensors.get(name)
     if layout is None or codes is None or codes.dtype not in layout.dtypes or len(codes.shape) != 2:
         return None
@@ -127,3 +117,15 @@ def _read_weight(
         name, SCHEME, layout.kind, shape, block, parts, scales=layout.scales, settings=layout.settings,
         beside=(of_tensor,),
     )  # fmt: skip
+
+
+def _input_format(weight: EncodedWeight, settings: Mapping[str, Any]) -> str:
+    if weight.format == "modelopt:nvfp4":
+        return "nvfp4" if weight.input_scale is not None else ""
+    return _INPUTS.get(weight.format, "")
+
+
+SCHEME = Scheme(
+    "modelopt", "block_scaled", _read, input_format=_input_format, settings_files=(_BESIDE_CONFIG,),
+    nested_settings=("quantization",), ignored=("ignore", "exclude_modules"), ignored_by=("modelopt",),
+)  # fmt: skip

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, OWN, EncodedWeight
+from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Scheme
 from dtype_engine.core import block_formats, dtypes
 from dtype_engine.core.block_formats import INPUT_SCALE, SCALE, Part, parts
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
+SCHEME = Scheme("dtype-tui", "own", own=True)
+"""`Checkpoint` reads its weights by `read`, before those of other schemes."""
 SCALED_KEY = "dtype_engine.scaled."
 """Prefix of metadata keys in an exported file. A key is this prefix and the name of a tensor with codes. The value is the format of
 the codes, such as `float8_e4m3fn`.
@@ -83,7 +85,7 @@ def _read_weight(
     of_inputs = tensors.get(input_scale_name(name)) if row.blocks is not None and row.blocks.tensor_scale else None
     if of_inputs is not None and (of_inputs.dtype, of_inputs.shape) != ("float32", (1,)):
         return None
-    return EncodedWeight(name, shape, OWN, dtype, found, beside=() if of_inputs is None else (of_inputs,))
+    return EncodedWeight(name, shape, SCHEME, dtype, found, beside=() if of_inputs is None else (of_inputs,))
 
 
 def _read_shape(text: str | None) -> tuple[int, ...]:

@@ -12,47 +12,34 @@ shape can't be found in this way are not read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import block_name, size
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.layout import BYTES, FLOAT8, Config, Layout, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, FP8
+from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
 
-SCHEME = "quanto"
-BITS = "quanto bits"
 _CODES = {"int8": "int8", "float8_e4m3fnuz": "e4m3fnuz", **FP8}
 
 
-def read(
-    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
-) -> dict[str, EncodedWeight]:
-    """Return the weights that optimum-quanto quantized, keyed by name. tensors: all tensors of the files, by name. config: the
-    content of config.json. metadata: the metadata of the files' headers.
-    """
-    found = {}
-    for name, codes in tensors.items():
-        if not name.endswith("._data"):
-            continue
-        stem = name.removesuffix("._data")
-        scale = tensors.get(f"{stem}._scale")
-        if scale is None or codes.dtype not in _CODES or scale.dtype not in FLOATS:
-            continue
-        if len(codes.shape) < 2 or not codes.nbytes or scale.shape != (codes.shape[0], *(1 for _ in codes.shape[1:])):
-            continue
-        form = f"{SCHEME}:{_CODES[codes.dtype]}@channel"
-        found[stem] = EncodedWeight(stem, codes.shape, SCHEME, form, {CODES: codes, "scale": scale})
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     for name, codes in tensors.items():
         if name.endswith("._data._data"):
-            weight = _bits(name.removesuffix("._data._data"), codes, tensors, config)
-            if weight is not None:
-                found[weight.name] = weight
-    return found
+            yield _bits(name.removesuffix("._data._data"), codes, tensors, config)
+        elif name.endswith("._data"):
+            yield _bytes(name.removesuffix("._data"), codes, tensors.get(f"{name.removesuffix('data')}scale"))
 
 
-def _bits(
-    name: str, codes: CheckpointTensor, tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any]
-) -> EncodedWeight | None:
+def _bytes(name: str, codes: CheckpointTensor, scale: CheckpointTensor | None) -> EncodedWeight | None:
+    if scale is None or codes.dtype not in _CODES or scale.dtype not in FLOATS:
+        return None
+    if len(codes.shape) < 2 or not codes.nbytes or scale.shape != (codes.shape[0], *(1 for _ in codes.shape[1:])):
+        return None
+    form = f"{SCHEME.name}:{_CODES[codes.dtype]}@channel"
+    return EncodedWeight(name, codes.shape, SCHEME, form, {CODES: codes, "scale": scale})
+
+
+def _bits(name: str, codes: CheckpointTensor, tensors: Tensors, config: Config) -> EncodedWeight | None:
     scale, shift = tensors.get(f"{name}._scale"), tensors.get(f"{name}._shift")
     if scale is None or shift is None or codes.dtype != "uint8" or len(codes.shape) != 2 or not codes.nbytes:
         return None
@@ -75,11 +62,11 @@ def _bits(
     shape = elements // columns, columns
     if bias is not None and bias.shape != shape[:1]:
         return None
-    form = f"{SCHEME}:int{bits}@{block_name(width, shape[1])}"
-    return EncodedWeight(name, shape, BITS, form, {CODES: codes, "scale": scale, "shift": shift}, {"bits": bits})
+    form = f"{SCHEME.name}:int{bits}@{block_name(width, shape[1])}"
+    return EncodedWeight(name, shape, SCHEME, form, {CODES: codes, "scale": scale, "shift": shift}, {"bits": bits})
 
 
-def _columns(name: str, config: Mapping[str, Any]) -> int | None:
+def _columns(name: str, config: Config) -> int | None:
     """Return the number of inputs of a linear layer of a language model, or None if it is unknown. The layer's name, such as
     `q_proj`, tells which entry of the configuration has this number. name: the name of the layer's weight.
     """
@@ -101,3 +88,14 @@ def _group_size(columns: int) -> int:
     optimum-quanto's group sizes divides its length. columns: the number of values in a row.
     """
     return next((each for each in (128, 96, 64, 32) if columns > 128 and columns % each == 0), columns)
+
+
+_BESIDE = ("input_scale", "output_scale")
+_PACKED = Layout(
+    "packed by optimum-quanto", "._data._data", "._scale", BYTES, ("._shift",), _BESIDE, alone=("weight._data._data",)
+)
+_WHOLE = Layout(
+    "quantized by optimum-quanto", "._data", "._scale", FLOAT8 | BYTES, ("._shift",), _BESIDE, alone=("weight._data",),
+    orphans=("weight._scale",),
+)  # fmt: skip
+SCHEME = Scheme("quanto", "quanto", _read, (_PACKED, _WHOLE))

@@ -14,16 +14,15 @@ Other integers in groups are not read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from msgspec.structs import replace
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared, matches, size, sizes
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.layout import Config, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid
+from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
 
-SCHEME = "quark"
 _IN_ORDER, _REORDERED = (0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 4, 6, 1, 3, 5, 7)
 _PACKED = {
     "fp4": ("mxfp4", "e2m1", 4),
@@ -33,35 +32,21 @@ _PACKED = {
 """Maps a dtype that Quark declares to (name of the format, way of packing, number of bits)."""
 
 
-def read(
-    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
-) -> dict[str, EncodedWeight]:
-    """Return the weights that Quark quantized, keyed by name. tensors: all tensors of the files, by name. config: the content of
-    config.json. metadata: the metadata of the files' headers.
-    """
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     settings = declared(config)
-    if settings.get("quant_method") != "quark":
-        return {}
-    layers = settings.get("layer_quant_config")
-    found = {}
-    for scale in tensors:
+    layers, export = settings.get("layer_quant_config"), settings.get("export")
+    order = _IN_ORDER if isinstance(export, Mapping) and export.get("pack_method") == "order" else _REORDERED
+    for scale in tensors if settings.get("quant_method") == "quark" else ():
         name = scale.removesuffix("_scale")
         if name == scale or not name.endswith("weight"):
             continue
         entry = settings.get("global_quant_config")
         for pattern, of_layer in layers.items() if isinstance(layers, Mapping) else ():
             entry = of_layer if matches(pattern, name.rpartition(".")[0]) else entry
-        export = settings.get("export")
-        order = _IN_ORDER if isinstance(export, Mapping) and export.get("pack_method") == "order" else _REORDERED
-        weight = _read_weight(name, entry.get("weight") if isinstance(entry, Mapping) else None, order, tensors)
-        if weight is not None:
-            found[name] = weight
-    return found
+        yield _read_weight(name, entry.get("weight") if isinstance(entry, Mapping) else None, order, tensors)
 
 
-def _read_weight(
-    name: str, settings: object, order: tuple[int, ...], tensors: Mapping[str, CheckpointTensor]
-) -> EncodedWeight | None:
+def _read_weight(name: str, settings: object, order: tuple[int, ...], tensors: Tensors) -> EncodedWeight | None:
     """Return the quantized weight `name`, or None if its tensors are not those that the settings of its layer require. order: for
     each of the eight integers in a word, from the lowest bits on, its row among the word's eight rows.
     """
@@ -105,3 +90,6 @@ def _read_weight(
             parts["zero_point"] = zero
         return describe(name, SCHEME, "int8", codes.shape, block, parts)
     return None
+
+
+SCHEME = Scheme("quark", "block_scaled", _read, nested_settings=("global_quant_config", "weight"), ignored=("exclude",))

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.encoded_weight import EncodedWeight
+from dtype_engine.checkpoint.schemes.scheme import EncodedWeight, Scheme
 
 FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 """Maps torch's names of the float8 dtypes in which weights are read to their short names."""
@@ -80,7 +80,7 @@ def _block(
 
 def describe(
     name: str,
-    scheme: str,
+    scheme: Scheme,
     kind: str,
     shape: tuple[int, ...],
     block: tuple[int, int] | str,
@@ -117,7 +117,7 @@ def describe(
         name,
         shape,
         scheme,
-        f"{scheme}:{kind}" + ("" if kind in ("nvfp4", "mxfp4", "mxfp8") else f"@{text}"),
+        f"{scheme.name}:{kind}" + ("" if kind in ("nvfp4", "mxfp4", "mxfp8") else f"@{text}"),
         found,
         {"block": size, **more},
         tuple(tensor for tensor in beside if tensor is not None),

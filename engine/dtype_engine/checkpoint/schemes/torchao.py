@@ -20,26 +20,20 @@ from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import block_name, sizes
-from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.layout import CODES_DTYPES, Config, Layout, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, FP8, describe
+from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
 
-SCHEME, INT4 = "torchao", "torchao int4"
 _MX = {"float8_e4m3fn": "mxfp8", "float8_e5m2": "mxfp8_e5m2", "uint8": "mxfp4"}
 _NAMES = tuple(f"int{bits}" for bits in range(1, 9))
 _INTEGERS = ("IntxUnpackedToInt8Tensor", "Int8Tensor")
 
 
-def read(
-    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], metadata: Mapping[str, str]
-) -> dict[str, EncodedWeight]:
-    """Return the weights that torchao quantized, keyed by name. tensors: all tensors of the files, by name. config: the content of
-    config.json. metadata: the metadata of the files' headers.
-    """
-    found = (_weight(name, text, tensors) for name, text in metadata.items() if '"_type"' in text)
-    return {weight.name: weight for weight in found if weight is not None}
+def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
+    return (_weight(name, text, tensors) for name, text in metadata.items() if '"_type"' in text)
 
 
-def _weight(name: str, text: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWeight | None:
+def _weight(name: str, text: str, tensors: Tensors) -> EncodedWeight | None:
     kind, data = _description(text)
     module, _, local = name.rpartition(".")
     roles = {
@@ -69,16 +63,8 @@ def _weight(name: str, text: str, tensors: Mapping[str, CheckpointTensor]) -> En
     settings = {
         "swizzled": data.get("is_swizzled_scales") is True, "code": "e2m1" if codes.dtype == "uint8" else "plain",
     }  # fmt: skip
-    return describe(
-        name,
-        SCHEME,
-        word,
-        (rows, columns),
-        words.get(area, area),
-        own,
-        scales=(scale.dtype,),
-        settings=settings,
-    )
+    of_area = words.get(area, area)
+    return describe(name, SCHEME, word, (rows, columns), of_area, own, scales=(scale.dtype,), settings=settings)
 
 
 def _int4(
@@ -96,8 +82,8 @@ def _int4(
     ):
         return None
     parts = {CODES: codes, "scale": scale, "offset": offset}
-    form = f"{SCHEME}:int4@{block_name(pair[1], columns)}"
-    return EncodedWeight(name, (rows, columns), INT4, form, parts, {"block": pair})
+    form = f"{SCHEME.name}:int4@{block_name(pair[1], columns)}"
+    return EncodedWeight(name, (rows, columns), SCHEME, form, parts, {"block": pair})
 
 
 def _word(kind: str, data: Mapping[str, Any], codes: CheckpointTensor, scale: CheckpointTensor) -> str | None:
@@ -121,3 +107,11 @@ def _description(text: str) -> tuple[str, Mapping[str, Any]]:
         return "", {}
     data = described.get("_data") if isinstance(described, Mapping) else None
     return (str(described.get("_type")), data) if isinstance(data, Mapping) else ("", {})
+
+
+_LAYOUT = Layout(
+    "quantized by torchao", "_weight_qdata", "_weight_scale", CODES_DTYPES,
+    ("_weight_zero_point", "_weight_per_tensor_scale"), alone=("._weight_qdata",),
+    more_scales=("_weight_per_tensor_scale",), padded=lambda codes, scale: True,
+)  # fmt: skip
+SCHEME = Scheme("torchao", "torchao", _read, (_LAYOUT,))

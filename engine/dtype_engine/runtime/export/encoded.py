@@ -16,6 +16,7 @@ from typing import Any
 
 from dtype_engine.checkpoint import Checkpoint, CheckpointTensor
 from dtype_engine.checkpoint.schemes import EncodedWeight
+from dtype_engine.checkpoint.schemes.registry import schemes
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
@@ -26,13 +27,6 @@ from dtype_engine.runtime.model.module_sources import decoded_dtype
 
 _ENTRIES = ("quantization_config", "quantization", "compression_config")
 """The entries of config.json in which programs describe how they quantized the weights."""
-_PLAIN_MODULES = {
-    "fp8": "modules_to_not_convert", "awq": "modules_to_not_convert", "compressed-tensors": "ignore",
-    "modelopt": "ignore", "bitsandbytes": "llm_int8_skip_modules",
-}  # fmt: skip
-"""For each quantization method of transformers: the key under which its settings list the modules that are not quantized. Methods
-without a list are left out.
-"""
 
 
 def exported_config(checkpoint: Checkpoint, of_files: dict[str, str]) -> tuple[dict[str, Any] | None, list[str]]:
@@ -72,7 +66,8 @@ def _with_plain_modules(checkpoint: Checkpoint, weights: Sequence[str]) -> dict[
     settings = changed.get("quantization_config")
     if not isinstance(settings, dict):
         return None
-    key = _PLAIN_MODULES.get(str(settings.get("quant_method")))
+    method = str(settings.get("quant_method"))
+    key = next((scheme.ignored[0] for scheme in schemes() if method in scheme.ignored_by), None)
     modules = [name.removesuffix(".weight") for name in weights]
     if key is None or any(
         module == name or expert_layer(module) for module, name in zip(modules, weights, strict=True)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
-from dtype_engine.checkpoint.schemes.configuration import declared
-from dtype_engine.checkpoint.schemes.input_activations import input_format
+from dtype_engine.checkpoint.schemes.configuration import config_groups, declared
+from dtype_engine.checkpoint.schemes.registry import input_format
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
@@ -125,12 +125,8 @@ def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
             "rounds them here, too",
         )
     settings = declared(checkpoint.config or {})
-    groups = settings.get("config_groups")
-    rounded = settings.get("activation_scheme") is not None or any(
-        isinstance(group, Mapping) and group.get("input_activations")
-        for group in (groups.values() if isinstance(groups, Mapping) else ())
-    )
-    if not others or not rounded:
+    rounded = any(arguments for _, arguments in config_groups(settings, "input_activations"))
+    if not others or not (rounded or settings.get("activation_scheme") is not None):
         return ()
     return ("the inputs of quantized layers, which config.json declares as rounded, are not rounded here",)
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
-from dtype_engine.checkpoint.packed_weights import BLOCK_SCALED, quantized_parts
+from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.schemes import CODES
+from dtype_engine.checkpoint.schemes.fp8_blocks import LAYOUT
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
@@ -30,9 +31,9 @@ def refuse_unread(title: str, checkpoint: Checkpoint, module: nn.Module, placeme
         *quantized_parts(tensors, checkpoint.config).items(),
         *_integers_for_floats(checkpoint, module, placements),
     ):
-        weight = name.removesuffix(BLOCK_SCALED.scale)
+        weight = name.removesuffix(LAYOUT.scale)
         codes = tensors[weight].dtype if weight in tensors else "not there"
-        if weight != name and codes not in BLOCK_SCALED.dtypes:
+        if weight != name and codes not in LAYOUT.dtypes:
             what = f"has no weight to scale: {printable(weight)} is {codes}"
         else:
             what = why if why.startswith(("holds", "belongs")) else f"is {why}"

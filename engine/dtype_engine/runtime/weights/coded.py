@@ -8,7 +8,6 @@ from functools import cached_property
 import torch
 
 from dtype_engine.checkpoint.schemes import EncodedWeight
-from dtype_engine.checkpoint.schemes.input_activations import input_scale
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
@@ -27,7 +26,7 @@ class CodedSource(WeightSource):
     holds: the dtype that the weight would have in an unquantized model, which the module's placeholder gets. The placeholder of a
     weight that this program exported has the dtype of its codes instead, like the weight after a cast to this format. turned:
     whether the weight's last two dimensions are exchanged in the module. inputs: the format to which runtimes round the activations
-    that the weight multiplies, as `schemes.input_activations` tells it, or "".
+    that the weight multiplies, as the scheme tells it, or "".
     """
 
     dtype = torch.float32
@@ -47,13 +46,13 @@ class CodedSource(WeightSource):
         """As in `WeightSource`. Raises NoForward if the scale of the inputs is no positive number."""
         if self.own:
             return InputFormat(self.format)
-        dtype, stored = self._inputs, input_scale(self.weight)
+        dtype, stored = self._inputs, self.weight.input_scale
         if not dtype.endswith((dtypes.PER_TENSOR, "nvfp4")) or stored is None:
             return InputFormat(dtype) if dtype else None
         scale = float(read_part(stored).float().max())
         if not 0 < scale < math.inf:
             raise NoForward(f"{printable(stored.name)} is {scale}, which can't be a scale of inputs")
-        return InputFormat(dtype, 1 / scale if self.weight.scheme == "ct" and dtype == "nvfp4" else scale)
+        return InputFormat(dtype, 1 / scale if self.weight.scheme.reciprocal_scales and dtype == "nvfp4" else scale)
 
     @cached_property
     def _parts(self) -> dict[str, torch.Tensor]:

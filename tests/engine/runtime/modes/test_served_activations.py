@@ -16,7 +16,7 @@ from tests.matrix import forms
 
 import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.checkpoint.schemes.input_activations import input_format
+from dtype_engine.checkpoint.schemes.registry import input_format
 
 Array = np.ndarray[Any, Any]
 

@@ -1,5 +1,5 @@
 """Decodes AWQ's "gemv" layout, in which a packed word holds 4-bit codes, or zero points, of one row, and the "gemv_fast" layout.
-`block_scaled` decodes the "gemm" layout.
+The "gemm" layout is decoded by `block_scaled`.
 """
 
 from __future__ import annotations
@@ -7,11 +7,12 @@ from __future__ import annotations
 import torch
 
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.runtime.formats.schemes import block_scaled
 from dtype_engine.runtime.formats.schemes.parts import Parts
 from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_groups, unpack
 
 
-def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+def _decode_words(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight [out, in]: (code - zero point) times scale, in float32. parts: its
     stored tensors, keyed by role.
     """
@@ -26,7 +27,7 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
     return decode_rows(first, last, weight.shape[1], fill)
 
 
-def decode_fast(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+def _decode_fast(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight [out, in] in the "gemv_fast" layout: code times scale plus offset, in
     float32. parts: the weight's stored tensors, keyed by role.
 
@@ -46,3 +47,11 @@ def decode_fast(weight: EncodedWeight, parts: Parts, first: int, last: int) -> t
 
     low = first // 4 * 4
     return decode_rows(low, -(-last // 4) * 4, columns, fill)[first - low : last - low]
+
+
+_DECODERS = {"gemm": block_scaled.decode, "gemv": _decode_words, "gemv fast": _decode_fast}
+
+
+def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+    """Return the rows from `first` up to `last` of a weight [out, in] in float32. parts: its stored tensors, keyed by role."""
+    return _DECODERS[weight.settings["layout"]](weight, parts, first, last)

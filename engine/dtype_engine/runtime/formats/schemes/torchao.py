@@ -1,10 +1,11 @@
-"""Decodes torchao's `Int4Tensor`. `block_scaled` decodes torchao's other kinds of tensors."""
+"""Decodes torchao's `Int4Tensor`, and by `block_scaled` torchao's other kinds of tensors."""
 
 from __future__ import annotations
 
 import torch
 
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.runtime.formats.schemes import block_scaled
 from dtype_engine.runtime.formats.schemes.parts import Parts
 from dtype_engine.runtime.formats.schemes.unpack import decode_rows, look_up, pairs, scale_groups
 
@@ -12,9 +13,12 @@ _SIGNED = pairs(torch.arange(16, dtype=torch.float32).add_(8).remainder_(16).sub
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in]: code times scale plus offset, in float32. A byte holds two
-    codes in two's complement, the first in the low bits. parts: the weight's stored tensors, keyed by role.
+    """Return the rows from `first` up to `last` of a weight [out, in] in float32. With `Int4Tensor`, which has offsets, a value is
+    code times scale plus offset, and a byte holds two codes in two's complement, the first in the low bits. parts: the weight's
+    stored tensors, keyed by role.
     """
+    if "offset" not in parts:
+        return block_scaled.decode(weight, parts, first, last)
 
     def fill(out: torch.Tensor, start: int, stop: int) -> None:
         look_up(parts[CODES][start:stop], _SIGNED, out)

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.encoded_weight import read_small
+from dtype_engine.checkpoint.schemes.gguf import ROPE_FACTORS
+from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
-FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-TENSORS = frozenset({FREQUENCIES, LONG, SHORT})
-"""The tensors of factors, which the configuration holds instead of the module."""
+FREQUENCIES, LONG, SHORT = ROPE_FACTORS
 _KIND, _FACTOR, _LEGACY_FACTOR = "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"
 _ATTENTION, _LENGTH = "rope.scaling.attn_factor", "rope.scaling.original_context_length"
 _DIMENSIONS, _EXTRAPOLATION = "rope.dimension_count", "rope.scaling.yarn_ext_factor"
@@ -126,7 +125,7 @@ def _factors(
 ) -> tuple[list[float], list[float]] | None:
     """Return the factors of short and of long sequences, or None if the file has none. count: how many there must be."""
     read: dict[str, list[float]] = {}
-    for name in sorted(TENSORS & tensors.keys()):
+    for name in sorted(set(ROPE_FACTORS) & tensors.keys()):
         tensor = tensors[name]
         if tensor.dtype == "float32" and tensor.refusal is None and tensor.shape == (count,):
             read[name] = list(struct.unpack(f"<{count}f", read_small(tensor)))

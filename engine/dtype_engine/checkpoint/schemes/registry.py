@@ -1,0 +1,77 @@
+"""Finds the schemes, which are the modules of this package that have a `SCHEME`, and applies them to a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from msgspec.structs import replace
+
+from dtype_engine.checkpoint import schemes as package
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.configuration import declared
+from dtype_engine.checkpoint.schemes.layout import Layout
+from dtype_engine.checkpoint.schemes.scheme import EncodedWeight, Scheme
+from dtype_engine.core.dtypes import PER_TENSOR
+from dtype_engine.core.gc_pause import gc_paused
+
+
+@cache
+def schemes() -> tuple[Scheme, ...]:
+    """Return all schemes in the order in which they are tried."""
+    files = {file for folder in package.__path__ for file in os.listdir(folder)}  # pkgutil would take 2 ms
+    names = sorted(file.removesuffix(".py") for file in files if file.endswith(".py") and file != "__init__.py")
+    modules = (import_module(f"{package.__name__}.{name}") for name in names)
+    found: list[Scheme] = [module.SCHEME for module in modules if hasattr(module, "SCHEME")]
+    return tuple(sorted(found, key=lambda scheme: scheme.rank))
+
+
+@cache
+def layouts() -> tuple[Layout, ...]:
+    """Return the layouts of all schemes in the order in which they are tried: first those whose weights have a mark."""
+    found = (layout for scheme in schemes() for layout in scheme.layouts)
+    return tuple(sorted(found, key=lambda layout: not layout.mark))
+
+
+def read_encoded(
+    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any] | None, metadata: Mapping[str, str]
+) -> dict[str, EncodedWeight]:
+    """Return the weights that other programs quantized. The keys are the names that the weights have in the unquantized
+    checkpoint.
+
+    tensors: all tensors of the files, by name. config: the content of config.json, or None. metadata: the metadata of the files'
+    headers. Raises UserError if a small tensor that describes a weight can't be read.
+    """
+    found: dict[str, EncodedWeight] = {}
+    with gc_paused():
+        for scheme in schemes():
+            read = scheme.read(tensors, config or {}, metadata)
+            if own := {weight.name: weight for weight in read if weight is not None}:
+                found = _with_beside(own, tensors, scheme.beside) | found
+    return found
+
+
+def _with_beside(
+    weights: dict[str, EncodedWeight], tensors: Mapping[str, CheckpointTensor], ends: tuple[str, ...]
+) -> dict[str, EncodedWeight]:
+    """Return weights together with the tensors in their modules whose names have one of the given ends."""
+    beside: dict[str, tuple[CheckpointTensor, ...]] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(ends):
+            module = name.rpartition(".")[0]
+            beside[module] = (*beside.get(module, ()), tensor)
+    for name, weight in weights.items() if beside else ():
+        if more := beside.get(name.rpartition(".")[0]):
+            weights[name] = replace(weight, beside=(*weight.beside, *more))
+    return weights
+
+
+def input_format(weight: EncodedWeight, config: Mapping[str, Any] | None) -> str:
+    """Return the format of `core.dtypes`, such as "int8", to which runtimes round the inputs of a weight's layer, or "". If it ends
+    with "@tensor", all inputs have the scale in `weight.input_scale`. config: the content of config.json.
+    """
+    found = weight.scheme.input_format(weight, declared(config or {}))
+    return "" if found.endswith(PER_TENSOR) and weight.input_scale is None else found
