@@ -22,8 +22,6 @@ MEANT_FOR_IT: Mapping[str, re.Pattern[str]] = {
     "engine/dtype_engine/runtime/model/torch_private.py": ALL,
     # The parts of a sparse tensor in a pickle, which only `coalesce` would make public, by reading it.
     "engine/dtype_engine/checkpoint/pickles.py": re.compile("_indices|_values"),
-    # How torchmetrics combines the states of several processes; in public, only two of them at a time.
-    "engine/dtype_engine/runtime/measure/torchmetrics_metric.py": re.compile("_reductions"),
     # How Textual ends by an error that nobody thought of, what it does with a key and with what is said, and what it has drawn.
     "tui/dtype_tui/base_app.py": re.compile(
         "_context|_exception|_exit_renderables|_close_messages_no_wait|_filters|_check_bindings|_on_key|_on_paste"
