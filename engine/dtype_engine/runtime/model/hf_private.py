@@ -78,14 +78,16 @@ def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, 
     if not isinstance(model_class, type) or not hasattr(model_class, "_get_dtype_plan"):
         return model_class
 
-    def plan(self: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        names: dict[torch.dtype, list[str]] = {}
-        for name, stored in dtypes_of(self).items():
-            names.setdefault(stored, []).append(re.escape(name))
-        return {f"^(?:{'|'.join(group)})$": stored for stored, group in names.items()}
+    class Stored(model_class):  # type: ignore[misc]
+        def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+            names: dict[torch.dtype, list[str]] = {}
+            for name, stored in dtypes_of(self).items():
+                names.setdefault(stored, []).append(re.escape(name))
+            return {f"^(?:{'|'.join(group)})$": stored for stored, group in names.items()}
 
-    same = {"_get_dtype_plan": plan, "__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
-    return type(model_class.__name__, (model_class,), same)
+    Stored.__name__, Stored.__qualname__ = model_class.__name__, model_class.__qualname__
+    Stored.__module__ = model_class.__module__
+    return Stored
 
 
 @contextmanager
