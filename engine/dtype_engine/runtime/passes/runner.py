@@ -23,7 +23,6 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.candidate import CandidateMode
 from dtype_engine.runtime.modes.kv_cache import CacheAmax, CacheRounding, CacheWatcher, watching_caches
-from dtype_engine.runtime.modes.other_threads import weights_in_one_thread
 from dtype_engine.runtime.modes.partial import PartialCastMode
 from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
 from dtype_engine.runtime.modes.weight_mode import WeightMode
@@ -38,6 +37,7 @@ from dtype_engine.runtime.passes.output_cache import OutputCache
 from dtype_engine.runtime.passes.side_by_side import NotIndependent, SideBySide
 from dtype_engine.runtime.passes.side_effects import SideEffects
 from dtype_engine.runtime.passes.state_restore import SavedState, as_every_pass, stored_values
+from dtype_engine.runtime.passes.unseen_weights import unseen_casts
 
 Output = TypeVar("Output")
 T = TypeVar("T")
@@ -291,10 +291,12 @@ class ForwardRunner:
         result = self._run(call, mode, options, observer, cache, reused, self._autocast, caches)
         # Reused calls recorded no first uses, so those of the earlier pass still hold.
         known = earlier.first_use if earlier is not None and reused else {}
+        result.first_use = earliest(known, result.first_use)
         if self.model.cache_formats and options.caches is None:
-            self._refuse_unwritten(known.keys() | result.first_use.keys())
+            self._refuse_unwritten(result.first_use)
+        result.unseen = unseen_casts(self.model, result.first_use, result.finished)
         if cache is not None:
-            cache.first_use = earliest(known, result.first_use)
+            cache.first_use = result.first_use
         return result
 
     def partial(
@@ -385,11 +387,10 @@ class ForwardRunner:
         model, behavior, modules = self.model, self.behavior, self._calls.modules
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
         together = self._together
-        watching, scripted = (mode, mode.run) if together is None else (together, together.run_call)
-        as_every = partial(as_every_pass, model, behavior, modules, watching, scripted, self._state)
+        watching = mode if together is None else together
+        as_every = partial(as_every_pass, model, behavior, modules, watching, self._state)
         for settings in model.side_settings:
             settings.use(mode.like_reference(settings.module))
-        one_thread = partial(weights_in_one_thread, model.by_id, () if together is None else together.threads)
         try:
             with self._for_all("state", as_every) as (self._state, restored):
                 if together is not None:
@@ -408,11 +409,12 @@ class ForwardRunner:
                     if options.around is not None:
                         contexts.enter_context(options.around(mode))
                     contexts.enter_context(mode)
-                    contexts.enter_context(self._for_all("threads", one_thread))
                     contexts.enter_context(self._for_all("float32", partial(exact_float32, model.device)))
                     contexts.enter_context(watching_caches(caches, mode))
                     contexts.enter_context(foreign_code())
                     output = call()
+                if run.refused:
+                    raise NoForward(run.refused)
                 synchronize(model.device)
                 seconds = time.perf_counter() - started - run.observing_seconds
                 if run.effects is not None:
@@ -423,6 +425,8 @@ class ForwardRunner:
             with enough_memory(_where(run.inside), model.device, NoForward):
                 raise
         except Exception as error:
+            if run.refused:
+                raise NoForward(run.refused) from None
             raise NoForward(f"the forward pass failed in {_where(run.inside)}: {_one_line(error)}") from error
         finally:
             self._calls.under_way = None
