@@ -22,7 +22,7 @@ from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.candidate import CandidateMode
-from dtype_engine.runtime.modes.kv_cache import CacheAmax, CacheRounding, CacheWatcher, watching_caches
+from dtype_engine.runtime.modes.kv_cache import CacheAmax, CacheRounding, CacheWatcher, watched_caches, watching_caches
 from dtype_engine.runtime.modes.partial import PartialCastMode
 from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
 from dtype_engine.runtime.modes.weight_mode import WeightMode
@@ -410,7 +410,9 @@ class ForwardRunner:
                         contexts.enter_context(options.around(mode))
                     contexts.enter_context(mode)
                     contexts.enter_context(self._for_all("float32", partial(exact_float32, model.device)))
-                    contexts.enter_context(watching_caches(caches, mode))
+                    if caches is not None:
+                        contexts.enter_context(self._for_all("caches", watched_caches))
+                        contexts.enter_context(watching_caches(caches, mode))
                     contexts.enter_context(foreign_code())
                     output = call()
                 if run.refused:
