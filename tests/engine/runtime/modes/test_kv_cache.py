@@ -231,7 +231,7 @@ def test_a_cast_without_a_rule_for_caches_uses_none(session: de.Session) -> None
 
 def test_transformers_has_its_own_cache_again_after_a_pass(session: de.Session) -> None:
     update = transformers.Cache.update
-    session.use_recipe(de.Recipe.of([de.Rule.parse("*.kv_cache=kv-fp8")]))
+    session.use_recipe(de.Recipe.of([de.Rule.parse("*.kv_cache=fp8")]))
     assert session.drift().output.max_abs > 0
     assert transformers.Cache.update is update
 
