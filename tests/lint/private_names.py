@@ -10,29 +10,20 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGES = ("engine/dtype_engine", "tui/dtype_tui")
 PUBLIC = frozenset({"_replace", "_asdict", "_fields", "_field_defaults", "_repr_html_"})
 """Documented in spite of their underscore: of named tuples, and what a notebook asks an object for."""
-ALL = re.compile("")
-MEANT_FOR_IT: Mapping[str, re.Pattern[str]] = {
-    "engine/dtype_engine/runtime/model/hf_private.py": ALL,
-    "engine/dtype_engine/runtime/model/torch_private.py": ALL,
-    # The parts of a sparse tensor in a pickle, which only `coalesce` would make public, by reading it.
-    "engine/dtype_engine/checkpoint/pickles.py": re.compile("_indices|_values"),
-    # How torchmetrics combines the states of several processes; in public, only two of them at a time.
-    "engine/dtype_engine/runtime/measure/torchmetrics_metric.py": re.compile("_reductions"),
-    # How Textual ends by an error that nobody thought of, what it does with a key and with what is said, and what it has drawn.
-    "tui/dtype_tui/base_app.py": re.compile(
-        "_context|_exception|_exit_renderables|_close_messages_no_wait|_filters|_check_bindings|_on_key|_on_paste"
-        "|_notifications|_unnotify|_styles_cache"
-    ),
-    "tui/dtype_tui/process/key_parser.py": re.compile("_xterm_parser|_sequence_to_key_events|_timeout_time"),
-    "tui/dtype_tui/screens/modal.py": re.compile("_exit|_screen_stacks|_select_or_command"),
-}
-"""Files that may use private names of other libraries, and which."""
+MEANT_FOR_IT = frozenset(
+    {
+        "engine/dtype_engine/runtime/model/hf_private.py",
+        "engine/dtype_engine/runtime/model/torch_private.py",
+        "tui/dtype_tui/process/textual_private.py",
+    }
+)
+"""Files that may use private names of another library: one for each library."""
 
 
 def private_names(source: str) -> Iterator[tuple[int, str]]:
@@ -86,11 +77,11 @@ def main(root: Path = Path()) -> int:
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             name_of_file = path.relative_to(root).as_posix()
-            allowed = MEANT_FOR_IT.get(name_of_file)
+            if name_of_file in MEANT_FOR_IT:
+                continue
             for line, name in private_names(path.read_text(encoding="utf-8")):
-                if allowed is not ALL and (allowed is None or not allowed.fullmatch(name)):
-                    print(f"{name_of_file}:{line}: {name} is private to another file")
-                    status = 1
+                print(f"{name_of_file}:{line}: {name} is private to another file")
+                status = 1
     return status
 
 

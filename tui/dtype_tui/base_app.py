@@ -8,8 +8,6 @@ import sys
 import time
 
 from rich.text import Text
-from textual._context import active_message_pump
-from textual._styles_cache import StylesCache
 from textual.app import App, ReturnType
 from textual.await_complete import AwaitComplete
 from textual.command import CommandList
@@ -26,8 +24,21 @@ from dtype_tui.config.ascii import AsciiFilter, wants_ascii
 from dtype_tui.config.config import Config
 from dtype_tui.config.themes import HIGH_CONTRAST
 from dtype_tui.process.crash_log import recorded
-from dtype_tui.process.key_parser import install_key_parser
+from dtype_tui.process.key_parser import KeyParser
 from dtype_tui.process.short_frames import with_short_frames
+from dtype_tui.process.textual_private import (
+    active_message_pump,
+    add_filters,
+    end_by_error,
+    error_of,
+    forget_drawings,
+    forget_message,
+    messages_of,
+    paste_into,
+    run_bound,
+    type_into,
+    use_parser,
+)
 from dtype_tui.rendering.palette import DARK, LIGHT, THEMES, cursor_variables
 from dtype_tui.rendering.printable_lines import PrintableLines
 from dtype_tui.widgets.message_line import MessageLine
@@ -52,15 +63,13 @@ class BaseApp(App[ReturnType]):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        install_key_parser()
+        use_parser(KeyParser)
         for theme in (*THEMES, HIGH_CONTRAST):
             self.register_theme(theme)
         self.set_reactive(App.ansi_theme_dark, DARK)  # applied when `self.theme` is set below
         self.set_reactive(App.ansi_theme_light, LIGHT)
         self.theme = config.theme or THEMES[0].name
-        self._filters += [PrintableLines()]
-        if wants_ascii(config.ascii):
-            self._filters.append(AsciiFilter())
+        add_filters(self, PrintableLines(), *([AsciiFilter()] if wants_ascii(config.ascii) else []))
         self._read: Notification | None = None
         """The last message that the user has read."""
 
@@ -89,7 +98,7 @@ class BaseApp(App[ReturnType]):
     @property
     def messages(self) -> list[Notification]:
         """All messages, the oldest first."""
-        return list(self._notifications)
+        return messages_of(self)
 
     def _refresh_notifications(self) -> None:
         """Show the newest unread message, in place of Textual's toasts.
@@ -98,7 +107,7 @@ class BaseApp(App[ReturnType]):
         """
         said = self.messages
         for old in said[:-MOST_MESSAGES]:
-            self._unnotify(old, refresh=False)
+            forget_message(self, old)
         if not self.screen_stack or self.return_code is not None:
             return  # while the app ends, nothing can be mounted
         newest = said[-1] if said and said[-1] is not self._read else None
@@ -146,12 +155,9 @@ class BaseApp(App[ReturnType]):
         self.notify(self.quit_words, markup=False)
 
     def pop_screen(self) -> AwaitComplete:
-        """Close the topmost window, and clear one of Textual's caches.
-
-        The cache would keep the drawings of up to 1,024 widgets, including closed ones: tens of MiB after some hundred windows.
-        """
+        """Close the topmost window, and let Textual forget its drawings."""
         closed = super().pop_screen()
-        StylesCache.get_inner_outer.cache_clear()
+        forget_drawings()
         return closed
 
     async def on_event(self, event: Event) -> None:
@@ -172,19 +178,19 @@ class BaseApp(App[ReturnType]):
             self._note_read(event.key == "escape")
             await self._take_key(event)
         elif isinstance(event, Paste) and isinstance(self.focused, Input):
-            self.focused._on_paste(event)
+            paste_into(self.focused, event)
 
     async def _take_key(self, key: Key) -> None:
         """Handle a key at once, in Textual's order: priority bindings, text input, then bindings from the focus outwards."""
-        if await self._check_bindings(key.key, priority=True):
+        if await run_bound(self, key, priority=True):
             return
         without_alt = _after_escape(key)
         if without_alt is None and key.is_printable and isinstance(self.focused, Input):
-            await self.focused._on_key(key)
+            await type_into(self.focused, key)
             return
         if key.key == "escape":
             self.screen.clear_selection()
-        if not await self._check_bindings(key.key) and without_alt is not None:
+        if not await run_bound(self, key) and without_alt is not None:
             await self._take_key(Key("escape", "\x1b"))
             await self._take_key(without_alt)
 
@@ -224,13 +230,12 @@ class BaseApp(App[ReturnType]):
         self.notify(f"{what}: {unexpected(error)}{recorded(error)}", severity="error", markup=False)
 
     def _fatal_error(self) -> None:
-        error = sys.exc_info()[1] or self._exception
+        error = sys.exc_info()[1] or error_of(self)
         if os.environ.get(TRACEBACK) or error is None:
             super()._fatal_error()
             return
         words = f"{self.title.partition(' ')[0] or 'dtype-tui'}: {unexpected(error)}{recorded(error)}"
-        self._exit_renderables.append(Text(words, overflow="fold"))
-        self._close_messages_no_wait()
+        end_by_error(self, Text(words, overflow="fold"))
 
 
 def _after_escape(key: Key) -> Key | None:

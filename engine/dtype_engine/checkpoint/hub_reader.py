@@ -18,6 +18,7 @@ from urllib.parse import unquote
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError, one_line
+from dtype_engine.core.replaced import replaced
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 
@@ -256,11 +257,11 @@ def hub_faults(title: str, revision: str) -> Iterator[None]:
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import logging
 
-    level, silent = logging.get_verbosity(), constants.HF_HUB_DISABLE_TELEMETRY
+    level = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
-    constants.HF_HUB_DISABLE_TELEMETRY = True
     try:
-        yield
+        with replaced(constants, "HF_HUB_DISABLE_TELEMETRY", True):
+            yield
     except errors.GatedRepoError:
         raise UserError(
             f"{title} is gated: accept its conditions on the hub with your account, and set HF_TOKEN or run `hf auth login`"
@@ -287,4 +288,3 @@ def hub_faults(title: str, revision: str) -> Iterator[None]:
         raise UserError(f"{title} could not be read: {one_line(error, 300)}") from None
     finally:
         logging.set_verbosity(level)
-        constants.HF_HUB_DISABLE_TELEMETRY = silent

@@ -113,14 +113,12 @@ def _specification(name: str, tensor: torch.Tensor, file: Path) -> CheckpointTen
     return CheckpointTensor(name, shape, dtype, file, None, nbytes, refusal=refusal)
 
 
-def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of which a sparse tensor consists, from what pickle writes of it."""
     import torch
 
-    if tensor.layout == torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    _, (_, parts), *_ = tensor.detach().__reduce_ex__(2)  # type: ignore[no-untyped-call]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def _past_the_end(tensor: torch.Tensor) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from textual._xterm_parser import XTermParser
-from textual.drivers import linux_driver
 from textual.events import Key, Paste
 from textual.message import Message
+
+from dtype_tui.process.textual_private import XTermParser, expects_more
 
 _BEGINS_MORE = "[O]PX^_"
 """Characters that, after Escape, begin a control sequence of the terminal (ECMA-48: CSI, SS3, OSC, DCS, SOS, PM, APC)."""
@@ -74,7 +74,7 @@ class KeyParser(XTermParser):
 
     def tick(self) -> Iterable[Message]:
         yield from super().tick()
-        if self._timeout_time is None and len(self._begun) <= 2:  # no key sends more than this of `_PASTE`
+        if not expects_more(self) and len(self._begun) <= 2:  # no key sends more than this of `_PASTE`
             rest, self._begun = self._begun[1:], ""
             if rest:
                 yield from super().feed(rest)
@@ -89,8 +89,3 @@ class KeyParser(XTermParser):
             # This may be Alt with a letter. If nothing is bound to that, the app splits it into Escape and the letter.
             return super()._sequence_to_key_events(character, alt=True)
         return (Key("escape", "\x1b"), *super()._sequence_to_key_events(character))
-
-
-def install_key_parser() -> None:
-    """Make Textual's terminal driver use `KeyParser`. The driver looks its parser up by name when its reader thread starts."""
-    linux_driver.XTermParser = KeyParser  # type: ignore[attr-defined]

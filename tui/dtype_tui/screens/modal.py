@@ -26,6 +26,8 @@ from textual.screen import Screen
 from textual.widgets import Input
 from textual.worker import WorkerError
 
+from dtype_tui.process.textual_private import choose_in, has_windows, is_ending
+
 Result = TypeVar("Result")
 
 
@@ -35,10 +37,10 @@ def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
 
     Keys that open and close a window in quick succession cause such errors. The app ignores them.
     """
-    if app._exit and isinstance(error, (NoMatches, ScreenStackError)):
+    if is_ending(app) and isinstance(error, (NoMatches, ScreenStackError)):
         return True
     if isinstance(error, ScreenStackError):
-        return not any(app._screen_stacks.values())  # the app itself is ending
+        return not has_windows(app)  # the app itself is ending
     if not isinstance(error, NoMatches):
         return False
     nodes = nodes_in_traceback(error)
@@ -126,7 +128,7 @@ class CommandPalette(_CommandPalette):
         for search in [worker for worker in self.workers if worker.node is self]:
             with contextlib.suppress(WorkerError):  # an earlier search that was cancelled
                 await search.wait()
-        self._select_or_command(event)
+        choose_in(self, event)
 
     def _action_command_list(self, action: str) -> None:
         # Textual's list may be empty when it handles a key, because a new search has begun.

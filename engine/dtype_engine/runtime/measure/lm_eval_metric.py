@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.core.replaced import replaced
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs import Inputs, tokenizer_of
 from dtype_engine.runtime.measure.paired import Examples
@@ -81,9 +82,5 @@ def _offline() -> Iterator[None]:
     """While the `with` block runs, make the packages datasets and huggingface_hub raise instead of accessing the network."""
     from datasets import config
 
-    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
-    try:
-        with offline():
-            yield
-    finally:
-        config.HF_HUB_OFFLINE = before
+    with replaced(config, "HF_HUB_OFFLINE", True), offline():
+        yield

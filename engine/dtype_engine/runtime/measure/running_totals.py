@@ -77,6 +77,7 @@ class SavedTotals(msgspec.Struct):
     modules_left_out: list[str]
     left_wide: list[str]
     sequences: list[SavedSequence]
+    unseen: list[str] = []
 
 
 class RunningTotals:
@@ -113,6 +114,7 @@ class RunningTotals:
         self._modules: dict[int, dict[str, ModuleSums]] = {}
         self._left_out: set[str] = set()
         self._left_wide: set[str] = set()
+        self._unseen: set[str] | None = None
         self._reference_seconds = 0.0
         self._candidate_seconds = 0.0
         self._reused = False
@@ -134,6 +136,7 @@ class RunningTotals:
         """
         self._left_wide |= ran.left_wide
         self._left_out |= reference.left_out
+        self._unseen = set(ran.unseen) if self._unseen is None else self._unseen & ran.unseen
         if number in self.numbers:
             return
         self._comparison.add(reference.output, output, batch.next_tokens, number, kept)
@@ -178,6 +181,7 @@ class RunningTotals:
             sorted(self._left_out),
             sorted(self._left_wide),
             sequences,
+            sorted(self._unseen or ()),
         )
 
     @classmethod
@@ -186,6 +190,7 @@ class RunningTotals:
         totals = cls(saved.output_name, torch.empty((0,) * saved.dimensions), saved.classes_dim, total, routed)
         totals._reference_seconds, totals._candidate_seconds = saved.seconds
         totals._left_out, totals._left_wide = set(saved.modules_left_out), set(saved.left_wide)
+        totals._unseen = set(saved.unseen)
         for one in saved.sequences:
             positions = None
             if one.positions is not None:
@@ -317,4 +322,10 @@ class RunningTotals:
         if self._left_wide:
             names = ", ".join(sorted(self._left_wide))
             notices.append(f"inputs of {names} are not quantized: runtimes quantize only inputs of matrix products")
+        if self._unseen:
+            count = len(self._unseen)
+            notices.append(
+                f"{plural(count, 'cast weight')} ({min(self._unseen)}{', ...' if count > 1 else ''}) in no call of the pass: "
+                "no input reaches them, or the model uses them in another thread, where casts have no effect"
+            )
         return tuple(notices)

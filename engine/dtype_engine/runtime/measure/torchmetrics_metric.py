@@ -46,13 +46,20 @@ def per_example(metric: Any) -> tuple[Callable[[Any, dict[str, Any]], list[Any]]
 
     def compute(all_states: list[_State]) -> float:
         metric.reset()
-        for name, reduction in metric._reductions.items():
-            values: list[Any] = [state.values[name] for state in all_states]
-            if isinstance(values[0], list):
-                merged: Any = [tensor for value in values for tensor in value]
+        gathered: dict[int, list[Any]] = {}
+        for name, value in all_states[0].values.items():
+            if isinstance(value, list):
+                setattr(metric, name, [tensor for state in all_states for tensor in state.values[name]])
             else:
-                merged = torch.stack(values) if reduction is None else reduction(torch.stack(values))
-            setattr(metric, name, merged)
+                setattr(metric, name, own := value.clone())
+                gathered[id(own)] = [state.values[name] for state in all_states]
+        # torchmetrics combines the states of examples as those of several processes.
+        metric.sync(lambda tensor, group: gathered.get(id(tensor), [tensor]), distributed_available=lambda: True)
+        combined = metric.metric_state
+        metric.unsync()
+        for name, value in combined.items():
+            if not isinstance(all_states[0].values[name], list):
+                setattr(metric, name, value)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torchmetrics warns that `update` was not called
             return float(metric.compute())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from types import MethodType
 from typing import Any
 
 import torch
@@ -86,17 +87,11 @@ def with_placeholders(module: nn.Module) -> None:
 
 def run_decoder(module: nn.Module) -> None:
     """If a module is an autoencoder, make its forward pass run only the decoder, which turns latents into a picture."""
-    original = type(module)
-    if not hasattr(module, "decode") or not hasattr(module, "encode"):
-        return
+    if hasattr(module, "decode") and hasattr(module, "encode"):
+        autoencoder: Any = module
+        autoencoder.forward = MethodType(_decode, module)
+        autoencoder.picture_range = (-1.0, 1.0)
 
-    def forward(self: Any, z: torch.Tensor, **settings: Any) -> Any:
-        return self.decode(z, **settings)
 
-    same = {
-        "forward": forward,
-        "picture_range": (-1.0, 1.0),
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-    }
-    module.__class__ = type(original.__name__, (original,), same)
+def _decode(autoencoder: Any, z: torch.Tensor, **settings: Any) -> Any:
+    return autoencoder.decode(z, **settings)

@@ -94,9 +94,12 @@ def make_pipeline(folder: Path, parts: Mapping[str, nn.Module], title: str) -> P
         pipeline.set_progress_bar_config(disable=True)
     for part in parts.values():
         install_output_hooks(part)
-    module = PipelineModule(pipeline)
-    module.__class__ = type(type(pipeline).__name__, (PipelineModule,), {"__module__": PipelineModule.__module__})
-    return module
+
+    class Named(PipelineModule):
+        """Has the name of the pipeline's class, which the tree shows."""
+
+    Named.__name__ = Named.__qualname__ = type(pipeline).__name__
+    return Named(pipeline)
 
 
 def _read_component(diffusers: Any, folder: Path, name: str, named: list[Any]) -> Any:

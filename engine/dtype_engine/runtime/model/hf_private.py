@@ -6,13 +6,17 @@ If a version lacks a name, the function that uses it falls back as its docstring
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+
+from dtype_engine.core.replaced import replaced
 
 SKIPPED_BY_DIFFUSERS = "_skip_layerwise_casting_patterns"
 """The class attribute with regular expressions for the names of modules that diffusers' layerwise casting skips."""
@@ -78,14 +82,16 @@ def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, 
     if not isinstance(model_class, type) or not hasattr(model_class, "_get_dtype_plan"):
         return model_class
 
-    def plan(self: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        names: dict[torch.dtype, list[str]] = {}
-        for name, stored in dtypes_of(self).items():
-            names.setdefault(stored, []).append(re.escape(name))
-        return {f"^(?:{'|'.join(group)})$": stored for stored, group in names.items()}
+    class Stored(model_class):  # type: ignore[misc]
+        def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+            names: dict[torch.dtype, list[str]] = {}
+            for name, stored in dtypes_of(self).items():
+                names.setdefault(stored, []).append(re.escape(name))
+            return {f"^(?:{'|'.join(group)})$": stored for stored, group in names.items()}
 
-    same = {"_get_dtype_plan": plan, "__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
-    return type(model_class.__name__, (model_class,), same)
+    Stored.__name__, Stored.__qualname__ = model_class.__name__, model_class.__qualname__
+    Stored.__module__ = model_class.__module__
+    return Stored
 
 
 @contextmanager
@@ -100,15 +106,30 @@ def without_questions() -> Iterator[None]:
     except ImportError:
         yield
         return
-    seconds = getattr(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", None)
-    if seconds is None:
+    has_seconds = hasattr(dynamic_module_utils, "TIME_OUT_REMOTE_CODE")
+    with replaced(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0) if has_seconds else nullcontext():
+        yield
+
+
+@contextmanager
+def cache_updates_by(function: Callable[[Callable[..., Any], torch.Tensor, torch.Tensor], Any]) -> Iterator[None]:
+    """During the `with` block, call `function(update, keys, values)` where a model calls `Cache.update(keys, values, ...)`.
+
+    `update` writes keys and values into the cache, and returns those of all tokens. If transformers is not imported, nothing
+    changes.
+    """
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None:
         yield
         return
-    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
-    try:
+    original = library.Cache.update
+
+    @functools.wraps(original)
+    def update(cache: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(lambda keys, values: original(cache, keys, values, *args, **kwargs), key_states, value_states)
+
+    with replaced(library.Cache, "update", update):
         yield
-    finally:
-        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
 
 
 def converted_names(

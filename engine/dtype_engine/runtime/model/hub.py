@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dtype_engine.core.options import ModelOptions
+from dtype_engine.core.replaced import replaced
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.hf_private import implementation, set_implementation, without_questions
 
@@ -36,14 +37,9 @@ def offline(options: ModelOptions | None = None) -> Iterator[None]:
     """
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_OFFLINE
     allowed = options is not None and options.download and options.trust_remote_code
-    constants.HF_HUB_OFFLINE = before or not allowed
-    try:
-        with without_questions():
-            yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
+    with replaced(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or not allowed), without_questions():
+        yield
 
 
 def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from operator import attrgetter
 from types import MethodType
 from typing import Any
@@ -31,7 +30,6 @@ __all__ = [
     "is_compiled",
     "is_wrapped",
     "own_tensors",
-    "scripted_calls",
     "slots_of",
     "storage_id",
     "tensor_slots",
@@ -129,25 +127,6 @@ def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[]
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module is the result of `torch.compile`, or was compiled by `Module.compile`."""
     return "_orig_mod" in module._modules or module.__dict__.get(_COMPILED_CALL) is not None
-
-
-@contextmanager
-def scripted_calls(run: Callable[[Callable[..., Any], str, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """During the `with` block, replace each call of a function that `torch.jit.script` or `torch.jit.trace` made by `run(function,
-    name, args, kwargs)`. No `TorchFunctionMode` sees these calls, nor the torch calls inside the function.
-    """
-    kind: Any = torch.jit.ScriptFunction
-    original = kind.__call__
-
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        with WithoutModes():
-            return run(original.__get__(function), function.name, args, kwargs)
-
-    kind.__call__ = call
-    try:
-        yield
-    finally:
-        kind.__call__ = original
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:

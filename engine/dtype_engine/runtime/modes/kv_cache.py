@@ -8,10 +8,8 @@ its groups contain many tokens.
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 
 from dtype_engine.core.kv_formats import KV_FORMATS
+from dtype_engine.runtime.model.hf_private import cache_updates_by
 from dtype_engine.runtime.model.torch_private import WithoutModes
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.kv_rounding import head_amax, round_cache
@@ -113,14 +112,10 @@ _watching: ContextVar[tuple[CacheWatcher, WeightMode] | None] = ContextVar("_wat
 
 
 @contextmanager
-def watching_caches(watcher: CacheWatcher | None, mode: WeightMode) -> Iterator[None]:
-    """Let a watcher intercept the KV caches that the current thread writes and reads during the `with` block. If it is None,
-    nothing is intercepted. mode: the torch-function mode of the forward pass, which knows the name of the running module.
+def watching_caches(watcher: CacheWatcher, mode: WeightMode) -> Iterator[None]:
+    """Let a watcher intercept the KV caches that the current thread writes and reads during the `with` block, in a block of
+    `watched_caches`. mode: the torch-function mode of the forward pass, which knows the name of the running module.
     """
-    if watcher is None:
-        yield
-        return
-    _intercept()
     before = _watching.set((watcher, mode))
     try:
         yield
@@ -128,28 +123,21 @@ def watching_caches(watcher: CacheWatcher | None, mode: WeightMode) -> Iterator[
         _watching.reset(before)
 
 
-_intercepted: set[type] = set()
+def watched_caches() -> AbstractContextManager[None]:
+    """Return a context manager. During its `with` block, what a thread writes into KV caches and reads from them goes through the
+    thread's watcher, if it has one.
+    """
+    return cache_updates_by(_update)
 
 
-def _intercept() -> None:
-    """Replace transformers' `Cache.update` by a function that also calls the watcher of the current thread, if it has one."""
-    library = sys.modules.get("transformers.cache_utils")
-    if library is None or library.Cache in _intercepted:
-        return
-    original = library.Cache.update
-    _intercepted.add(library.Cache)
-
-    @functools.wraps(original)
-    def update(cache: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if (watch := _watching.get()) is None:
-            return original(cache, key_states, value_states, *args, **kwargs)
-        watcher, mode = watch
-        with WithoutModes():
-            new = (watcher.written(mode.module, part, states, mode.finished)
-                   for part, states in enumerate((key_states, value_states)))  # fmt: skip
-            key_states, value_states = new
-        stored = original(cache, key_states, value_states, *args, **kwargs)
-        with WithoutModes():
-            return tuple(watcher.read(mode.module, part, states) for part, states in enumerate(stored))
-
-    library.Cache.update = update
+def _update(update: Callable[..., Any], keys: torch.Tensor, values: torch.Tensor) -> Any:
+    if (watch := _watching.get()) is None:
+        return update(keys, values)
+    watcher, mode = watch
+    with WithoutModes():
+        keys, values = (
+            watcher.written(mode.module, part, states, mode.finished) for part, states in enumerate((keys, values))
+        )
+    stored = update(keys, values)
+    with WithoutModes():
+        return tuple(watcher.read(mode.module, part, states) for part, states in enumerate(stored))

@@ -83,8 +83,8 @@ class ModuleCalls:
                 raise Cancelled
             if name in self._blocks:
                 self._on_block(name)
-            if self.under_way is not None:
-                args = self._arguments_of(self.under_way, module, args, kwargs)
+            if (run := self.under_way) is not None and not run.is_elsewhere(name, module):
+                args = self._arguments_of(run, module, args, kwargs)
             return as_called(module, *args, **kwargs)
 
         return call
@@ -92,7 +92,7 @@ class ModuleCalls:
     def _reporting(self, name: str) -> Call:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             run = self.under_way
-            if run is None:
+            if run is None or run.is_elsewhere(name, module):
                 return as_called(module, *args, **kwargs)
             if self._cancelled():
                 raise Cancelled

@@ -4,13 +4,15 @@ pass are reused.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Container
 from typing import Any
 
 import torch
+from torch import nn
 
-from dtype_engine.runtime.model.torch_private import is_wrapped
+from dtype_engine.runtime.model.torch_private import is_wrapped, own_tensors
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.kept_positions import AttendedPositions
 from dtype_engine.runtime.passes.output_cache import ModuleCall, OutputCache, record_call
@@ -57,6 +59,7 @@ class ForwardPass:
         effects: detects side effects, or None.
         attended: the padding masks that the model passes to torch's attention modules.
         observing_seconds: time spent on observers in seconds, which is not counted as time of the pass.
+        refused: why the pass can't be measured, or "" if it can.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class ForwardPass:
         self.finished: list[str] = [] if cache is None else cache.names
         self.spans: list[int] = []
         self.observing_seconds = 0.0
+        self.refused = ""
+        self._thread = threading.get_ident()
 
     def begin(self, name: str, args: Any, kwargs: Any) -> None:
         """Record that the module `name` is called with the given arguments."""
@@ -92,6 +97,20 @@ class ForwardPass:
         if self.effects is not None:
             self.effects.begin(args, kwargs)
         self.mode.module = name
+
+    def is_elsewhere(self, name: str, module: nn.Module) -> bool:
+        """Return whether a module is called in another thread than that of the forward pass, which no torch-function mode of the
+        pass intercepts. If the module `name` has weights, the reason is kept in `refused`, and the other thread ends.
+        """
+        if threading.get_ident() == self._thread:
+            return False
+        for weight, _, _ in own_tensors(module):
+            self.refused = (
+                f"the model uses {name}.{weight} in another thread ({threading.current_thread().name}) than that of its forward "
+                "pass, where casts have no effect: let forward call the layers itself, one after the other"
+            )
+            raise SystemExit  # ends a thread without a message
+        return True
 
     def watches(self, name: str) -> bool:
         """Return whether the observer receives the outputs of the module `name`."""

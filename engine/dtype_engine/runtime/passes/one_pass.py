@@ -72,6 +72,8 @@ class PassResult(Generic[Output]):
     """Whether outputs of an earlier pass replaced some module calls."""
     cache: OutputCache | None = None
     """The module outputs kept for a later pass, or None."""
+    unseen: frozenset[str] = frozenset()
+    """Names of cast weights that a candidate run used in no intercepted call (see `unseen_weights`)."""
     left_wide: frozenset[str] = frozenset()
     """Names of operations that multiplied a quantized weight by an activation that could not be rounded. Empty if activations are
     not quantized.

@@ -22,8 +22,7 @@ from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.candidate import CandidateMode
-from dtype_engine.runtime.modes.kv_cache import CacheAmax, CacheRounding, CacheWatcher, watching_caches
-from dtype_engine.runtime.modes.other_threads import weights_in_one_thread
+from dtype_engine.runtime.modes.kv_cache import CacheAmax, CacheRounding, CacheWatcher, watched_caches, watching_caches
 from dtype_engine.runtime.modes.partial import PartialCastMode
 from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
 from dtype_engine.runtime.modes.weight_mode import WeightMode
@@ -37,6 +36,7 @@ from dtype_engine.runtime.passes.output_cache import OutputCache
 from dtype_engine.runtime.passes.side_by_side import NotIndependent, SideBySide
 from dtype_engine.runtime.passes.side_effects import SideEffects
 from dtype_engine.runtime.passes.state_restore import SavedState, as_every_pass, stored_values
+from dtype_engine.runtime.passes.unseen_weights import unseen_casts
 
 Output = TypeVar("Output")
 T = TypeVar("T")
@@ -290,10 +290,12 @@ class ForwardRunner:
         result = self._run(call, mode, options, observer, cache, reused, self._autocast, caches)
         # Reused calls recorded no first uses, so those of the earlier pass still hold.
         known = earlier.first_use if earlier is not None and reused else {}
+        result.first_use = earliest(known, result.first_use)
         if self.model.cache_formats and options.caches is None:
-            self._refuse_unwritten(known.keys() | result.first_use.keys())
+            self._refuse_unwritten(result.first_use)
+        result.unseen = unseen_casts(self.model, result.first_use, result.finished)
         if cache is not None:
-            cache.first_use = earliest(known, result.first_use)
+            cache.first_use = result.first_use
         return result
 
     def partial(
@@ -371,8 +373,8 @@ class ForwardRunner:
         model, together = self.model, self._together
         for settings in model.side_settings:
             settings.use(mode.like_reference(settings.module))
-        watching, scripted = (mode, mode.run) if together is None else (together, together.run_call)
-        as_every = partial(as_every_pass, model, self.behavior, self._calls.modules, watching, scripted, self._state)
+        watching = mode if together is None else together
+        as_every = partial(as_every_pass, model, self.behavior, self._calls.modules, watching, self._state)
         with self._for_all("state", as_every) as (self._state, restored):
             if together is not None:
                 together.changed = restored
@@ -386,8 +388,7 @@ class ForwardRunner:
         self, mode: WeightMode, options: PassOptions, autocast: torch.dtype | None, caches: CacheWatcher | None
     ) -> Iterator[None]:
         """Return the context in which the model's code runs. The arguments are those of `_run`."""
-        device, together = self.model.device, self._together
-        one_thread = partial(weights_in_one_thread, self.model.by_id, () if together is None else together.threads)
+        device = self.model.device
         with ExitStack() as contexts:
             contexts.enter_context(torch.no_grad())
             if autocast is not None:
@@ -395,9 +396,10 @@ class ForwardRunner:
             if options.around is not None:
                 contexts.enter_context(options.around(mode))
             contexts.enter_context(mode)
-            contexts.enter_context(self._for_all("threads", one_thread))
             contexts.enter_context(self._for_all("float32", partial(exact_float32, device)))
-            contexts.enter_context(watching_caches(caches, mode))
+            if caches is not None:
+                contexts.enter_context(self._for_all("caches", watched_caches))
+                contexts.enter_context(watching_caches(caches, mode))
             contexts.enter_context(foreign_code())
             yield
 
@@ -429,6 +431,8 @@ class ForwardRunner:
                 started = time.perf_counter()
                 with self._under(mode, options, autocast, caches):
                     output = call()
+                if run.refused:
+                    raise NoForward(run.refused)
                 synchronize(model.device)
                 seconds = time.perf_counter() - started - run.observing_seconds
                 if run.effects is not None:
@@ -467,6 +471,8 @@ def _failures_as_no_forward(run: ForwardPass, device: torch.device) -> Iterator[
         with enough_memory(_where(run.inside), device, NoForward):
             raise
     except Exception as error:
+        if run.refused:
+            raise NoForward(run.refused) from None
         raise NoForward(f"the forward pass failed in {_where(run.inside)}: {_one_line(error)}") from error
 
 

@@ -41,13 +41,11 @@ class SideBySide:
     Attributes:
         changed: returns whether the running pass has changed the model's state.
         kept: tensors of the model that the modes of all passes watch for changes (`WeightMode.kept`).
-        threads: the idents of the threads of the passes.
     """
 
     def __init__(self, visits: BlockVisits, suspend: Callable[[], Callable[[], None]]) -> None:
         self.changed: Callable[[], bool] = never
         self.kept: Sequence[torch.Tensor] = ()
-        self.threads: set[int] = set()
         self._visits = visits
         self._suspend = suspend
         self._shared = ExitStack()
@@ -67,10 +65,6 @@ class SideBySide:
     def wrote(self) -> bool:
         """Whether any pass has changed a weight or a tensor in `kept`."""
         return any(mode.wrote for mode in self._modes.values())
-
-    def run_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a torch function under the mode of the running pass, and return its result (see `WeightMode.run`)."""
-        return self._modes[self._running].run(func, name, args, kwargs)
 
     def begin(self, mode: WeightMode) -> None:
         """Set the torch-function mode of the running pass."""
@@ -95,7 +89,6 @@ class SideBySide:
         self._waiting = dict.fromkeys(range(len(works)), (-1, 0, ""))
 
         def work(number: int) -> None:
-            self.threads.add(threading.get_ident())
             self._turns[number].acquire()
             try:
                 if not self._errors:

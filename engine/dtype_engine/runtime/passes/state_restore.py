@@ -21,7 +21,6 @@ from torch import nn
 
 from dtype_engine.runtime.device import same_random_numbers
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.torch_private import scripted_calls
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 
 _CONTAINERS = (list, dict, set, deque, tuple)
@@ -72,7 +71,6 @@ def as_every_pass(
     behavior: ModelBehavior,
     modules: Collection[nn.Module],
     watching: Watching,
-    run: Callable[..., Any],
     earlier: SavedState | None = None,
 ) -> Iterator[tuple[SavedState, Callable[[], bool]]]:
     """Make a forward pass in the `with` block reproducible: it starts with the same state and random numbers as every other pass,
@@ -80,12 +78,11 @@ def as_every_pass(
     restores it immediately and returns whether it had changed.
 
     behavior: records whether anything had to be restored. modules: the modules whose state is restored. watching: tells which
-    tensors the pass changed. run: calls TorchScript functions, which torch does not show to modes. earlier: the state that was
-    saved before an earlier pass. It is used again if it still holds.
+    tensors the pass changed. earlier: the state that was saved before an earlier pass. It is used again if it still holds.
     """
     state = earlier if earlier is not None and earlier.still_holds() else SavedState(modules)
     found = left_as_found(behavior, state, watching)
-    with same_random_numbers(model.device), found as restore, uncompiled(), scripted_calls(run):
+    with same_random_numbers(model.device), found as restore, uncompiled():
         yield state, restore
 
 

@@ -229,6 +229,13 @@ def test_cast_without_a_cache_rule_rounds_no_cache(session: de.Session) -> None:
     assert set(kept) == {None}
 
 
+def test_transformers_has_its_own_cache_again_after_a_pass(session: de.Session) -> None:
+    update = transformers.Cache.update
+    session.use_recipe(de.Recipe.of([de.Rule.parse("*.kv_cache=fp8")]))
+    assert session.drift().output.max_abs > 0
+    assert transformers.Cache.update is update
+
+
 def test_report_counts_the_caches_that_rules_select(session: de.Session) -> None:
     """`*.k` selects caches and no weights. Activations are therefore not said to stay unquantized, nor to slow down a pass."""
     session.use_recipe(de.Recipe.of([de.Rule.parse("*.k=fp8"), de.Rule.parse("*.0.*.kv_cache.k=bf16")]))

@@ -59,10 +59,10 @@ class PictureSums:
 
 
 def picture_range(module: nn.Module) -> tuple[float, float] | None:
-    """Return the values of black and of full brightness in a module's output, or None unless its class says that the output is
+    """Return the values of black and of full brightness in a module's output, or None unless it says that the output is
     pictures, by an attribute such as `picture_range = (0.0, 1.0)`.
     """
-    match getattr(type(module), "picture_range", None):
+    match getattr(module, "picture_range", None):
         case (int() | float() as low, int() | float() as high) if low < high:
             return float(low), float(high)
     return None

@@ -1,0 +1,96 @@
+"""Uses private names of Textual. No other file of the app does, except where a class overrides one. Tested with Textual 8.2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import RenderableType
+from textual._context import active_message_pump
+from textual._styles_cache import StylesCache
+from textual._xterm_parser import XTermParser
+from textual.app import App
+from textual.command import CommandPalette
+from textual.drivers import linux_driver
+from textual.events import Key, Paste
+from textual.filter import LineFilter
+from textual.notifications import Notification
+from textual.widgets import Input
+
+__all__ = ["XTermParser", "active_message_pump"]
+
+
+def use_parser(parser: type[XTermParser]) -> None:
+    """Make Textual's terminal driver parse keys by `parser`. The driver looks its parser up by name when its reader thread
+    starts.
+    """
+    linux_driver.XTermParser = parser  # type: ignore[attr-defined]
+
+
+def expects_more(parser: XTermParser) -> bool:
+    """Return whether a parser waits for more characters of a key."""
+    return parser._timeout_time is not None
+
+
+def add_filters(app: App[Any], *filters: LineFilter) -> None:
+    """Change every line that an app draws by filters."""
+    app._filters += filters
+
+
+def messages_of(app: App[Any]) -> list[Notification]:
+    """Return all messages of an app, the oldest first."""
+    return list(app._notifications)
+
+
+def forget_message(app: App[Any], message: Notification) -> None:
+    """Remove a message of an app without drawing anything."""
+    app._unnotify(message, refresh=False)
+
+
+def forget_drawings() -> None:
+    """Clear the cache that would keep the drawings of up to 1,024 widgets, including closed ones: tens of MiB after some hundred
+    windows.
+    """
+    StylesCache.get_inner_outer.cache_clear()
+
+
+async def run_bound(app: App[Any], key: Key, priority: bool = False) -> bool:
+    """Run the action to which a key is bound, and return whether there is one. priority: whether to consider only bindings that
+    come before the focused widget.
+    """
+    return await app._check_bindings(key.key, priority=priority)
+
+
+async def type_into(field: Input, key: Key) -> None:
+    """Let an input field handle a key."""
+    await field._on_key(key)
+
+
+def paste_into(field: Input, paste: Paste) -> None:
+    """Let an input field handle a paste."""
+    field._on_paste(paste)
+
+
+def choose_in(palette: CommandPalette, event: Input.Submitted) -> None:
+    """Run the command that is selected in a palette, or select the first one."""
+    palette._select_or_command(event)
+
+
+def is_ending(app: App[Any]) -> bool:
+    """Return whether an app was told to exit."""
+    return app._exit
+
+
+def has_windows(app: App[Any]) -> bool:
+    """Return whether an app has a window left."""
+    return any(app._screen_stacks.values())
+
+
+def error_of(app: App[Any]) -> Exception | None:
+    """Return the error that ends an app, or None."""
+    return app._exception
+
+
+def end_by_error(app: App[Any], last_words: RenderableType) -> None:
+    """Close an app because of an error, and print `last_words` afterwards."""
+    app._exit_renderables.append(last_words)
+    app._close_messages_no_wait()
