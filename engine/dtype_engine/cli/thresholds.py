@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import LM_EVAL
+from dtype_engine.results.figures import figure_names
 from dtype_engine.results.thresholds import MetricLimit, Thresholds
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -104,18 +105,23 @@ def thresholds_from(values: Mapping[str, Any], metrics: Sequence[str]) -> Thresh
     """Return the limits on the drift from the values of a command's parameters, keyed by parameter name. metrics: the user's own
     metrics, as `Options.metrics` names them. Raises UserError for a limit that is not understood or has no metric.
     """
-    limits = metric_limits(values, metrics)
+    limits = metric_limits(values, metrics, figure_names())
     return Thresholds(values["max_kl"], values["min_sqnr"], values["min_top1"], limits)
 
 
-def metric_limits(values: Mapping[str, Any], metrics: Sequence[str]) -> tuple[MetricLimit, ...]:
-    """Return the limits that --min and --max set. The arguments and errors are those of `thresholds_from`."""
+def metric_limits(
+    values: Mapping[str, Any], metrics: Sequence[str], figures: Collection[str] = ()
+) -> tuple[MetricLimit, ...]:
+    """Return the limits that --min and --max set. figures: the figures of the output that they may limit as well, by name. The
+    other arguments and the errors are those of `thresholds_from`.
+    """
     limits = [MetricLimit.parse(text, name == "most") for name in ("least", "most") for text in values[name]]
     names = {metric.rpartition(":")[2] for metric in metrics}
     for limit in limits:
-        if limit.metric not in names and not any(metric.startswith(LM_EVAL) for metric in metrics):
+        known = "figure, --metric or --eval" if figures else "--metric or --eval"
+        if limit.metric not in names.union(figures) and not any(metric.startswith(LM_EVAL) for metric in metrics):
             raise UserError(
-                f"--{'max' if limit.is_most else 'min'} {limit.metric}: no --metric or --eval has this name"
+                f"--{'max' if limit.is_most else 'min'} {limit.metric}: no {known} has this name"
                 + (f"; there is {', '.join(sorted(names))}" if names else "")
             )
     return tuple(limits)

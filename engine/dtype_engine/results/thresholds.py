@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.results.figures import Figure, figure_named, figures_with_option
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import OutputDrift
@@ -16,14 +17,19 @@ if TYPE_CHECKING:
 
 
 class MetricLimit(msgspec.Struct, frozen=True):
-    """A limit on one of the user's metrics: on its value for the candidate, or on how far this is from the reference's value."""
+    """A limit on one of the user's metrics: on its value for the candidate, or on how far this is from the reference's value. Or a
+    limit on a figure of the output.
+    """
 
     metric: str
+    """The name of the metric or, if there is no metric of this name, of the figure."""
     limit: float
     is_most: bool
     """Whether the limit is a maximum (`--max`) and not a minimum (`--min`)."""
     is_change: bool
-    """What is limited. True: the candidate's value minus the reference's. False: the candidate's value."""
+    """What is limited. True: the candidate's value minus the reference's. False: the candidate's value. It does not matter for a
+    figure of the output.
+    """
 
     @classmethod
     def parse(cls, text: str, is_most: bool) -> MetricLimit:
@@ -61,8 +67,8 @@ class Verdict(msgspec.Struct, frozen=True):
     """
 
     name: str
-    """The command-line option that sets the limit, without dashes at its beginning: `max_kl`, or `min accuracy` for a metric of the
-    user.
+    """The command-line option that sets the limit, without dashes at its beginning: `max_kl`, `max kl_p99` for a figure of the
+    output, or `min accuracy` for a metric of the user.
     """
     limit: float
     value: float | None
@@ -108,30 +114,30 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def verdicts(thresholds: Thresholds, output: OutputDrift, metrics: Iterable[MetricChange] = ()) -> tuple[Verdict, ...]:
-    """Return for each limit in `thresholds` whether the measurement meets it. A metric that is NaN meets no limit, and an output
+    """Return for each limit in `thresholds` whether the measurement meets it. A value that is NaN meets no limit, and an output
     that is not finite meets no limit on the drift. metrics: the measured values of the user's own metrics.
     """
-    return *_of_output(thresholds, output), *_of_metrics(thresholds.metrics, {each.name: each for each in metrics})
+    changes = {each.name: each for each in metrics}
+    options = ((row, getattr(thresholds, row.option)) for row in figures_with_option())
+    found = [_of_figure(row.option, limit, row, output) for row, limit in options if limit is not None]
+    for each in thresholds.metrics:
+        name, row = f"{'max' if each.is_most else 'min'} {each.metric}", figure_named(each.metric)
+        if row is not None and each.metric not in changes:
+            found.append(_of_figure(name, each.limit, row, output))
+        else:
+            found.append(_of_metric(name, each, changes.get(each.metric)))
+    return tuple(found)
 
 
-def _of_metrics(limits: Iterable[MetricLimit], metrics: Mapping[str, MetricChange]) -> Iterator[Verdict]:
-    for each in limits:
-        change = metrics.get(each.metric)
-        value = None if change is None else change.difference if each.is_change else change.candidate
-        name = f"{'max' if each.is_most else 'min'} {each.metric}"
-        what = f"change of {each.metric}" if each.is_change else each.metric
-        yield Verdict(name, each.limit, value, _kept(name, each.limit, value), what=what)
+def _of_figure(name: str, limit: float, figure: Figure, output: OutputDrift) -> Verdict:
+    finite, value = not output.nonfinite and not output.nonfinite_reference, figure.of(output)
+    return Verdict(name, limit, value, _kept(name, limit, value) and finite, finite, figure.label, figure.unit)
 
 
-def _of_output(thresholds: Thresholds, output: OutputDrift) -> Iterator[Verdict]:
-    finite = not output.nonfinite and not output.nonfinite_reference
-    for name, limit, value, what, unit in (
-        ("max_kl", thresholds.max_kl, output.kl_mean, "mean KL", " nats"),
-        ("min_sqnr", thresholds.min_sqnr, output.sqnr_db, "SQNR", " dB"),
-        ("min_top1", thresholds.min_top1, output.top1_agreement, "same top-1", " %"),
-    ):
-        if limit is not None:
-            yield Verdict(name, limit, value, _kept(name, limit, value) and finite, finite, what, unit)
+def _of_metric(name: str, limit: MetricLimit, change: MetricChange | None) -> Verdict:
+    value = None if change is None else change.difference if limit.is_change else change.candidate
+    what = f"change of {limit.metric}" if limit.is_change else limit.metric
+    return Verdict(name, limit.limit, value, _kept(name, limit.limit, value), what=what)
 
 
 def _kept(name: str, limit: float, value: float | None) -> bool:
