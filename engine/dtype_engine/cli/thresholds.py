@@ -10,7 +10,7 @@ import click
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import LM_EVAL
-from dtype_engine.results.figures import figure_names
+from dtype_engine.results.figures import FIGURES
 from dtype_engine.results.thresholds import MetricLimit, Thresholds
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -105,7 +105,7 @@ def thresholds_from(values: Mapping[str, Any], metrics: Sequence[str]) -> Thresh
     """Return the limits on the drift from the values of a command's parameters, keyed by parameter name. metrics: the user's own
     metrics, as `Options.metrics` names them. Raises UserError for a limit that is not understood or has no metric.
     """
-    limits = metric_limits(values, metrics, figure_names())
+    limits = metric_limits(values, metrics, FIGURES)
     return Thresholds(values["max_kl"], values["min_sqnr"], values["min_top1"], limits)
 
 

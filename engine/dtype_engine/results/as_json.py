@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from dtype_engine.results.drift import OutputDrift
-from dtype_engine.results.figures import all_values
+from dtype_engine.results.figures import FIGURES
 
 
 def as_json(value: Any) -> Any:
@@ -18,7 +18,7 @@ def as_json(value: Any) -> Any:
     False are left out.
     """
     if isinstance(value, OutputDrift):
-        return as_json(all_values(value))
+        return as_json(value.by_name() | {row.name: row.of(value) for row in FIGURES.values()})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (field for field in dataclasses.fields(value) if field.metadata.get("json", True))
         return {field.name: as_json(getattr(value, field.name)) for field in fields}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.results.figures import Figure, figure_named, figures_with_option
+from dtype_engine.results.figures import FIGURES, Figure
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import OutputDrift
@@ -118,10 +118,11 @@ def verdicts(thresholds: Thresholds, output: OutputDrift, metrics: Iterable[Metr
     that is not finite meets no limit on the drift. metrics: the measured values of the user's own metrics.
     """
     changes = {each.name: each for each in metrics}
-    options = ((row, getattr(thresholds, row.option)) for row in figures_with_option())
+    rows = sorted((row for row in FIGURES.values() if row.option), key=lambda row: row.option)
+    options = ((row, getattr(thresholds, row.option)) for row in rows)
     found = [_of_figure(row.option, limit, row, output) for row, limit in options if limit is not None]
     for each in thresholds.metrics:
-        name, row = f"{'max' if each.is_most else 'min'} {each.metric}", figure_named(each.metric)
+        name, row = f"{'max' if each.is_most else 'min'} {each.metric}", FIGURES.get(each.metric)
         if row is not None and each.metric not in changes:
             found.append(_of_figure(name, each.limit, row, output))
         else:

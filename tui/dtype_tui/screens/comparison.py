@@ -13,7 +13,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, human_bytes, plural, seconds_text, signed
 from dtype_engine.recipe import Plan, Recipe, make_plan, tensor_bytes
 from dtype_engine.results.drift import ModuleDrift, sqnr_gain
-from dtype_engine.results.figures import About, Figure, figures_in
+from dtype_engine.results.figures import About, cells
 from dtype_engine.results.meaning import meaning
 from dtype_tui.rendering.cells import short_bytes
 from dtype_tui.rendering.loss_text import loss_mark
@@ -102,8 +102,13 @@ def _figures(one: Side, other: Side, plans: tuple[Plan, Plan]) -> Table:
     table.add_row("meaning", *(Text(word, style=ramp(word)) for word in words))
 
     def figures(*about: About) -> None:
-        for figure in figures_in("comparison", *about):
-            both(figure.label_in("comparison"), lambda entry, figure=figure: _figure(entry, figure))  # type: ignore[misc]
+        left, right = (
+            {cell.label: cell.text for cell in cells("comparison", entry.output, entry.extent, *about)}
+            for entry in (first, second)
+        )
+        for label in left:
+            if label in right:
+                row(label, left[label], right[label])
 
     figures("values")
     if first.output.nonfinite or second.output.nonfinite:
@@ -117,10 +122,6 @@ def _figures(one: Side, other: Side, plans: tuple[Plan, Plan]) -> Table:
     both("inputs", lambda entry: printable(entry.inputs, 200))
     both("settings", lambda entry: printable(str(entry.settings), 200))
     return table
-
-
-def _figure(entry: MeasuredRecipe, figure: Figure) -> str | None:
-    return figure.text_in("comparison", entry.output, entry.extent)
 
 
 def _values_lost(entry: MeasuredRecipe) -> str:

@@ -14,7 +14,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import change_text, human_bytes, plural
 from dtype_engine.reports.text_drift import extent_text, floor_text, modules_extent_text
 from dtype_engine.reports.text_memory import budget_words, cache_words, size_words
-from dtype_engine.results.figures import Figure, cells
+from dtype_engine.results.figures import About, Figure, cells
 from dtype_engine.results.meaning import meaning
 
 if TYPE_CHECKING:
@@ -52,16 +52,18 @@ def _figures(experiment: Experiment, output: OutputDrift, extent: Extent) -> Ite
     base = experiment.baseline
     if base is not None:
         yield "P", f"{printable(str(base.recipe), 200)}: {meaning(base.output).word}"
-    for cell in cells("details", output, extent, "values"):
-        yield cell.label, cell.text + _baseline(base, cell.figure)
+
+    def shown(about: About) -> Rows:
+        found = cells("details", output, extent, about)
+        return [(cell.label, cell.text + _baseline(base, cell.figure)) for cell in found]
+
+    yield from shown("values")
     if output.nonfinite:
         yield "not finite", f"{output.nonfinite:,} of {output.elements:,}"
-    for cell in cells("details", output, extent, "distribution"):
-        yield cell.label, cell.text + _baseline(base, cell.figure)
+    yield from shown("distribution")
     if guess := experiment.predicted():
         yield "predicted", f"{guess}, sum of singles"
-    for cell in cells("details", output, extent, "predictions"):
-        yield cell.label, cell.text + _baseline(base, cell.figure)
+    yield from shown("predictions")
     report = experiment.results.report
     for change in report.metrics if report is not None else ():
         pinned = None if base is None else base.metric(change.name)
@@ -70,7 +72,7 @@ def _figures(experiment: Experiment, output: OutputDrift, extent: Extent) -> Ite
 
 def _baseline(base: MeasuredRecipe | None, figure: Figure) -> str:
     value = figure.of(base.output) if base is not None else None
-    return "" if figure.short is None or value is None else f"  P {figure.short(value)}"
+    return "" if figure.baseline is None or value is None else f"  P {figure.baseline(value)}"
 
 
 def _run(report: DriftReport) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from dtype_engine.core.units import decibels, plural, scientific
 from dtype_engine.recipe import Rule
 from dtype_engine.reports.text_drift import extent_text, first_sentence, floor_text, value_sentence
 from dtype_engine.reports.text_losses import HELP as HELP_LOSSES
-from dtype_engine.results.figures import KL_MEAN, SQNR, Cell, cells, has_kl, kl_error, sqnr_error_text
+from dtype_engine.results.figures import FIGURES, Cell, cells, has_kl, kl_error, sqnr_error
 from dtype_engine.results.meaning import HELP as HELP_MEANING
 from dtype_engine.results.meaning import Word, meaning, sqnr_limits
 from dtype_engine.results.thresholds import verdicts
@@ -278,7 +278,7 @@ def _kl_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) ->
     figure = change(
         scientific(earlier) if earlier is not None else None,
         scientific(output.kl_mean),
-        worsened=earlier is not None and KL_MEAN.worsened(earlier, output.kl_mean),
+        worsened=earlier is not None and FIGURES["kl_mean"].worsened(earlier, output.kl_mean),
     )
     uncertain = f" ± {scientific(error, 0)}" if error is not None else ""
     return Text.assemble(("KL ", "dim"), figure, (f"{uncertain} nats", "dim"))
@@ -292,9 +292,9 @@ def _sqnr_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) 
     figure = change(
         decibels(earlier).removesuffix(" dB") if earlier is not None else None,
         decibels(output.sqnr_db),
-        worsened=earlier is not None and SQNR.worsened(earlier, output.sqnr_db),
+        worsened=earlier is not None and FIGURES["sqnr_db"].worsened(earlier, output.sqnr_db),
     )
-    return Text.assemble(("SQNR ", "dim"), figure, (sqnr_error_text(output, extent), "dim"))
+    return Text.assemble(("SQNR ", "dim"), figure, (sqnr_error(output, extent), "dim"))
 
 
 def _metric_line(metric: MetricChange) -> Text:
@@ -308,7 +308,7 @@ def _metric_line(metric: MetricChange) -> Text:
 
 def _other_figures(output: OutputDrift, extent: Extent, columns: int) -> list[Text]:
     """Return lines with the less important metrics of the output, two in each line if `columns` cells have room for them."""
-    shown = cells("pane" if has_kl(output) else "pane without KL", output, extent)
+    shown = cells("pane" if has_kl(output) else "pane_without_kl", output, extent)
     if has_kl(output):
         right = [cell for cell in shown if cell.figure.about == "values"]
         left = [cell for cell in shown if cell.figure.about != "values"]
@@ -328,7 +328,7 @@ def _other_figures(output: OutputDrift, extent: Extent, columns: int) -> list[Te
 
 def _figure(cell: Cell, width: int) -> Text:
     """Return the label of a figure, padded to `width` cells, and its text."""
-    return Text.assemble((f"{cell.label:<{width}}", "dim"), cell.text)
+    return Text.assemble((f"{cell.label:<{width - 1}} ", "dim"), cell.text)
 
 
 def _nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> Iterator[Text]:
