@@ -67,36 +67,41 @@ _OPTIONS = (
         "positions, such as 0.99 or 99%.",
     ),
 )
-_METRIC_OPTIONS = (
-    click.option(
-        "--min",
-        "least",
-        multiple=True,
-        metavar="METRIC=NUMBER",
-        help="Fail if the candidate's value in a metric of --metric or --eval is too low. accuracy=90%: lower than 0.9. "
-        "accuracy=-1%, with a sign: more than 0.01 below the reference's value. May be repeated.",
-    ),
-    click.option(
-        "--max",
-        "most",
-        multiple=True,
-        metavar="METRIC=NUMBER",
-        help="Fail if the candidate's value in a metric of --metric or --eval is too high. wer=10%: higher than 0.1. wer=+0.5%, "
-        "with a sign: more than 0.005 above the reference's value. May be repeated.",
-    ),
-)
+
+
+def _metric_options(figures: str = "") -> tuple[Callable[[Function], Function], ...]:
+    """Return the options --min and --max. figures: what their help says about figures of the output, if they limit those, too."""
+    return (
+        click.option(
+            "--min",
+            "least",
+            multiple=True,
+            metavar="METRIC=NUMBER",
+            help="Fail if the candidate's value in a metric of --metric or --eval is too low. accuracy=90%: lower than 0.9. "
+            f"accuracy=-1%, with a sign: more than 0.01 below the reference's value. {figures}May be repeated.",
+        ),
+        click.option(
+            "--max",
+            "most",
+            multiple=True,
+            metavar="METRIC=NUMBER",
+            help="Fail if the candidate's value in a metric of --metric or --eval is too high. wer=10%: higher than 0.1. "
+            f"wer=+0.5%, with a sign: more than 0.005 above the reference's value. {figures}May be repeated.",
+        ),
+    )
 
 
 def threshold_options(command: Function) -> Function:
     """A decorator that adds the options for limits on the drift, such as --max-kl, to a command's function."""
-    for option in reversed((*_OPTIONS, *_METRIC_OPTIONS)):
+    figures = "Or a figure of the output, by its name in --json. "
+    for option in reversed((*_OPTIONS, *_metric_options(figures))):
         command = option(command)
     return command
 
 
 def metric_options(command: Function) -> Function:
     """A decorator that adds the options for limits on the user's metrics, --min and --max, to a command's function."""
-    for option in reversed(_METRIC_OPTIONS):
+    for option in reversed(_metric_options()):
         command = option(command)
     return command
 
