@@ -69,26 +69,17 @@ _OPTIONS = (
 )
 
 
-def _metric_options(figures: str = "") -> tuple[Callable[[Function], Function], ...]:
+def _metric_options(figures: str = "") -> list[Callable[[Function], Function]]:
     """Return the options --min and --max. figures: what their help says about figures of the output, if they limit those, too."""
-    return (
+    whose = "Fail if the candidate's value in a metric of --metric or --eval is too"
+    least = "low. accuracy=90%: lower than 0.9. accuracy=-1%, with a sign: more than 0.01 below the reference's value."
+    most = "high. wer=10%: higher than 0.1. wer=+0.5%, with a sign: more than 0.005 above the reference's value."
+    return [
         click.option(
-            "--min",
-            "least",
-            multiple=True,
-            metavar="METRIC=NUMBER",
-            help="Fail if the candidate's value in a metric of --metric or --eval is too low. accuracy=90%: lower than 0.9. "
-            f"accuracy=-1%, with a sign: more than 0.01 below the reference's value. {figures}May be repeated.",
-        ),
-        click.option(
-            "--max",
-            "most",
-            multiple=True,
-            metavar="METRIC=NUMBER",
-            help="Fail if the candidate's value in a metric of --metric or --eval is too high. wer=10%: higher than 0.1. "
-            f"wer=+0.5%, with a sign: more than 0.005 above the reference's value. {figures}May be repeated.",
-        ),
-    )
+            flag, name, multiple=True, metavar="METRIC=NUMBER", help=f"{whose} {words} {figures}May be repeated."
+        )
+        for flag, name, words in (("--min", "least", least), ("--max", "most", most))
+    ]
 
 
 def threshold_options(command: Function) -> Function:

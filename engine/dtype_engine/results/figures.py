@@ -191,7 +191,8 @@ def _dp_mean_and_rms(output: OutputDrift, _: Extent) -> str | None:
     return None if mean is None or rms is None else f"mean {100 * mean:.4f} %, RMS {100 * rms:.4f} %"
 
 
-def _psnr_and_ssim(output: OutputDrift, _: Extent) -> str | None:
+def psnr_and_ssim(output: OutputDrift) -> str | None:
+    """Return `PSNR 31.25 dB, SSIM 0.912000` for an output that is a picture, otherwise None."""
     ssim = "" if output.ssim is None else f", SSIM {output.ssim:.6f}"
     return None if output.psnr_db is None else f"PSNR {decibels(output.psnr_db)}{ssim}"
 
@@ -245,7 +246,7 @@ FIGURES: dict[str, Figure] = {row.name: row for row in (
            what="values that are finite in the reference but not here",
            shown=_in("recipe", report=Shown(text=lambda output, _: f"{output.nonfinite:,} of {output.elements:,}"))),
     Figure("psnr_db", "PSNR", decibels, unit=" dB", better="more", what="of the picture, by its full range",
-           shown=_in("report", "details", "pane_without_kl", text=Shown("picture", text=_psnr_and_ssim))),
+           shown=_in("report", "details", "pane_without_kl", text=Shown("picture", text=lambda output, _: psnr_and_ssim(output)))),
     Figure("ssim", "SSIM", "{:.6f}".format, better="more", what="structural similarity of the pictures, at most 1",
            shown=_in("report", "details", pane_without_kl=Shown(text=_ssim_or_blank))),
     Figure("kl_mean", "mean KL", with_error=with_error, unit=" nats", better="less", about="distribution", option="max_kl",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -202,7 +202,7 @@ class DriftPane(Pane):
         those of the previous recipe.
         """
         before = self._comparable() if compares else None
-        head = [(_kl_line if has_kl(output) else _sqnr_line)(output, extent, before)]
+        head = [_main_line(output, extent, before)]
         rating = meaning(output, self.experiment.floor, modules)
         head.append(Text.assemble(verdict_pill(rating.word), f" {rating.why}"))
         if (base := self.experiment.baseline) is not None:
@@ -268,33 +268,21 @@ def _dimmed(line: Text) -> Text:
     return Text(line.plain, "dim")
 
 
-def _kl_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) -> Text:
-    """Return the line with the mean KL, next to the mean KL of the previous recipe (`before`). extent: the inputs that the KL
-    covers.
+def _main_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) -> Text:
+    """Return the line with the mean KL or, without one, the SQNR, next to that of the previous recipe (`before`). extent: the
+    inputs that the figure covers.
     """
-    assert output.kl_mean is not None
-    error = kl_error(output, extent)
-    earlier = before.kl_mean if before is not None else None
-    figure = change(
-        scientific(earlier) if earlier is not None else None,
-        scientific(output.kl_mean),
-        worsened=earlier is not None and FIGURES["kl_mean"].worsened(earlier, output.kl_mean),
-    )
-    uncertain = f" ± {scientific(error, 0)}" if error is not None else ""
-    return Text.assemble(("KL ", "dim"), figure, (f"{uncertain} nats", "dim"))
-
-
-def _sqnr_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) -> Text:
-    """Return the line with the SQNR, next to the SQNR of the previous recipe (`before`). extent: the inputs that the SQNR
-    covers.
-    """
-    earlier = before.sqnr_db if before is not None else None
-    figure = change(
-        decibels(earlier).removesuffix(" dB") if earlier is not None else None,
-        decibels(output.sqnr_db),
-        worsened=earlier is not None and FIGURES["sqnr_db"].worsened(earlier, output.sqnr_db),
-    )
-    return Text.assemble(("SQNR ", "dim"), figure, (sqnr_error(output, extent), "dim"))
+    name, label, after = "sqnr_db", "SQNR ", sqnr_error(output, extent)
+    form: Callable[[float], str] = decibels
+    if has_kl(output):
+        error = kl_error(output, extent)
+        name, label, after = "kl_mean", "KL ", f"{'' if error is None else f' ± {scientific(error, 0)}'} nats"
+        form = scientific
+    earlier, now = (None if each is None else FIGURES[name].of(each) for each in (before, output))
+    assert now is not None
+    shown = None if earlier is None else form(earlier).removesuffix(" dB")
+    figure = change(shown, form(now), earlier is not None and FIGURES[name].worsened(earlier, now))
+    return Text.assemble((label, "dim"), figure, (after, "dim"))
 
 
 def _metric_line(metric: MetricChange) -> Text:
