@@ -17,7 +17,7 @@ from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
 from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_progress, say_share
 from dtype_engine.cli.request import RunRequest
-from dtype_engine.cli.thresholds import threshold_options, thresholds_from
+from dtype_engine.cli.thresholds import all_limits, threshold_options
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.results.as_json import as_json
@@ -122,7 +122,7 @@ def drift(
     """
     from dtype_engine.runtime.measure.listener import MeasurementListener
 
-    thresholds = thresholds_from(limits, request.options.metrics)
+    thresholds = all_limits(limits, request.options.metrics)
     if report_file is not None:
         from dtype_engine.reports.render import check_name
 

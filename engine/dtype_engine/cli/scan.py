@@ -14,7 +14,7 @@ from dtype_engine.cli.options import ModelCommand, force_option, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
 from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_share
 from dtype_engine.cli.request import RunRequest
-from dtype_engine.cli.thresholds import metric_limits, metric_options
+from dtype_engine.cli.thresholds import min_and_max_limits, min_and_max_options
 from dtype_engine.core.errors import OutOfReach, UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.input_args import check_files
@@ -27,7 +27,7 @@ from dtype_engine.search.families import FAMILIES, loaded_scores, require_loadab
 
 if TYPE_CHECKING:
     from dtype_engine.results.scan import SearchReport
-    from dtype_engine.results.thresholds import MetricLimit
+    from dtype_engine.results.thresholds import Limit
     from dtype_engine.runtime.scan.last_scan import ScanTask
     from dtype_engine.runtime.session.session import Session
     from dtype_engine.search.pareto import Constraints
@@ -196,7 +196,7 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     help="A text file on which --verify measures the recipes, and which the scan does not use; may be repeated.",
 )
 @scan_options
-@metric_options
+@min_and_max_options
 @json_option
 def search(
     request: RunRequest,
@@ -226,7 +226,7 @@ def search(
 
     if output is not None:
         check_target(output, force)
-    limits = metric_limits(how, request.options.metrics)
+    limits = min_and_max_limits(how, request.options.metrics)
     how = {name: value for name, value in how.items() if name not in ("least", "most")}
     if limits and candidates is None:
         raise UserError("--min and --max are limits on measured metrics: add --verify K")
@@ -364,7 +364,7 @@ def _verified(
     workers: str | int | None,
     count: int,
     limit: tuple[int | None, float | None],
-    metrics: tuple[MetricLimit, ...],
+    metrics: tuple[Limit, ...],
     constraints: Constraints,
 ) -> SearchReport:
     """Measure, on the session's inputs, the recipes that a scan predicts nearest to a limit, and return a report on the best of

@@ -11,7 +11,7 @@ from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.minimize import minimize
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.scan import Candidate, SearchReport
-from dtype_engine.results.thresholds import MetricLimit, Thresholds, verdicts
+from dtype_engine.results.thresholds import Limit, verdicts
 from dtype_engine.search.pareto import Constraints, Solution
 from dtype_engine.search.sensitivity import scalar_drift
 from dtype_engine.search.solve import around, spread
@@ -38,7 +38,7 @@ def best(
     session: Session,
     found: Sequence[Solution],
     limit: tuple[int | None, float | None],
-    metrics: tuple[MetricLimit, ...],
+    metrics: tuple[Limit, ...],
     constraints: Constraints,
     over: Over | None = None,
     on_measured: Callable[[int], None] = lambda done: None,
@@ -61,8 +61,7 @@ def best(
         on_measured(done)
     within = [index for index in measured if max_drift is None or measured[index] <= max_drift]
     if within and metrics:
-        wanted_metrics = Thresholds(metrics=metrics)
-        reached = {index: verdicts(wanted_metrics, reports[index].output, reports[index].metrics) for index in within}
+        reached = {index: verdicts(metrics, reports[index].output, reports[index].metrics) for index in within}
         within = [index for index in within if all(verdict.passed for verdict in reached[index])]
         if not within:
             largest = max(reached, key=lambda index: found[index].bytes)

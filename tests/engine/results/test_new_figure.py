@@ -9,7 +9,7 @@ import yaml
 from tests.helpers.recording_engine import demo_tree, report
 from tests.helpers.toy_figure import TOY
 
-from dtype_engine.cli.thresholds import thresholds_from
+from dtype_engine.cli.thresholds import all_limits
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe, make_plan
@@ -58,11 +58,11 @@ def test_text_json_reports_and_recipe_files_have_it() -> None:
 )
 def test_min_and_max_limit_it(option: str, limit: str, says: str) -> None:
     options = {"max_kl": None, "min_sqnr": None, "min_top1": None, "least": (), "most": ()}
-    limits = thresholds_from(options | {option: (f"mean_to_max={limit}",)}, ())
+    limits = all_limits(options | {option: (f"mean_to_max={limit}",)}, ())
     (verdict,) = verdicts(limits, REPORT.output)
     assert str(verdict) == says
     with pytest.raises(UserError, match="no figure, --metric or --eval has this name"):
-        thresholds_from(options | {option: (f"mean_to={limit}",)}, ())
+        all_limits(options | {option: (f"mean_to={limit}",)}, ())
 
 
 def test_rows_name_values_and_views_that_there_are() -> None:
