@@ -6,13 +6,14 @@ import dataclasses
 import random
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe
+from dtype_engine.results.drift import NAMES
 from dtype_engine.results.pictures import Picture
 from dtype_engine.worker import events
 from dtype_engine.worker.message import Message
@@ -114,6 +115,8 @@ class RandomEvents:
             return [self._value(argument) for argument in arguments]
         if origin is dict:
             return {self._value(arguments[0]): self._value(arguments[1]) for _ in range(chance.randint(0, 3))}
+        if origin is Mapping:
+            return {name: self._value(arguments[1]) for name in NAMES if chance.random() < 0.5}
         if hint is Recipe and chance.random() < 0.9:
             return msgspec.to_builtins(chance.choice(self._recipes))
         if hint is Tree or hint is type(None):

@@ -178,7 +178,7 @@ async def pictures(app: DtypeApp, pilot: Pilot[None]) -> None:
     """The pictures of two inputs."""
     await mixed(app, pilot)
     measured = report(MIXED, 1.64e-2, modules())
-    output = dataclasses.replace(measured.output, kl_mean=None, psnr_db=31.25, ssim=0.912)
+    output = dataclasses.replace(measured.output, kl_mean=None, values={"psnr_db": 31.25, "ssim": 0.912})
     pairs = tuple(PicturePair(picture(share), picture(1 - share)) for share in (0.2, 0.4))
     await say(app, pilot, events.Measured(MIXED, dataclasses.replace(measured, output=output, pictures=pairs)))
     await pilot.press("g")

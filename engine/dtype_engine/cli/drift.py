@@ -17,7 +17,7 @@ from dtype_engine.cli.options import MEASURING, REFERENCE, ModelCommand, json_op
 from dtype_engine.cli.parallel import over_workers, workers_option
 from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_progress, say_share
 from dtype_engine.cli.request import RunRequest
-from dtype_engine.cli.thresholds import threshold_options, thresholds_from
+from dtype_engine.cli.thresholds import all_limits, threshold_options
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.results.as_json import as_json
@@ -120,7 +120,7 @@ def drift(
 
     The exit status is 1 if a limit (--max-kl, --min-sqnr, --min-top1, --min, --max) is not met.
     """
-    thresholds = thresholds_from(limits, request.options.metrics)
+    thresholds = all_limits(limits, request.options.metrics)
     _refuse_targets(save_recipe, report_file, force)
     if request.options.reference_bytes is None and not suggest:
         # Nothing is measured a second time, so no outputs need to be kept.

@@ -15,7 +15,7 @@ from dtype_engine.cli.options import METRICS, REFERENCE, ModelCommand, force_opt
 from dtype_engine.cli.parallel import over_workers, workers_option
 from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_share
 from dtype_engine.cli.request import RunRequest
-from dtype_engine.cli.thresholds import metric_limits, metric_options
+from dtype_engine.cli.thresholds import min_and_max_limits, min_and_max_options
 from dtype_engine.core.errors import OutOfReach, UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.input_args import check_files
@@ -28,7 +28,7 @@ from dtype_engine.search.families import FAMILIES, loaded_scores, require_loadab
 
 if TYPE_CHECKING:
     from dtype_engine.results.scan import SearchReport
-    from dtype_engine.results.thresholds import MetricLimit
+    from dtype_engine.results.thresholds import Limit
     from dtype_engine.runtime.scan.last_scan import ScanTask
     from dtype_engine.runtime.session.session import Session
     from dtype_engine.search.pareto import Constraints
@@ -215,7 +215,7 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     help="A text file on which --verify measures the recipes, and which the scan does not use; may be repeated.",
 )
 @scan_options
-@metric_options
+@min_and_max_options
 @json_option
 def search(
     request: RunRequest,
@@ -245,7 +245,7 @@ def search(
 
     if output is not None:
         check_target(output, force)
-    limits = metric_limits(how, request.options.metrics)
+    limits = min_and_max_limits(how, request.options.metrics)
     scanning = _Scanning(**{name: value for name, value in how.items() if name not in ("least", "most")})
     _check_limits(budget, max_predicted, limits, candidates is not None)
     if (candidates is None and held_out) or (candidates is not None and not held_out and not request.options.metrics):
@@ -311,15 +311,13 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
     answer(f"{output}: {whole.parts} parts of {len(files)} files")
 
 
-def _check_limits(
-    budget: str | None, max_predicted: float | None, metrics: tuple[MetricLimit, ...], verifies: bool
-) -> None:
-    """Raise UserError unless the user has given one limit. metrics: the values of --min and --max. verifies: whether --verify is
+def _check_limits(budget: str | None, max_predicted: float | None, limits: tuple[Limit, ...], verifies: bool) -> None:
+    """Raise UserError unless the user has given one limit. limits: those of --min and --max. verifies: whether --verify is
     given.
     """
-    if metrics and not verifies:
+    if limits and not verifies:
         raise UserError("--min and --max are limits on measured metrics: add --verify K")
-    if (budget is not None and max_predicted is not None) or (budget is None and max_predicted is None and not metrics):
+    if (budget is not None and max_predicted is not None) or (budget is None and max_predicted is None and not limits):
         raise UserError("give either --budget or --max-predicted")
     if budget is not None:
         parse_bytes(budget, 0)
@@ -390,7 +388,7 @@ def _verified(
     workers: str | int | None,
     count: int,
     limit: tuple[int | None, float | None],
-    metrics: tuple[MetricLimit, ...],
+    metrics: tuple[Limit, ...],
     constraints: Constraints,
 ) -> SearchReport:
     """Measure, on the session's inputs, the recipes that a scan predicts nearest to a limit, and return a report on the best of

@@ -10,7 +10,8 @@ import click
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import LM_EVAL
-from dtype_engine.results.thresholds import MetricLimit, Thresholds
+from dtype_engine.results.figures import FIGURES
+from dtype_engine.results.thresholds import Limit
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -66,56 +67,61 @@ _OPTIONS = (
         "positions, such as 0.99 or 99%.",
     ),
 )
-_METRIC_OPTIONS = (
-    click.option(
-        "--min",
-        "least",
-        multiple=True,
-        metavar="METRIC=NUMBER",
-        help="Fail if the candidate's value in a metric of --metric or --eval is too low. accuracy=90%: lower than 0.9. "
-        "accuracy=-1%, with a sign: more than 0.01 below the reference's value. May be repeated.",
-    ),
-    click.option(
-        "--max",
-        "most",
-        multiple=True,
-        metavar="METRIC=NUMBER",
-        help="Fail if the candidate's value in a metric of --metric or --eval is too high. wer=10%: higher than 0.1. wer=+0.5%, "
-        "with a sign: more than 0.005 above the reference's value. May be repeated.",
-    ),
-)
+
+
+_IS_TOO = "Fail if a figure of the output, by its name in --json, or the candidate's value in a metric of --metric or --eval is too"
+_MIN_AND_MAX = [
+    click.option(flag, name, multiple=True, metavar="METRIC=NUMBER", help=f"{_IS_TOO} {words} May be repeated.")
+    for flag, name, words in (
+        (
+            "--min",
+            "least",
+            "low. accuracy=90%: lower than 0.9. accuracy=-1%, with a sign: more than 0.01 below the reference's value.",
+        ),
+        (
+            "--max",
+            "most",
+            "high. wer=10%: higher than 0.1. wer=+0.5%, with a sign: more than 0.005 above the reference's value.",
+        ),
+    )
+]
 
 
 def threshold_options(command: Function) -> Function:
     """A decorator that adds the options for limits on the drift, such as --max-kl, to a command's function."""
-    for option in reversed((*_OPTIONS, *_METRIC_OPTIONS)):
+    for option in reversed((*_OPTIONS, *_MIN_AND_MAX)):
         command = option(command)
     return command
 
 
-def metric_options(command: Function) -> Function:
-    """A decorator that adds the options for limits on the user's metrics, --min and --max, to a command's function."""
-    for option in reversed(_METRIC_OPTIONS):
+def min_and_max_options(command: Function) -> Function:
+    """A decorator that adds the options --min and --max to a command's function."""
+    for option in reversed(_MIN_AND_MAX):
         command = option(command)
     return command
 
 
-def thresholds_from(values: Mapping[str, Any], metrics: Sequence[str]) -> Thresholds:
-    """Return the limits on the drift from the values of a command's parameters, keyed by parameter name. metrics: the user's own
-    metrics, as `Options.metrics` names them. Raises UserError for a limit that is not understood or has no metric.
+def all_limits(values: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Limit, ...]:
+    """Return the limits that all options set. The arguments and errors are those of `min_and_max_limits`."""
+    rows = sorted((row for row in FIGURES.values() if row.option), key=lambda row: row.option)
+    single = (Limit(row.option, row.name, values[row.option]) for row in rows if values[row.option] is not None)
+    return *single, *min_and_max_limits(values, metrics)
+
+
+def min_and_max_limits(values: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Limit, ...]:
+    """Return the limits that --min and --max set. values: those of a command's parameters, keyed by parameter name. metrics: the
+    user's own metrics, as `Options.metrics` names them. Raises UserError for a limit that is not understood, and for a name that
+    neither a figure nor a metric has.
     """
-    limits = metric_limits(values, metrics)
-    return Thresholds(values["max_kl"], values["min_sqnr"], values["min_top1"], limits)
-
-
-def metric_limits(values: Mapping[str, Any], metrics: Sequence[str]) -> tuple[MetricLimit, ...]:
-    """Return the limits that --min and --max set. The arguments and errors are those of `thresholds_from`."""
-    limits = [MetricLimit.parse(text, name == "most") for name in ("least", "most") for text in values[name]]
+    limits = [
+        *(Limit.parse(text, "min") for text in values["least"]),
+        *(Limit.parse(text, "max") for text in values["most"]),
+    ]
     names = {metric.rpartition(":")[2] for metric in metrics}
     for limit in limits:
-        if limit.metric not in names and not any(metric.startswith(LM_EVAL) for metric in metrics):
+        if limit.name not in names.union(FIGURES) and not any(metric.startswith(LM_EVAL) for metric in metrics):
             raise UserError(
-                f"--{'max' if limit.is_most else 'min'} {limit.metric}: no --metric or --eval has this name"
+                f"--{limit.option}: no figure, --metric or --eval has this name"
                 + (f"; there is {', '.join(sorted(names))}" if names else "")
             )
     return tuple(limits)

@@ -90,6 +90,12 @@ def percent_with_error(share: float, error: float | None) -> str:
     return f"{100 * share:.2f}" + (f" ± {100 * error:.2f} %" if error is not None else " %")
 
 
+def scientific(value: float, digits: int = 2) -> str:
+    """Return a number in scientific notation with an exponent as short as possible, such as `2.26e-5`."""
+    mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+
+
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun in the singular or plural, such as `1 tensor` or `1,200 tensors`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

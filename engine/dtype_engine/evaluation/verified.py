@@ -12,7 +12,7 @@ from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.minimize import minimize
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.scan import Candidate, SearchReport
-from dtype_engine.results.thresholds import MetricLimit, Thresholds, verdicts
+from dtype_engine.results.thresholds import Limit, verdicts
 from dtype_engine.search.pareto import Constraints, Solution
 from dtype_engine.search.sensitivity import scalar_drift
 from dtype_engine.search.solve import around, spread
@@ -39,7 +39,7 @@ def best(
     session: Session,
     found: Sequence[Solution],
     limit: tuple[int | None, float | None],
-    metrics: tuple[MetricLimit, ...],
+    metrics: tuple[Limit, ...],
     constraints: Constraints,
     over: Over | None = None,
     on_measured: Callable[[int], None] = lambda done: None,
@@ -89,13 +89,12 @@ def best(
 
 
 def _reaching(
-    limits: tuple[MetricLimit, ...], within: list[int], reports: Mapping[int, DriftReport], found: Sequence[Solution]
+    limits: tuple[Limit, ...], within: list[int], reports: Mapping[int, DriftReport], found: Sequence[Solution]
 ) -> list[int]:
-    """Return those of the solutions with the indexes `within` that meet the limits on the user's metrics. Raises OutOfReach if none
+    """Return those of the solutions with the indexes `within` that meet the limits. Raises OutOfReach if none
     does. reports: the measurements by index. found: all solutions.
     """
-    wanted = Thresholds(metrics=limits)
-    verdicts_of = {index: verdicts(wanted, reports[index].output, reports[index].metrics) for index in within}
+    verdicts_of = {index: verdicts(limits, reports[index].output, reports[index].metrics) for index in within}
     reaching = [index for index in within if all(verdict.passed for verdict in verdicts_of[index])]
     if not reaching:
         largest = max(within, key=lambda index: found[index].bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.tree import Tree
@@ -11,29 +10,19 @@ from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe.file import Figure, write_recipe
 from dtype_engine.recipe.plan import Plan, RuleEffect
 from dtype_engine.results.drift import DriftReport
+from dtype_engine.results.figures import figures_in
 from dtype_engine.results.losses import ValueLoss, severe
 
 _DIGITS = 6
 """Significant digits of a metric: enough to compare runs, and few enough that rounding noise does not change the file."""
 
-UNITS: dict[str, str] = {
+_COMMENTS = {
     "reference": "what the drift is measured from",
     "stored_bytes": "tensors as stored",
     "planned_bytes": "under these rules, exact",
-    "mean_abs": "of the main output, against the reference",
-    "sqnr_db": "decibels",
-    "kl_mean": "nats per position",
-    "kl_mean_se": "its standard error",
-    "kl_p99": "nats",
-    "kl_max": "nats",
-    "top1_agreement": "share of positions, 1 is all",
     "overflowed": "values of weights that became infinite",
     "vanished": "values of weights that became zero",
 }
-_OF_OUTPUT = (
-    "mean_abs", "max_abs", "rel_l2", "sqnr_db", "cosine", "nonfinite", "kl_mean", "kl_mean_se", "kl_p99", "kl_max",
-    "top1_agreement", "perplexity_reference", "perplexity_candidate",
-)  # fmt: skip
 
 
 def figures(plan: Plan, report: DriftReport | None, versions: Mapping[str, str] | None = None) -> dict[str, Figure]:
@@ -42,10 +31,10 @@ def figures(plan: Plan, report: DriftReport | None, versions: Mapping[str, str] 
     """
     measured: dict[str, Figure] = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
     if report is not None:
-        for name in _OF_OUTPUT:
-            value: Any = getattr(report.output, name)
+        for row in figures_in("recipe"):
+            value = row.of(report.output)
             if value is not None:
-                measured[name] = float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+                measured[row.name] = float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
         measured |= {f"metric {change.name}": str(change) for change in report.metrics}
         measured |= {"output": report.output_name, "inputs": report.inputs_run, "reference": report.reference}
         measured["device"] = report.device
@@ -75,7 +64,7 @@ def recipe_text(
         settings,
         figures(plan, report, versions) | _loss_totals(losses),
         comments=[_selected_text(effect) for effect in plan.effects(tree)],
-        units=UNITS,
+        units=_COMMENTS | {row.name: row.comment for row in figures_in("recipe") if row.comment},
         lost=[*severe(losses or ()), *(loss for loss in losses or () if loss.is_rounding)],
     )
 

@@ -14,15 +14,12 @@ from dtype_engine.core.units import (
     decibels,
     human_bytes,
     human_count,
-    percent_with_error,
-    perplexity_text,
     seconds_text,
-    with_error,
 )
 from dtype_engine.recipe import Plan
 from dtype_engine.recipe.serving_memory import cache_change, default_context
 from dtype_engine.reports.blocks import BarChart, Identifier, Pictures, Report, Section, StackedBars, Table
-from dtype_engine.reports.overview import plain_sentence, size_tile, third_tile, top1_words, verdict_tile
+from dtype_engine.reports.overview import plain_sentence, size_tile, third_tile, verdict_tile
 from dtype_engine.reports.text import WEIGHTS_ONLY, cache_change_text, mix_text
 from dtype_engine.reports.text_drift import (
     first_sentence,
@@ -34,6 +31,7 @@ from dtype_engine.reports.text_drift import (
 from dtype_engine.reports.text_losses import HELP
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ModuleDrift, worst_modules
+from dtype_engine.results.figures import cells
 from dtype_engine.results.losses import ValueLoss, severe
 from dtype_engine.results.meaning import HELP as MEANING_HELP
 from dtype_engine.results.meaning import meaning
@@ -204,36 +202,11 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
     said = meaning(output, None, drift.modules)
     rows = [
         ("meaning", said.word, said.why),
-        ("mean |Δ|", f"{output.mean_abs:.4e}", "mean absolute difference of the output"),
-        ("max |Δ|", f"{output.max_abs:.4e}", "largest absolute difference"),
-        ("relative L2", f"{output.rel_l2:.4e}", "norm of the difference over that of the reference"),
-        ("SQNR", decibels(output.sqnr_db), "power of the reference over that of the difference"),
-        ("cosine", f"{output.cosine:.8f}", "between both outputs"),
-        (
-            "non-finite",
-            f"{output.nonfinite:,} of {output.elements:,}",
-            "values that are finite in the reference but not here",
+        *(
+            (cell.label, cell.text, cell.figure.what.format(positions=output.positions))
+            for cell in cells("report", output, drift.sequences)
         ),
     ]
-    if output.psnr_db is not None:
-        rows.append(("PSNR", decibels(output.psnr_db), "of the picture, by its full range"))
-    if output.ssim is not None:
-        rows.append(("SSIM", f"{output.ssim:.6f}", "structural similarity of the pictures, at most 1"))
-    if output.kl_mean is not None:
-        what = f"nats per position, {output.positions:,} positions, ± standard error"
-        rows.append(("KL, mean", with_error(output.kl_mean, output.kl_mean_se), what))
-        rows += [(f"KL, {name}", f"{value:.4e}", "nats") for name, value in output.kl_tail.items()]
-    if output.top1_agreement is not None:
-        top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
-        rows.append((top1_words(drift), top1, "of positions"))
-    if output.perplexity_reference is not None and output.perplexity_candidate is not None:
-        perplexities = " → ".join(map(perplexity_text, (output.perplexity_reference, output.perplexity_candidate)))
-        ratio = with_error(output.log_ratio or 0.0, output.log_ratio_se)
-        rows.append(("perplexity", perplexities, "reference → candidate"))
-        rows.append(("ln ratio", ratio, "of the perplexities, ± standard error"))
-    if output.dp_mean is not None and output.dp_rms is not None:
-        rows.append(("Δp, mean", f"{100 * output.dp_mean:.4f} %", "change of the right token's probability"))
-        rows.append(("Δp, RMS", f"{100 * output.dp_rms:.4f} %", ""))
     for change in drift.metrics:
         how = "resamples of the examples" if change.resampled else "the examples"
         what = f"{change.changed:,} of {change.examples:,} examples changed, ± paired standard error over {how}"

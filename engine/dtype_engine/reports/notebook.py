@@ -5,7 +5,7 @@ from __future__ import annotations
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
-from dtype_engine.core.units import decibels, human_bytes, with_error
+from dtype_engine.core.units import human_bytes, with_error
 from dtype_engine.recipe import Plan, Recipe, make_plan
 from dtype_engine.reports.blocks import Identifier, Report, Section, Table
 from dtype_engine.reports.document import drift_section, picture_sections, rules_section, tree_section, worst_table
@@ -14,6 +14,7 @@ from dtype_engine.reports.overview import size_tile, verdict_tile
 from dtype_engine.reports.text import cache_change_text
 from dtype_engine.reports.text_scan import totals_heading
 from dtype_engine.results.drift import DriftReport, worst_modules
+from dtype_engine.results.figures import cells
 from dtype_engine.results.meaning import meaning
 from dtype_engine.results.scan import ScanReport
 
@@ -80,8 +81,7 @@ def scan_html(report: ScanReport) -> str:
 def drift_repr(report: DriftReport) -> str:
     """Return the `repr` of a drift report: its main metrics in five lines."""
     output, memory = report.output, report.memory
-    figures = [] if output.kl_mean is None else [f"KL {with_error(output.kl_mean, output.kl_mean_se)} nats"]
-    figures += [f"SQNR {decibels(output.sqnr_db)}", f"max |Δ| {output.max_abs:.4e}"]
+    figures = [f"{cell.label} {cell.text}" for cell in cells("repr", output, report.sequences)]
     rules = ", ".join(report.rules) or "none: as stored"
     return (
         f"DriftReport: {printable(report.model, 100)} on {report.device} against {report.reference}\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from dtype_engine.core.text import printable
@@ -11,10 +10,11 @@ from dtype_engine.core.units import human_bytes, percent
 from dtype_engine.recipe import Plan
 from dtype_engine.reports.blocks import Tile
 from dtype_engine.reports.text import mix_text, speed_cells
-from dtype_engine.reports.text_drift import first_sentence, kl_text, reference_words, sqnr_text
+from dtype_engine.reports.text_drift import first_sentence, reference_words
 from dtype_engine.reports.text_losses import headline
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport
+from dtype_engine.results.figures import main_text
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.meaning import GRADES, meaning
 from dtype_engine.results.runs import SpeedReport
@@ -51,24 +51,16 @@ def verdict_tile(drift: DriftReport | None, no_drift: str = "", nonfinite: NonFi
     details = []
     if output.nonfinite:
         details.append(f"{output.nonfinite:,} of {output.elements:,} values")
-    elif output.kl_mean is not None and not math.isnan(output.kl_mean):
-        details.append(f"KL {kl_text(output, drift.sequences)} nats")
     else:
-        details.append(f"SQNR {sqnr_text(output, drift.sequences)}")
+        details.append(main_text(output, drift.sequences))
     if output.top1_agreement is not None:
-        details.append(f"{top1_words(drift)}: {100 * output.top1_agreement:.2f} %")
+        item = "token" if drift.sequences.of_tokens else "class"
+        details.append(f"same top-1 {item}: {100 * output.top1_agreement:.2f} %")
     details += [f"{printable(change.name)} {change.short}" for change in drift.metrics[:2]]
     details.append(said.why)
     if nonfinite is not None:  # a module may be, although the output is finite
         details.append(f"values stop being finite {first_sentence(nonfinite)}")
     return Tile("drift", said.word, tuple(details), GRADES[said.word])
-
-
-def top1_words(drift: DriftReport) -> str:
-    """Return the name of the metric top-1 agreement: `same top-1 token` or, if the model's positions are not tokens of a text,
-    `same top-1 class`.
-    """
-    return f"same top-1 {'token' if drift.sequences.of_tokens else 'class'}"
 
 
 def third_tile(planned: Totals, speed: SpeedReport | None) -> Tile:

@@ -12,21 +12,19 @@ from dtype_engine.core.units import (
     decibels,
     human_bytes,
     percent,
-    percent_with_error,
-    perplexity_text,
     plural,
     seconds_text,
     share_text,
-    with_error,
 )
 from dtype_engine.reports.text_drift import modules_extent_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.coverage import Coverage
+from dtype_engine.results.figures import About, cells
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Totals
-    from dtype_engine.results.drift import DriftReport, ImplicitCastStats, OutputDrift
+    from dtype_engine.results.drift import DriftReport, ImplicitCastStats
     from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow
     from dtype_engine.results.weights import SkippedTensor, WeightError
 
@@ -164,32 +162,14 @@ def drift_text(report: DriftReport) -> str:
         *([f"settings   {report.settings}"] if report.settings != "defaults" else []),
         f"inputs     {report.inputs_run}",
         f"output     {report.output_name}, {output.elements:,} elements",
-        f"mean |Δ|   {output.mean_abs:.4e}",
-        f"max |Δ|    {output.max_abs:.4e}",
-        f"rel. L2    {output.rel_l2:.4e}",
-        f"SQNR       {decibels(output.sqnr_db)}",
-        f"cosine     {output.cosine:.8f}",
-        *picture_lines(output),
+        *_figure_lines(report, "values"),
         f"non-finite {output.nonfinite}",
         *(loss_lines(report.lost) if report.lost is not None else [NOT_COUNTED]),
     ]
-    if output.kl_mean is not None:
-        lines.append(
-            f"KL         mean {with_error(output.kl_mean, output.kl_mean_se)} nats over {output.positions} positions"
-        )
-        lines.append("           " + ", ".join(f"{name} {value:.3e}" for name, value in output.kl_tail.items()))
+    lines += _figure_lines(report, "distribution")
     if not report.sequences.whole and (error := report.sequences.error) is not None:
         lines.append(f"           over all inputs it may be {100 * error:.1f} % more or less: one standard error")
-    if output.top1_agreement is not None:
-        top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
-        lines.append(f"same top-1 {top1} of positions")
-    if output.perplexity_reference is not None and output.perplexity_candidate is not None:
-        lines.append(
-            f"perplexity {perplexity_text(output.perplexity_reference)} → {perplexity_text(output.perplexity_candidate)}, ln ratio "
-            f"{with_error(output.log_ratio or 0.0, output.log_ratio_se)}"
-        )
-        if output.dp_mean is not None and output.dp_rms is not None:
-            lines.append(f"Δp         mean {100 * output.dp_mean:.4f} %, RMS {100 * output.dp_rms:.4f} %")
+    lines += _figure_lines(report, "predictions")
     lines += [f"{'metric':<10} {printable(change.name)} {change}" for change in report.metrics]
     lines.append(
         f"memory     stored {human_bytes(memory.stored_bytes or 0)} → planned {human_bytes(memory.planned_bytes or 0)}; "
@@ -217,12 +197,8 @@ def drift_text(report: DriftReport) -> str:
     return "\n".join(lines)
 
 
-def picture_lines(output: OutputDrift) -> list[str]:
-    """Return a line with the PSNR and the SSIM of an output that is a picture. For any other output, return no line."""
-    if output.psnr_db is None:
-        return []
-    ssim = "" if output.ssim is None else f", SSIM {output.ssim:.6f}"
-    return [f"picture    PSNR {decibels(output.psnr_db)}{ssim}"]
+def _figure_lines(report: DriftReport, about: About) -> list[str]:
+    return [f"{cell.label:<10} {cell.text}" for cell in cells("text", report.output, report.sequences, about)]
 
 
 def flow_text(casts: Sequence[ImplicitCastStats]) -> str:

@@ -10,6 +10,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, plural
 from dtype_engine.reports.text_table import table_lines
+from dtype_engine.results.figures import main_text
 from dtype_engine.results.meaning import meaning
 
 if TYPE_CHECKING:
@@ -43,25 +44,6 @@ def extent_text(extent: Extent) -> str:
     return f"{extent.done:,} of {plural(extent.total, whole)}, {plural(extent.positions, part)}{extent.left_out_text}"
 
 
-def kl_text(output: OutputDrift, extent: Extent) -> str:
-    """Return the mean KL in nats ± its standard error, as in `1.234e-03 ± 2e-05`. If all inputs were run, this is the error over
-    positions; otherwise, the error of the estimate for all inputs.
-    """
-    assert output.kl_mean is not None
-    error = output.kl_mean_se
-    if not extent.whole:
-        error = None if extent.kl_error is None else abs(output.kl_mean) * extent.kl_error
-    return f"{output.kl_mean:.3e}" + ("" if error is None else f" ± {error:.0e}")
-
-
-def sqnr_text(output: OutputDrift, extent: Extent) -> str:
-    """Return the SQNR as `43.17 dB`. If not all inputs were run, add the standard error of the estimate: `43.17 dB ± 0.40`."""
-    words = decibels(output.sqnr_db)
-    if extent.whole or extent.rel_l2_error is None or not math.isfinite(output.sqnr_db):
-        return words
-    return f"{words} ± {20 / math.log(10) * extent.rel_l2_error:.2f}"
-
-
 def modules_extent_text(report: DriftReport) -> str:
     """Return on how many sequences the outputs of modules were compared, as in `2 of 6 sequences`, or "" if they were compared on
     all.
@@ -77,10 +59,7 @@ def partial_text(reading: PartialDrift) -> str:
     output, extent = reading.output, reading.extent
     if output.nonfinite:
         return "not finite"
-    figure = f"SQNR {sqnr_text(output, extent)}"
-    if output.kl_mean is not None and not math.isnan(output.kl_mean):
-        figure = f"KL {kl_text(output, extent)} nats"
-    return f"{figure}, {extent_text(extent).split(',')[0]}"
+    return f"{main_text(output, extent)}, {extent_text(extent).split(',')[0]}"
 
 
 def floor_text(floor: NoiseFloor) -> str:

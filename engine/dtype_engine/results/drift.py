@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import Name
@@ -21,14 +21,28 @@ from dtype_engine.results.memory import MemoryStats
 from dtype_engine.results.metrics import MetricChange
 from dtype_engine.results.pictures import PicturePair
 
+NAMES = (
+    "elements", "mean_abs", "max_abs", "rel_l2", "sqnr_db", "cosine", "nonfinite", "positions", "kl_mean", "kl_mean_se",
+    "kl_median", "kl_p95", "kl_p99", "kl_p999", "kl_max", "top1_agreement", "top1_agreement_se", "scored_tokens", "dp_mean",
+    "dp_mean_se", "dp_rms", "dp_p1", "dp_p99", "perplexity_reference", "perplexity_candidate", "log_ratio", "log_ratio_se",
+    "kl_p90", "kl_p10", "kl_p5", "kl_p1", "kl_p01", "kl_min", "dp_rms_se", "dp_max", "dp_p999", "dp_p95", "dp_p90", "dp_p75",
+    "dp_median", "dp_p25", "dp_p10", "dp_p5", "dp_p01", "dp_min", "perplexity_reference_se", "perplexity_candidate_se",
+    "perplexity_correlation", "perplexity_ratio", "perplexity_ratio_se", "perplexity_difference", "perplexity_difference_se",
+    "psnr_db", "ssim", "nonfinite_reference",
+)  # fmt: skip
+"""The names of what is measured of an output, in the order of JSON.
+
+`kl_` is about KL(p ‖ q) in nats per position, with p the reference's distribution and q the candidate's. `dp_` is about q - p of
+the actual next token, from -1 to 1. `_se` is the standard error of a mean over positions. Percentiles (`_p999` is the 99.9th,
+`_p01` the 0.1th) need 100 positions. `runtime/numerics/compare/metrics.py` says how each is computed, and by whose definition.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputDrift:
     """How far the candidate's main output is from the reference's, over all elements, computed in float64.
 
-    c is the candidate's output and r the reference's. q is the candidate's distribution over classes at a position, and p the
-    reference's. `_se` is the standard error of a mean over positions. Percentiles (`_p999` is the 99.9th, `_p01` the 0.1th) need
-    100 positions. `runtime/numerics/compare/metrics.py` says how each metric is computed, and by whose definition.
+    Each of `NAMES` is an attribute. It is None where it was not measured. c is the candidate's output and r the reference's.
     """
 
     elements: int
@@ -38,107 +52,43 @@ class OutputDrift:
     max_abs: float
     """The largest absolute difference between the candidate's and the reference's output, in the output's own unit."""
     rel_l2: float
-    """The relative L2 error, ‖c - r‖ / ‖r‖. c is the candidate's output, r the reference's."""
+    """The relative L2 error, ‖c - r‖ / ‖r‖."""
     sqnr_db: float
     """20 log10(‖r‖ / ‖c - r‖) in decibels: the size of the reference r over that of the error c - r. Infinity if c equals r."""
     cosine: float
-    """The cosine similarity r·c / (‖r‖ ‖c‖) of the reference's output r and the candidate's output c."""
+    """The cosine similarity r·c / (‖r‖ ‖c‖)."""
     nonfinite: int
     """The number of elements of the candidate's output that are not finite and differ from the reference's."""
-
-    # The fields below are set where the output holds a distribution at each position: p is the reference's, q the candidate's.
-    positions: int | None = None
-    kl_mean: float | None = None
-    """The mean of KL(p ‖ q) = Σ p log(p / q) over positions; p is the reference's distribution, q the candidate's. All `kl_` fields
-    are in nats per position.
-    """
-    kl_mean_se: float | None = None
-    kl_median: float | None = None
-    kl_p95: float | None = None
-    kl_p99: float | None = None
-    kl_p999: float | None = None
-    kl_max: float | None = None
-    top1_agreement: float | None = None
-    """The share of positions (0 to 1) at which the candidate and the reference have the same most likely class."""
-    top1_agreement_se: float | None = None
-
-    # The fields below are set where the next token of the text is known.
-    scored_tokens: int | None = None
-    """At how many positions the actual next token is known, so that its probability can be compared."""
-    dp_mean: float | None = None
-    """The mean of q - p: the probability of the actual next token under the candidate, minus that under the reference. All `dp_`
-    fields are about this difference, which is between -1 and 1.
-    """
-    dp_mean_se: float | None = None
-    dp_rms: float | None = None
-    dp_p1: float | None = None
-    dp_p99: float | None = None
-    perplexity_reference: float | None = None
-    """The reference's perplexity: exp of the mean of -log p, where p is its probability of the actual next token."""
-    perplexity_candidate: float | None = None
-    """The candidate's perplexity: exp of the mean of -log q, where q is its probability of the actual next token."""
-    log_ratio: float | None = None
-    """ln(perplexity_candidate / perplexity_reference): the mean log-probability of the next token, reference minus candidate."""
-    log_ratio_se: float | None = None
-
-    # The other figures that `llama-perplexity --kl-divergence` prints.
-    kl_p90: float | None = None
-    kl_p10: float | None = None
-    kl_p5: float | None = None
-    kl_p1: float | None = None
-    kl_p01: float | None = None
-    kl_min: float | None = None
-    dp_rms_se: float | None = None
-    dp_max: float | None = None
-    dp_p999: float | None = None
-    dp_p95: float | None = None
-    dp_p90: float | None = None
-    dp_p75: float | None = None
-    dp_median: float | None = None
-    dp_p25: float | None = None
-    dp_p10: float | None = None
-    dp_p5: float | None = None
-    dp_p01: float | None = None
-    dp_min: float | None = None
-    perplexity_reference_se: float | None = None
-    perplexity_candidate_se: float | None = None
-    perplexity_correlation: float | None = None
-    """Pearson's correlation, over positions, of the candidate's loss with the reference's. The loss is -log of the probability of
-    the actual next token.
-    """
-    perplexity_ratio: float | None = None
-    """perplexity_candidate / perplexity_reference."""
-    perplexity_ratio_se: float | None = None
-    perplexity_difference: float | None = None
-    """perplexity_candidate - perplexity_reference."""
-    perplexity_difference_se: float | None = None
-
-    # The fields below are set where the output is a picture or a video (`runtime/numerics/compare/pictures.py`).
-    psnr_db: float | None = None
-    """If the output is a picture: the peak signal-to-noise ratio of the candidate's picture in dB; infinity if both pictures are
-    equal.
-    """
-    ssim: float | None = None
-    """If the output is a picture: the mean structural similarity (SSIM) of the two pictures, at most 1. None if they are smaller
-    than SSIM's window of 11 x 11 pixels.
-    """
-
     nonfinite_reference: int = 0
     """The number of elements of the reference's output that are NaN or +infinity. -infinity is not counted, since masks have it."""
+    positions: int | None = None
+    """At how many positions the output has a distribution. None if it has none."""
+    kl_mean: float | None = None
+    """The mean of KL(p ‖ q) = Σ p log(p / q) over positions, in nats."""
+    kl_mean_se: float | None = None
+    top1_agreement: float | None = None
+    """The share of positions (0 to 1) at which the candidate and the reference have the same most likely class."""
+    scored_tokens: int | None = None
+    """At how many positions the actual next token is known, so that its probability can be compared."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Whatever else was measured, by name."""
 
-    @property
-    def kl_tail(self) -> dict[str, float]:
-        """The KL percentiles that reports show, in nats, by label: "median", "p95", ..., "max". Percentiles that were not measured
-        are left out.
-        """
-        tail = {
-            "median": self.kl_median,
-            "p95": self.kl_p95,
-            "p99": self.kl_p99,
-            "p99.9": self.kl_p999,
-            "max": self.kl_max,
-        }
-        return {name: value for name, value in tail.items() if value is not None}
+    @classmethod
+    def fields_of(cls, values: Mapping[str, float | None]) -> dict[str, Any]:
+        """Return the fields of an output with these values, which are keyed by name as in JSON."""
+        known = {name: value for name, value in values.items() if value is not None}
+        own = {name: known.pop(name) for name in cls.__slots__ if name in known}
+        return own | {"values": known}
+
+    def __getattr__(self, name: str) -> float | None:
+        """Return one of `values`, or None if it was not measured."""
+        if name not in NAMES and (name == "values" or name not in self.values):
+            raise AttributeError(f"a drift has no figure {name!r}")
+        return self.values.get(name)
+
+    def by_name(self) -> dict[str, float | None]:
+        """Return everything that is measured of an output, by name. It is None where it was not measured."""
+        return {name: getattr(self, name) for name in (*NAMES, *self.values)}
 
 
 @dataclass(frozen=True, slots=True)

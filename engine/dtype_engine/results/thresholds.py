@@ -3,56 +3,45 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.results.figures import FIGURES
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import OutputDrift
     from dtype_engine.results.metrics import MetricChange
 
 
-class MetricLimit(msgspec.Struct, frozen=True):
-    """A limit on one of the user's metrics: on its value for the candidate, or on how far this is from the reference's value."""
+class Limit(msgspec.Struct, frozen=True):
+    """A limit on a figure of the output or on one of the user's metrics."""
 
-    metric: str
+    option: str
+    """The command-line option that sets the limit, without dashes at its beginning: `max_kl`, or `min accuracy` for `--min` and
+    `--max`. It begins with `max` if the limit is a maximum.
+    """
+    name: str
+    """The name of the figure or metric."""
     limit: float
-    is_most: bool
-    """Whether the limit is a maximum (`--max`) and not a minimum (`--min`)."""
-    is_change: bool
-    """What is limited. True: the candidate's value minus the reference's. False: the candidate's value."""
+    is_change: bool = False
+    """What is limited of a metric. True: the candidate's value minus the reference's. False: the candidate's value."""
 
     @classmethod
-    def parse(cls, text: str, is_most: bool) -> MetricLimit:
-        """Parse a limit on a metric. `accuracy=0.9` and `accuracy=90%` limit the candidate's value. A number with a sign, as in
-        `accuracy=-0.01` or `accuracy=-1%`, limits its difference from the reference's value. % divides by 100. Raises UserError.
+    def parse(cls, text: str, kind: Literal["min", "max"]) -> Limit:
+        """Parse the value of `--min` or `--max`. `accuracy=0.9` and `accuracy=90%` limit the candidate's value. A number with a
+        sign, as in `accuracy=-0.01` or `accuracy=-1%`, limits a metric's difference from the reference's value. % divides by 100.
+        Raises UserError.
         """
-        metric, _, number = text.rpartition("=")
-        if not metric or not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?%?", number):
+        name, _, number = text.rpartition("=")
+        if not name or not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?%?", number):
             raise UserError(
-                f"--{'max' if is_most else 'min'} {text}: give METRIC=NUMBER, such as accuracy=0.9 for the value itself, or "
-                "accuracy=-1% for its change"
+                f"--{kind} {text}: give METRIC=NUMBER, such as accuracy=0.9 for the value itself, or accuracy=-1% for its change"
             )
         value = float(number.rstrip("%")) / (100 if number.endswith("%") else 1)
-        return cls(metric, value, is_most, number[0] in "+-")
-
-
-class Thresholds(msgspec.Struct, frozen=True):
-    """Limits on a drift. A limit that is None is not checked."""
-
-    max_kl: float | None = None
-    """The maximum mean KL, in nats per position."""
-    min_sqnr: float | None = None
-    """The minimum SQNR of the main output, in dB."""
-    min_top1: float | None = None
-    """The minimum share (0 to 1) of positions at which candidate and reference have the same most likely class."""
-    metrics: tuple[MetricLimit, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.metrics) or any(limit is not None for limit in (self.max_kl, self.min_sqnr, self.min_top1))
+        return cls(f"{kind} {name}", name, value, number[0] in "+-")
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -61,9 +50,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """
 
     name: str
-    """The command-line option that sets the limit, without dashes at its beginning: `max_kl`, or `min accuracy` for a metric of the
-    user.
-    """
+    """The option that sets the limit (`Limit.option`)."""
     limit: float
     value: float | None
     """The measured value of the limited metric, or None if it was not measured."""
@@ -107,34 +94,21 @@ class Verdict(msgspec.Struct, frozen=True):
         return 100 if self.unit == " %" else 1
 
 
-def verdicts(thresholds: Thresholds, output: OutputDrift, metrics: Iterable[MetricChange] = ()) -> tuple[Verdict, ...]:
-    """Return for each limit in `thresholds` whether the measurement meets it. A metric that is NaN meets no limit, and an output
-    that is not finite meets no limit on the drift. metrics: the measured values of the user's own metrics.
+def verdicts(limits: Iterable[Limit], output: OutputDrift, metrics: Iterable[MetricChange] = ()) -> tuple[Verdict, ...]:
+    """Return for each limit whether the measurement meets it. A value that is NaN meets no limit, and an output that is not finite
+    meets no limit on a figure. metrics: the measured values of the user's own metrics.
     """
-    return *_of_output(thresholds, output), *_of_metrics(thresholds.metrics, {each.name: each for each in metrics})
+    changes = {each.name: each for each in metrics}
+    return tuple(_verdict(each, output, changes.get(each.name)) for each in limits)
 
 
-def _of_metrics(limits: Iterable[MetricLimit], metrics: Mapping[str, MetricChange]) -> Iterator[Verdict]:
-    for each in limits:
-        change = metrics.get(each.metric)
-        value = None if change is None else change.difference if each.is_change else change.candidate
-        name = f"{'max' if each.is_most else 'min'} {each.metric}"
-        what = f"change of {each.metric}" if each.is_change else each.metric
-        yield Verdict(name, each.limit, value, _kept(name, each.limit, value), what=what)
-
-
-def _of_output(thresholds: Thresholds, output: OutputDrift) -> Iterator[Verdict]:
-    finite = not output.nonfinite and not output.nonfinite_reference
-    for name, limit, value, what, unit in (
-        ("max_kl", thresholds.max_kl, output.kl_mean, "mean KL", " nats"),
-        ("min_sqnr", thresholds.min_sqnr, output.sqnr_db, "SQNR", " dB"),
-        ("min_top1", thresholds.min_top1, output.top1_agreement, "same top-1", " %"),
-    ):
-        if limit is not None:
-            yield Verdict(name, limit, value, _kept(name, limit, value) and finite, finite, what, unit)
-
-
-def _kept(name: str, limit: float, value: float | None) -> bool:
-    if value is None:
-        return False
-    return value <= limit if name.startswith("max") else value >= limit
+def _verdict(limit: Limit, output: OutputDrift, change: MetricChange | None) -> Verdict:
+    figure = FIGURES.get(limit.name)
+    if figure is not None and (change is None or figure.option == limit.option):
+        value, finite = figure.of(output), not output.nonfinite and not output.nonfinite_reference
+        what, unit = figure.label, figure.unit
+    else:
+        value = None if change is None else change.difference if limit.is_change else change.candidate
+        what, unit, finite = f"change of {limit.name}" if limit.is_change else limit.name, "", True
+    kept = value is not None and (value <= limit.limit if limit.option.startswith("max") else value >= limit.limit)
+    return Verdict(limit.option, limit.limit, value, kept and finite, finite, what, unit)

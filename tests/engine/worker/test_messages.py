@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +172,8 @@ def made_up(hint: Any, name: str = "") -> Any:
         return arguments[0]
     if origin is tuple:
         return tuple(made_up(one, name) for one in arguments if one is not ...)
+    if origin is Mapping:
+        return {"kl_p99": made_up(arguments[1])}
     if arguments:
         return made_up(arguments[0], name)
     if dataclasses.is_dataclass(hint) or issubclass(hint, Message):

@@ -26,7 +26,7 @@ from dtype_engine.results.attribution import (
     PartialAttribution,
 )
 from dtype_engine.results.drift import ModuleDrift
-from dtype_engine.results.thresholds import Thresholds
+from dtype_engine.results.thresholds import Limit
 from dtype_engine.worker import events
 from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
@@ -42,6 +42,9 @@ pytestmark = pytest.mark.slow
 WIDE, SMALL = (120, 36), (80, 24)
 BF16 = Recipe((Rule("*", "bfloat16"),))
 DOWN = "model.layers.1.mlp.down_proj"
+LIMITS = (
+    Limit("max_kl", "kl_mean", 1e-4), Limit("min_sqnr", "sqnr_db", 30.0), Limit("min_top1", "top1_agreement", 0.99),
+)  # fmt: skip
 
 
 def modules() -> tuple[ModuleDrift, ...]:
@@ -209,7 +212,7 @@ def test_node_is_restored_to_the_reference_dtype() -> None:
 
 async def test_drift_pane_shows_limits_and_noise_floor() -> None:
     app = make_app()
-    app.controller.experiment.thresholds = Thresholds(max_kl=1e-4, min_sqnr=30.0, min_top1=0.99)
+    app.controller.experiment.thresholds = LIMITS
     for size in (WIDE, SMALL):
         async with running(app, size) as pilot:
             await measured(app, pilot)
@@ -233,7 +236,7 @@ async def test_drift_pane_shows_limits_and_noise_floor() -> None:
             )
             assert " under the floor  noise" in screen(app)
         app = make_app()
-        app.controller.experiment.thresholds = Thresholds(max_kl=1e-4, min_sqnr=30.0, min_top1=0.99)
+        app.controller.experiment.thresholds = LIMITS
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])

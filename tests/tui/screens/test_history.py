@@ -28,7 +28,7 @@ async def three_measured(app: DtypeApp, pilot: Pilot[None]) -> None:
     for recipe, kl in ((Recipe((Rule("*", "bfloat16"),)), 1e-14), (FP8, 2e-4)):
         app.controller.apply_recipe(recipe)
         told = report(recipe)
-        output = dataclasses.replace(told.output, kl_mean=kl, perplexity_candidate=123.4567)
+        output = dataclasses.replace(told.output, kl_mean=kl, values={"perplexity_candidate": 123.4567})
         await say(app, pilot, events.Measured(recipe, dataclasses.replace(told, output=output)), events.Idle())
     app.clear_notifications()
     await pilot.press("H")

@@ -25,7 +25,7 @@ def plain(colour: str, size: tuple[int, int] = (8, 4)) -> Picture:
 
 def measured(recipe: Recipe, *pairs: PicturePair) -> events.Measured:
     found = report(recipe)
-    output = dataclasses.replace(found.output, kl_mean=None, psnr_db=31.25, ssim=0.912)
+    output = dataclasses.replace(found.output, kl_mean=None, values={"psnr_db": 31.25, "ssim": 0.912})
     return events.Measured(recipe, dataclasses.replace(found, output=output, pictures=pairs))
 
 

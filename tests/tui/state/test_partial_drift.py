@@ -11,6 +11,7 @@ from tests.helpers.recording_engine import demo_tree, report
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import Extent, PartialDrift
+from dtype_engine.results.figures import kl_error
 from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.worker import events
 from dtype_tui.state.activity import Activity
@@ -41,12 +42,12 @@ def test_history_has_partial_results_until_the_rest_arrives(experiment: Experime
     assert entry.in_part
     assert (entry.extent.done, entry.extent.total, entry.recipe) == (2, 6, BF16)
     # 20 % of a mean KL of 2.5e-4, and not the error of a mean over these positions
-    assert entry.kl_error == pytest.approx(0.2 * 2.5e-4)
+    assert kl_error(entry.output, entry.extent) == pytest.approx(0.2 * 2.5e-4)
     experiment.take(events.Measured(BF16, report(BF16)))
     assert experiment.results.partial_drift is None
     (entry,) = experiment.measured
     assert not entry.in_part
-    assert entry.kl_error == 1e-5
+    assert kl_error(entry.output, entry.extent) == 1e-5
 
 
 def test_partial_result_does_not_replace_a_complete_one(experiment: Experiment) -> None:

@@ -19,7 +19,7 @@ from dtype_engine.cli.options import MEASURING, Bytes, ModelCommand, batch_optio
 from dtype_engine.cli.parallel import workers_option
 from dtype_engine.cli.program import BAD_INPUT
 from dtype_engine.cli.request import RunRequest
-from dtype_engine.cli.thresholds import threshold_options, thresholds_from
+from dtype_engine.cli.thresholds import all_limits, threshold_options
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import check_files
 from dtype_engine.recipe import rules_in_doubt
@@ -172,7 +172,7 @@ def command(
         path=opening.path,
         partial=opening.partial,
         settings=options.settings,
-        thresholds=thresholds_from(limits, options.metrics),
+        thresholds=all_limits(limits, options.metrics),
         context=context,
         batch=batch,
         budget=budget,

@@ -10,9 +10,10 @@ from rich.text import Text
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels, human_bytes, perplexity_text, plural, seconds_text, signed
+from dtype_engine.core.units import decibels, human_bytes, plural, seconds_text, signed
 from dtype_engine.recipe import Plan, Recipe, make_plan, tensor_bytes
 from dtype_engine.results.drift import ModuleDrift, sqnr_gain
+from dtype_engine.results.figures import About, cells
 from dtype_engine.results.meaning import meaning
 from dtype_tui.rendering.cells import short_bytes
 from dtype_tui.rendering.loss_text import loss_mark
@@ -99,15 +100,22 @@ def _figures(one: Side, other: Side, plans: tuple[Plan, Plan]) -> Table:
 
     words = (meaning(entry.output).word for entry in (first, second))
     table.add_row("meaning", *(Text(word, style=ramp(word)) for word in words))
-    both("SQNR", lambda entry: decibels(entry.output.sqnr_db))
-    both("max |Δ|", lambda entry: f"{entry.output.max_abs:.4e}")
+
+    def figures(*about: About) -> None:
+        left, right = (
+            {cell.label: cell.text for cell in cells("comparison", entry.output, entry.extent, *about)}
+            for entry in (first, second)
+        )
+        for label in left:
+            if label in right:
+                row(label, left[label], right[label])
+
+    figures("values")
     if first.output.nonfinite or second.output.nonfinite:
         both("non-finite", lambda entry: f"{entry.output.nonfinite:,}")
     if any(entry.overflowed is None or entry.overflowed or entry.vanished for entry in (first, second)):
         both("values lost", _values_lost)
-    both("KL mean", _kl)
-    both("same top-1", _same_top)
-    both("perplexity", _perplexity)
+    figures("distribution", "predictions")
     for name in metric_names((first, second)):
         both(printable(name, 40), lambda entry, name=name: _metric(entry, name))  # type: ignore[misc]
     both("time", lambda entry: None if entry.seconds is None else seconds_text(entry.seconds))
@@ -116,27 +124,10 @@ def _figures(one: Side, other: Side, plans: tuple[Plan, Plan]) -> Table:
     return table
 
 
-def _kl(entry: MeasuredRecipe) -> str | None:
-    if entry.output.kl_mean is None:
-        return None
-    error = f" ± {entry.kl_error:.0e}" if entry.kl_error is not None else ""
-    return f"{entry.output.kl_mean:.3e}{error} nats"
-
-
 def _values_lost(entry: MeasuredRecipe) -> str:
     if entry.overflowed is None or entry.vanished is None:
         return "not counted"
     return loss_mark(entry.overflowed, entry.vanished) or "none"
-
-
-def _same_top(entry: MeasuredRecipe) -> str | None:
-    share = entry.output.top1_agreement
-    return None if share is None else f"{100 * share:.2f} %"
-
-
-def _perplexity(entry: MeasuredRecipe) -> str | None:
-    value = entry.output.perplexity_candidate
-    return None if value is None else perplexity_text(value)
 
 
 def _metric(entry: MeasuredRecipe, name: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
@@ -15,8 +14,9 @@ from textual.widgets import DataTable, Static
 from dtype_engine.core.dtypes import BY_NAME
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels, perplexity_text, seconds_text
+from dtype_engine.core.units import seconds_text
 from dtype_engine.recipe import Recipe
+from dtype_engine.results.figures import About, figures_in
 from dtype_engine.results.meaning import Meaning, meaning
 from dtype_tui.rendering.canvas import Series, axes_around, linear_axes, plot
 from dtype_tui.rendering.cells import short_bytes, truncate
@@ -30,8 +30,8 @@ from dtype_tui.state.measurement_log import MeasuredRecipe, mark, metric_names, 
 _RULES = "rules"
 _RULES_WIDTH = 22
 """Minimum width in cells of the column of rules. Other columns are left out if the column of rules would be narrower."""
-_OPTIONAL_COLUMNS = ("perplexity", "same top-1", "SQNR dB", "KL nats", "bytes")
-"""Columns that may be omitted in a narrow window, in the order in which they are omitted."""
+_OMITTED: tuple[About, ...] = ("predictions", "values", "distribution")
+"""What the figures are about that are omitted in a narrow window, in the order in which they are omitted."""
 _PADDING = 2
 
 
@@ -130,17 +130,14 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         marks = mark(index) + ("*" if entry.pinned else " ") + ("c" if index == self._chosen else "")
         marks += "P" if self._experiment.is_baseline(entry) else ""
         now = entry.recipe == self._experiment.recipe and entry.settings == self._experiment.settings
-        output = entry.output
-        top1 = "" if output.top1_agreement is None else f"{100 * output.top1_agreement:.2f} %"
-        sqnr = "not finite" if output.nonfinite else decibels(output.sqnr_db).removesuffix(" dB")
         return {
             "": Text(marks, style="bold" if entry.pinned else ""),
             "bytes": Text(short_bytes(entry.planned_bytes), justify="right"),
             "drift": Text(self._meaning(entry).word, style=ramp(self._meaning(entry).word)),
-            "SQNR dB": Text(sqnr, justify="right"),
-            "KL nats": Text(_number(output.kl_mean, ".3e"), justify="right"),
-            "same top-1": Text(top1, justify="right"),
-            "perplexity": Text(_perplexity(output.perplexity_candidate), justify="right"),
+            **{
+                row.label_in("history"): Text(row.text_in("history", entry.output, entry.extent) or "", justify="right")
+                for row in figures_in("history")
+            },
             **{printable(name, 24): _metric_cell(entry, name) for name in metric_names(self._entries)},
             "time": Text(_time_or_extent(entry), justify="right", style="dim" if entry.in_part else ""),
             _RULES: Text(("now: " if now else "") + truncate(_rules(entry), 200), style="bold" if now else ""),
@@ -253,13 +250,14 @@ def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
     """Return the columns that fit into `width` cells, and their widths. rows: the cells of the table, by column name. The last
     column, with the rules, gets all remaining cells.
 
-    If too few cells would remain for the rules, other columns are left out: first empty columns, then those in _OPTIONAL_COLUMNS,
-    then the user's metrics.
+    If too few cells would remain for the rules, other columns are left out: first empty columns, then figures in the order of
+    `_OMITTED`, the bytes, and the user's metrics.
     """
     widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
     wanted = min(widths.pop(_RULES), _RULES_WIDTH) + _PADDING
-    fixed = {"", "drift", "time"}
-    optional = (*_OPTIONAL_COLUMNS, *(name for name in widths if name not in fixed.union(_OPTIONAL_COLUMNS)))
+    by_use = (row for about in _OMITTED for row in reversed(figures_in("history", about)))
+    figures = (*(row.label_in("history") for row in by_use), "bytes")
+    optional = (*figures, *(name for name in widths if name not in {"", "drift", "time", *figures}))
     for name in sorted(optional, key=lambda name: any(row[name] for row in rows)):
         if sum(widths.values()) + _PADDING * len(widths) + wanted <= width:
             break
@@ -279,16 +277,6 @@ def _time_or_extent(entry: MeasuredRecipe) -> str:
 def _metric_cell(entry: MeasuredRecipe, name: str) -> Text:
     change = entry.metric(name)
     return Text("" if change is None else f"{change.candidate:.4g}", justify="right")
-
-
-def _number(value: float | None, form: str) -> str:
-    if value is None:
-        return ""
-    return "not finite" if math.isnan(value) else format(value, form)
-
-
-def _perplexity(value: float | None) -> str:
-    return _number(value, ".4f") if value is None or math.isnan(value) else perplexity_text(value)
 
 
 def _rules(entry: MeasuredRecipe) -> str:

@@ -11,8 +11,8 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.widgets import Static
 
-from dtype_engine.core.units import decibels
 from dtype_engine.results.drift import DriftReport
+from dtype_engine.results.figures import psnr_and_ssim
 from dtype_tui.rendering.half_blocks import half_blocks
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.modal import ModalScreen
@@ -78,7 +78,6 @@ class PicturesScreen(ModalScreen[None]):
         grid.add_row(*(half_blocks(each, max(1, width), max(1, height)) for each in (pair.reference, pair.candidate)))
         kept, total = len(report.pictures), report.sequences.total
         words = f"input {self._index + 1} of {kept if kept == total else f'the first {kept} of {total}'}"
-        if report.output.psnr_db is not None:
-            words += f"   all: PSNR {decibels(report.output.psnr_db)}"
-            words += "" if report.output.ssim is None else f", SSIM {report.output.ssim:.6f}"
+        if similarity := psnr_and_ssim(report.output):
+            words += f"   all: {similarity}"
         place.update(Group(Text(words, "dim"), Text(), grid))

@@ -26,7 +26,7 @@ from dtype_engine.recipe.serving_memory import (
     serving_dtype,
     serving_memory,
 )
-from dtype_engine.results.thresholds import Thresholds
+from dtype_engine.results.thresholds import Limit
 from dtype_engine.worker import events
 from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.state.cache_nodes import CacheNodes, add_cache_nodes
@@ -97,7 +97,7 @@ class Experiment:
     tree: Tree
     history: History[RuleList] = field(default_factory=lambda: History(RuleList()))
     settings: RunSettings = field(default_factory=RunSettings)
-    thresholds: Thresholds = field(default_factory=Thresholds)
+    thresholds: tuple[Limit, ...] = ()
     plan: Plan = field(init=False)
     totals: NodeTotals = field(init=False)
     results: Results = field(default_factory=Results)

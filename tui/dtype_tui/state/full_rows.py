@@ -5,16 +5,16 @@ The panes show only the most important metrics. These rows are in the details of
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.dtypes import BY_NAME
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import change_text, decibels, human_bytes, percent_with_error, perplexity_text, plural
-from dtype_engine.reports.text_drift import extent_text, floor_text, kl_text, modules_extent_text, sqnr_text
+from dtype_engine.core.units import change_text, human_bytes, plural
+from dtype_engine.reports.text_drift import extent_text, floor_text, modules_extent_text
 from dtype_engine.reports.text_memory import budget_words, cache_words, size_words
+from dtype_engine.results.figures import About, Figure, cells
 from dtype_engine.results.meaning import meaning
 
 if TYPE_CHECKING:
@@ -52,47 +52,27 @@ def _figures(experiment: Experiment, output: OutputDrift, extent: Extent) -> Ite
     base = experiment.baseline
     if base is not None:
         yield "P", f"{printable(str(base.recipe), 200)}: {meaning(base.output).word}"
-    yield "SQNR", sqnr_text(output, extent) + _baseline(base, lambda other: decibels(other.sqnr_db))
-    yield "mean |Δ|", f"{output.mean_abs:.4e}"
-    yield "max |Δ|", f"{output.max_abs:.4e}" + _baseline(base, lambda other: f"{other.max_abs:.1e}")
-    yield "rel. L2", f"{output.rel_l2:.2e}"
-    yield "cosine", f"{output.cosine:.6f}"
-    if output.psnr_db is not None:
-        yield "PSNR", decibels(output.psnr_db)
-    if output.ssim is not None:
-        yield "SSIM", f"{output.ssim:.6f}"
+
+    def shown(about: About) -> Rows:
+        found = cells("details", output, extent, about)
+        return [(cell.label, cell.text + _baseline(base, cell.figure)) for cell in found]
+
+    yield from shown("values")
     if output.nonfinite:
         yield "not finite", f"{output.nonfinite:,} of {output.elements:,}"
-    if output.kl_mean is not None and not math.isnan(output.kl_mean):
-        yield "KL mean", f"{kl_text(output, extent)} nats" + _baseline(base, _kl)
-        tail = [f"p99 {output.kl_p99:.1e}"] if output.kl_p99 is not None else []
-        tail += [f"max {output.kl_max:.1e}"] if output.kl_max is not None else []
-        yield "KL tail", "  ".join(tail)
+    yield from shown("distribution")
     if guess := experiment.predicted():
         yield "predicted", f"{guess}, sum of singles"
-    if output.top1_agreement is not None:
-        top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
-        yield "same top-1", top1 + _baseline(base, _top1)
-    if output.perplexity_reference is not None and output.perplexity_candidate is not None:
-        both = output.perplexity_reference, output.perplexity_candidate
-        yield "perplexity", " → ".join(map(perplexity_text, both))
+    yield from shown("predictions")
     report = experiment.results.report
     for change in report.metrics if report is not None else ():
         pinned = None if base is None else base.metric(change.name)
         yield printable(change.name, 60), f"{change}" + (f"  P {pinned.candidate:.4g}" if pinned is not None else "")
 
 
-def _baseline(base: MeasuredRecipe | None, figure: Callable[[OutputDrift], str]) -> str:
-    words = figure(base.output) if base is not None else ""
-    return f"  P {words}" if words else ""
-
-
-def _kl(output: OutputDrift) -> str:
-    return f"{output.kl_mean:.1e} nats" if output.kl_mean is not None else ""
-
-
-def _top1(output: OutputDrift) -> str:
-    return f"{100 * output.top1_agreement:.2f}" if output.top1_agreement is not None else ""
+def _baseline(base: MeasuredRecipe | None, figure: Figure) -> str:
+    value = figure.of(base.output) if base is not None else None
+    return "" if figure.baseline is None or value is None else f"  P {figure.baseline(value)}"
 
 
 def _run(report: DriftReport) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ import msgspec
 
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
-from dtype_engine.results.thresholds import Thresholds
+from dtype_engine.results.thresholds import Limit
 from dtype_tui.config.config import Config
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Launch(msgspec.Struct, frozen=True):
     partial: bool = False
     """Whether `tree` covers only some headers of a large checkpoint."""
     settings: RunSettings = msgspec.field(default_factory=RunSettings)
-    thresholds: Thresholds = msgspec.field(default_factory=Thresholds)
+    thresholds: tuple[Limit, ...] = ()
     context: int | None = None
     """The tokens of each sequence for which the bytes of KV caches are shown, or None for the default."""
     batch: int = 1

@@ -50,14 +50,6 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
         """Whether the metrics cover only some of the inputs."""
         return not self.extent.whole
 
-    @property
-    def kl_error(self) -> float | None:
-        """The standard error, in nats, with which `output.kl_mean` estimates the mean KL over all inputs. None if unknown."""
-        mean, error = self.output.kl_mean, self.extent.kl_error
-        if self.extent.whole:
-            return self.output.kl_mean_se
-        return None if mean is None or error is None else abs(mean) * error
-
     def drift(self, distribution: bool) -> float | None:
         """Return the drift by which plots compare recipes, or None if it is unknown or the output is not finite.
 

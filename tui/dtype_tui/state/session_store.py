@@ -258,6 +258,7 @@ class _Measurement(msgspec.Struct, kw_only=True):
     inputs: str
     planned_bytes: int
     output: OutputDrift
+    """In the file, the figures are not in fields but keyed by name (`OutputDrift.by_name`)."""
     extent: Extent
     seconds: float | None
     overflowed: int | None
@@ -314,15 +315,20 @@ def _encoded(session: SavedSession) -> dict[str, Any]:
         batch=session.batch,
         budget=None if session.budget is None else min(session.budget, _LARGEST_COUNT),
     )
+    plain = as_plain(file)
+    for entry, each in zip(plain["measured"], session.measured, strict=True):
+        entry["output"] = each.output.by_name()
     return {
         "version": VERSION,
-        **as_plain(file),
+        **plain,
         "saved": session.saved.isoformat(),
         "options": {name: options[name] for name in _OPTIONS},
     }
 
 
 def _decoded(data: Mapping[str, Any]) -> SavedSession:
+    if isinstance(data.get("measured"), list):
+        data = {**data, "measured": [_in_fields(entry) for entry in data["measured"]]}
     file = as_type(data, _File)
     refuse_unknown("option", data["options"], _OPTIONS)
     refuse_unknown("setting", data["settings"], _SETTINGS)
@@ -352,6 +358,12 @@ def _decoded(data: Mapping[str, Any]) -> SavedSession:
         budget=file.budget,
         saved=file.saved,
     )
+
+
+def _in_fields(entry: Any) -> Any:
+    """Return a measurement of a session file with its figures in the fields of an `OutputDrift`."""
+    has_figures = isinstance(entry, dict) and isinstance(entry.get("output"), dict)
+    return entry | {"output": OutputDrift.fields_of(entry["output"])} if has_figures else entry
 
 
 def _refuse_options(options: Options, settings: RunSettings) -> None:

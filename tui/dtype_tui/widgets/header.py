@@ -9,9 +9,8 @@ import msgspec
 from rich.text import Text
 
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels
+from dtype_engine.core.units import decibels, scientific
 from dtype_tui.rendering.cells import short_bytes, stacked, truncate
-from dtype_tui.rendering.figures import scientific
 from dtype_tui.rendering.palette import ramp, verdict_pill
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine.results.drift import OutputDrift
-from dtype_engine.results.thresholds import Thresholds, verdicts
+from dtype_engine.results.thresholds import Limit, verdicts
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
 
 
@@ -129,19 +129,19 @@ def test_batch_of_two_is_skipped_if_examples_affect_each_other(way: str, ways: t
 
 
 def test_limits_are_met_or_missed() -> None:
-    limits = Thresholds(max_kl=1e-3, min_sqnr=30.0, min_top1=0.99)
+    max_kl, min_sqnr = Limit("max_kl", "kl_mean", 1e-3), Limit("min_sqnr", "sqnr_db", 30.0)
+    limits = max_kl, min_sqnr, Limit("min_top1", "top1_agreement", 0.99)
     found = verdicts(limits, output(kl_mean=1e-3, top1_agreement=0.98))
     assert [verdict.passed for verdict in found] == [True, True, False]
     assert str(found[2]) == "same top-1 98 %: under the limit, 99 %"
     assert str(found[0]) == "mean KL 0.001 nats: at most 0.001 nats"
     assert [verdict.passed for verdict in verdicts(limits, output(kl_mean=math.nan, sqnr_db=math.nan))] == [False] * 3
-    assert not any(verdict.passed for verdict in verdicts(Thresholds(min_sqnr=1.0), output(nonfinite=1)))
-    assert "not finite" in str(verdicts(Thresholds(min_sqnr=1.0), output(nonfinite=1))[0])
-    assert not verdicts(Thresholds(min_sqnr=1.0), output(nonfinite_reference=3, sqnr_db=math.inf))[0].passed
-    assert "this output has none" in str(verdicts(Thresholds(max_kl=1.0), output())[0])
-    assert verdicts(Thresholds(), output()) == ()
-    assert not Thresholds()
-    assert Thresholds(max_kl=0.0)
+    (found,) = verdicts([min_sqnr], output(nonfinite=1))
+    assert not found.passed
+    assert "not finite" in str(found)
+    assert not verdicts([min_sqnr], output(nonfinite_reference=3, sqnr_db=math.inf))[0].passed
+    assert "this output has none" in str(verdicts([max_kl], output())[0])
+    assert verdicts((), output()) == ()
 
 
 def test_missed_limit_exits_with_status_1_and_the_reason() -> None:

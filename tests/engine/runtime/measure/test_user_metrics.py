@@ -299,7 +299,7 @@ def test_metric_limits_on_the_command_line(lab: Path, capsys: pytest.CaptureFixt
     )
     assert re.search(r"^pass       change of accuracy -0\.\d+: at least -0\.2$", out, re.M)
     for arguments, reason in (
-        ([*metric, "--min", "acuracy=1"], "no --metric or --eval has this name; there is accuracy"),
+        ([*metric, "--min", "acuracy=1"], "no figure, --metric or --eval has this name; there is accuracy"),
         ([*metric, "--min", "accuracy"], "give METRIC=NUMBER"),
         ([*metric, "--max", "accuracy=much"], "give METRIC=NUMBER"),
         (["--data", "digits.npz"], "--data has the examples of a --metric"),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -14,15 +13,16 @@ from rich.text import Text
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels, plural, signed
+from dtype_engine.core.units import decibels, plural, scientific
 from dtype_engine.recipe import Rule
 from dtype_engine.reports.text_drift import extent_text, first_sentence, floor_text, value_sentence
 from dtype_engine.reports.text_losses import HELP as HELP_LOSSES
+from dtype_engine.results.figures import FIGURES, Cell, cells, has_kl, kl_error, sqnr_error
 from dtype_engine.results.meaning import HELP as HELP_MEANING
 from dtype_engine.results.meaning import Word, meaning, sqnr_limits
 from dtype_engine.results.thresholds import verdicts
 from dtype_tui.rendering.cells import truncate
-from dtype_tui.rendering.figures import change, scientific
+from dtype_tui.rendering.figures import change
 from dtype_tui.rendering.loss_text import loss_rows
 from dtype_tui.rendering.palette import verdict_pill
 from dtype_tui.rendering.worst_lines import worst_lines
@@ -202,8 +202,7 @@ class DriftPane(Pane):
         those of the previous recipe.
         """
         before = self._comparable() if compares else None
-        has_kl = output.kl_mean is not None and not math.isnan(output.kl_mean)
-        head = [_kl_line(output, extent, before) if has_kl else _sqnr_line(output, extent, before)]
+        head = [_main_line(output, extent, before)]
         rating = meaning(output, self.experiment.floor, modules)
         head.append(Text.assemble(verdict_pill(rating.word), f" {rating.why}"))
         if (base := self.experiment.baseline) is not None:
@@ -213,7 +212,7 @@ class DriftPane(Pane):
             head[-1].truncate(self._width, overflow="ellipsis")
         if guess := self.experiment.predicted():
             head.append(Text.assemble(("predicted ", "dim"), f"{guess}, sum of singles"))
-        return [head, _other_figures(output, has_kl, self._width)]
+        return [head, _other_figures(output, extent, self._width)]
 
     def _comparable(self) -> OutputDrift | None:
         """Return the drift of the output under the previous recipe, or None if there is none or it is the same recipe."""
@@ -269,38 +268,21 @@ def _dimmed(line: Text) -> Text:
     return Text(line.plain, "dim")
 
 
-def _kl_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) -> Text:
-    """Return the line with the mean KL, next to the mean KL of the previous recipe (`before`). extent: the inputs that the KL
-    covers.
+def _main_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) -> Text:
+    """Return the line with the mean KL or, without one, the SQNR, next to that of the previous recipe (`before`). extent: the
+    inputs that the figure covers.
     """
-    assert output.kl_mean is not None
-    error = output.kl_mean_se
-    if not extent.whole:
-        error = None if extent.kl_error is None else abs(output.kl_mean) * extent.kl_error
-    earlier = before.kl_mean if before is not None else None
-    figure = change(
-        scientific(earlier) if earlier is not None else None,
-        scientific(output.kl_mean),
-        worsened=earlier is not None and output.kl_mean > earlier,
-    )
-    uncertain = f" ± {scientific(error, 0)}" if error is not None else ""
-    return Text.assemble(("KL ", "dim"), figure, (f"{uncertain} nats", "dim"))
-
-
-def _sqnr_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) -> Text:
-    """Return the line with the SQNR, next to the SQNR of the previous recipe (`before`). extent: the inputs that the SQNR
-    covers.
-    """
-    earlier = before.sqnr_db if before is not None else None
-    figure = change(
-        decibels(earlier).removesuffix(" dB") if earlier is not None else None,
-        decibels(output.sqnr_db),
-        worsened=earlier is not None and output.sqnr_db < earlier,
-    )
-    uncertain = ""
-    if not extent.whole and extent.rel_l2_error is not None and math.isfinite(output.sqnr_db):
-        uncertain = f" ± {20 / math.log(10) * extent.rel_l2_error:.2f}"
-    return Text.assemble(("SQNR ", "dim"), figure, (uncertain, "dim"))
+    name, label, after = "sqnr_db", "SQNR ", sqnr_error(output, extent)
+    form: Callable[[float], str] = decibels
+    if has_kl(output):
+        error = kl_error(output, extent)
+        name, label, after = "kl_mean", "KL ", f"{'' if error is None else f' ± {scientific(error, 0)}'} nats"
+        form = scientific
+    earlier, now = (None if each is None else FIGURES[name].of(each) for each in (before, output))
+    assert now is not None
+    shown = None if earlier is None else form(earlier).removesuffix(" dB")
+    figure = change(shown, form(now), earlier is not None and FIGURES[name].worsened(earlier, now))
+    return Text.assemble((label, "dim"), figure, (after, "dim"))
 
 
 def _metric_line(metric: MetricChange) -> Text:
@@ -312,31 +294,16 @@ def _metric_line(metric: MetricChange) -> Text:
     )
 
 
-def _other_figures(output: OutputDrift, has_kl: bool, columns: int) -> list[Text]:
-    """Return lines with the less important metrics of the output, two in each line if `columns` cells have room for them.
-
-    has_kl: whether the output is a distribution, so that the mean KL is shown elsewhere. Otherwise, the SQNR is.
-    """
-    values = [("cosine", f"{output.cosine:.6f}"), ("max |Δ|", f"{output.max_abs:.3g}")]
-    if has_kl:
-        left = []
-        if output.top1_agreement is not None:
-            left.append(("same top-1", f"{100 * output.top1_agreement:.1f} %"))
-        if output.perplexity_reference and output.perplexity_candidate is not None:
-            left.append(
-                ("perplexity", f"{signed(100 * (output.perplexity_candidate / output.perplexity_reference - 1), 2)} %")
-            )
-        if output.kl_p99 is not None:
-            left.append(("KL p99", scientific(output.kl_p99, 1)))
-        right = [("SQNR", decibels(output.sqnr_db)), *values]
+def _other_figures(output: OutputDrift, extent: Extent, columns: int) -> list[Text]:
+    """Return lines with the less important metrics of the output, two in each line if `columns` cells have room for them."""
+    shown = cells("pane" if has_kl(output) else "pane_without_kl", output, extent)
+    if has_kl(output):
+        right = [cell for cell in shown if cell.figure.about == "values"]
+        left = [cell for cell in shown if cell.figure.about != "values"]
     else:
-        left = [values[0], ("mean |Δ|", scientific(output.mean_abs))]
-        right = [values[1], ("rel. L2", scientific(output.rel_l2))]
-        if output.psnr_db is not None:
-            left.append(("PSNR", decibels(output.psnr_db)))
-            right.append(("SSIM", "" if output.ssim is None else f"{output.ssim:.5f}"))
+        left, right = shown[::2], shown[1::2]
     if columns < 2 * _SECOND:
-        return [_figure(pair, _LABEL) for pair in (*left, *right)]
+        return [_figure(cell, _LABEL) for cell in (*left, *right)]
     lines = []
     for one, other in zip_longest(left, right):
         line = _figure(one, _LABEL) if one is not None else Text()
@@ -347,9 +314,9 @@ def _other_figures(output: OutputDrift, has_kl: bool, columns: int) -> list[Text
     return lines
 
 
-def _figure(pair: tuple[str, str], width: int) -> Text:
-    """Return a label, padded to `width` cells, followed by its figure. pair: (label, figure)."""
-    return Text.assemble((f"{pair[0]:<{width}}", "dim"), pair[1])
+def _figure(cell: Cell, width: int) -> Text:
+    """Return the label of a figure, padded to `width` cells, and its text."""
+    return Text.assemble((f"{cell.label:<{width - 1}} ", "dim"), cell.text)
 
 
 def _nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> Iterator[Text]:

@@ -25,7 +25,6 @@ If some values of the reference are NaN or infinite, the metrics of Δ cover the
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -99,67 +98,73 @@ class OutputMetrics:
         sums = ElementSums()
         for sequence in sequences:
             sums.add(sequence.sums)
-        count = max(1, sums.elements - sums.nonfinite_reference)
-        identical = sums.noise == 0.0
-        norms = math.sqrt(sums.energy) * math.sqrt(sums.energy_candidate)
-        figures: dict[str, Any] = {
-            "elements": sums.elements,
-            "mean_abs": sums.sum_abs / count,
-            "max_abs": sums.max_abs,
-            "rel_l2": _relative(sums.noise, sums.energy),
-            "sqnr_db": sqnr_db(sums.energy, sums.noise),
-            "cosine": 1.0 if identical else sums.product / norms if norms and math.isfinite(sums.noise) else math.nan,
-            "nonfinite": sums.nonfinite,
-            "nonfinite_reference": sums.nonfinite_reference,
-        }
+        figures = _of_elements(sums)
         if self._pictures:
             pictures = PictureSums()
             for _, each in sorted(self._pictures.items()):
                 pictures.add(each)
             figures |= {"psnr_db": pictures.psnr_db, "ssim": pictures.ssim}
-        of_positions = [sequence.positions for sequence in sequences if sequence.positions is not None]
-        if of_positions:
-            kl = torch.cat([positions.kl for positions in of_positions])
-            same = torch.cat([positions.same_top for positions in of_positions]).double()
+        positions = [sequence.positions for sequence in sequences if sequence.positions is not None]
+        if positions:
+            kl = torch.cat([each.kl for each in positions])
+            same = torch.cat([each.same_top for each in positions]).double()
+            log_p, log_q = (torch.cat([getattr(each, name) for each in positions]) for name in ("log_p", "log_q"))
             if sums.nonfinite_reference:
-                kl, same = torch.full_like(kl, math.nan), torch.full_like(same, math.nan)
-            agreement = float(same.mean())
-            figures |= {
-                "positions": len(kl),
-                "kl_mean": float(kl.mean()),
-                "kl_mean_se": _standard_error(kl),
-                **_spread("kl", kl, _KL_PERCENTILES),
-                "top1_agreement": agreement,
-                "top1_agreement_se": math.sqrt(agreement * (1 - agreement) / (len(same) - 1))
-                if len(same) > 1
-                else None,
-            }
-        if sum(len(positions.log_p) for positions in of_positions):
-            log_p = torch.cat([positions.log_p for positions in of_positions])
-            log_q = torch.cat([positions.log_q for positions in of_positions])
-            if sums.nonfinite_reference:
-                log_p = log_q = torch.full_like(log_p, math.nan)
-            dp = log_q.exp() - log_p.exp()
-            figures |= {
-                "scored_tokens": len(dp),
-                "dp_mean": float(dp.mean()),
-                "dp_mean_se": _standard_error(dp),
-                **_root_mean_square(dp),
-                **_spread("dp", dp, _DP_PERCENTILES),
-                "log_ratio": float((log_p - log_q).mean()),
-                "log_ratio_se": _standard_error(log_p - log_q),
-                **_perplexities(log_p, log_q),
-            }
-        if sums.nonfinite_reference and not sums.energy:
-            # There is nothing to compare, so all metrics of Δ are undefined.
-            figures |= {
-                "mean_abs": math.nan,
-                "max_abs": math.nan,
-                "rel_l2": math.nan,
-                "sqnr_db": math.nan,
-                "cosine": math.nan,
-            }
-        return OutputDrift(**figures)
+                kl, same, log_p, log_q = (torch.full_like(each, math.nan) for each in (kl, same, log_p, log_q))
+            figures |= _of_distributions(kl, same)
+            figures |= _of_next_tokens(log_p, log_q) if len(log_p) else {}
+        return OutputDrift(**OutputDrift.fields_of(figures))
+
+
+def _of_elements(sums: ElementSums) -> dict[str, float | None]:
+    """Return the metrics of Δ by name. They are NaN if there is nothing to compare."""
+    counts = {"nonfinite": sums.nonfinite, "nonfinite_reference": sums.nonfinite_reference}
+    if sums.nonfinite_reference and not sums.energy:
+        names = ("mean_abs", "max_abs", "rel_l2", "sqnr_db", "cosine")
+        return {"elements": sums.elements, **dict.fromkeys(names, math.nan), **counts}
+    norms = math.sqrt(sums.energy) * math.sqrt(sums.energy_candidate)
+    cosine = sums.product / norms if norms and math.isfinite(sums.noise) else math.nan
+    return {
+        "elements": sums.elements,
+        "mean_abs": sums.sum_abs / max(1, sums.elements - sums.nonfinite_reference),
+        "max_abs": sums.max_abs,
+        "rel_l2": _relative(sums.noise, sums.energy),
+        "sqnr_db": sqnr_db(sums.energy, sums.noise),
+        "cosine": 1.0 if sums.noise == 0.0 else cosine,
+        **counts,
+    }
+
+
+def _of_distributions(kl: torch.Tensor, same: torch.Tensor) -> dict[str, float | None]:
+    """Return the metrics of distributions by name. kl: the divergence at each position. same: 1 where both outputs have the same
+    most likely class, otherwise 0. Both are float64 [positions].
+    """
+    agreement = float(same.mean())
+    return {
+        "positions": len(kl),
+        "kl_mean": float(kl.mean()),
+        "kl_mean_se": _standard_error(kl),
+        **_spread("kl", kl, _KL_PERCENTILES),
+        "top1_agreement": agreement,
+        "top1_agreement_se": math.sqrt(agreement * (1 - agreement) / (len(same) - 1)) if len(same) > 1 else None,
+    }
+
+
+def _of_next_tokens(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float | None]:
+    """Return the metrics of the correct next tokens by name. log_p, log_q: their log-probabilities under the reference and the
+    candidate, float64 [scored positions].
+    """
+    dp = log_q.exp() - log_p.exp()
+    return {
+        "scored_tokens": len(dp),
+        "dp_mean": float(dp.mean()),
+        "dp_mean_se": _standard_error(dp),
+        **_root_mean_square(dp),
+        **_spread("dp", dp, _DP_PERCENTILES),
+        "log_ratio": float((log_p - log_q).mean()),
+        "log_ratio_se": _standard_error(log_p - log_q),
+        **_perplexities(log_p, log_q),
+    }
 
 
 def compared_rows(output: torch.Tensor, classes_dim: int | None, kept: torch.Tensor | None = None) -> torch.Tensor:

@@ -92,8 +92,7 @@ def test_sequences_add_up_to_the_figures_of_the_whole() -> None:
     for start, end in ((0, 17), (17, 18), (18, 150)):
         comparison.add(reference[None, start:end], candidate[None, start:end], labels[None, start:end])
     parts = comparison.result()
-    for name in OutputDrift.__slots__:
-        expected = getattr(whole, name)
+    for name, expected in whole.by_name().items():
         assert getattr(parts, name) == (None if expected is None else pytest.approx(expected, rel=1e-12)), name
 
 
