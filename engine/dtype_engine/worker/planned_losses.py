@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.hints import hint
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, make_plan
 from dtype_engine.worker import events
@@ -55,9 +56,7 @@ class PlannedLosses:
             return
         waiting = self.waiting_bytes(checkpoint, tree, plan)
         if waiting > MAX_AUTOMATIC_BYTES and not read_all:
-            words = (
-                f"{human_bytes(waiting)} of values are not read automatically: m looks for those that the casts lose"
-            )
+            words = f"{human_bytes(waiting)} of values are not read automatically: {hint('lost-values')}"
             emit(events.CastDone(recipe, None, words))
             return
         from dtype_engine.runtime.measure.loss_remedy import untried_remedy

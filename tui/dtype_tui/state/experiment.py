@@ -381,7 +381,7 @@ class Experiment:
         results = self.results
         match event:
             case events.CastDone():
-                self.results = replace(results, losses=Losses(event.lost, event.reason))
+                self.results = replace(results, losses=Losses(event.lost, with_keys(event.reason)))
             case events.LossRemedyFound():
                 self.results = replace(results, loss_remedy=event.found)
             case events.ModulesMeasured():
