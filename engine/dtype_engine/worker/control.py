@@ -6,7 +6,7 @@ from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker.message import Message
 
-PROTOCOL = 6
+PROTOCOL = 7
 """The version of the protocol. Increase it whenever a message changes."""
 
 

@@ -27,7 +27,7 @@ from dtype_engine.results.attribution import (
 )
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.thresholds import Thresholds
-from dtype_engine.worker import events
+from dtype_engine.worker import events, jobs
 from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.causes import CausesScreen
@@ -84,7 +84,7 @@ async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[in
         ]
         assert len(drawn) > 3, "a line of dots falls from the first layer to the last"
         assert re.search(r"layers.0 +layers.1 +layers.2", screen(app))
-        await say(app, pilot, events.AttributionReady(BF16, CAUSES), events.Idle())
+        await say(app, pilot, events.JobDone(BF16, jobs.CAUSES.ask(None), CAUSES), events.Idle())
         text = screen(app)
         assert f"62.0 % of the output's drift enters at {DOWN}" in text
         assert "add up to 1.500e-04" in text.replace("\n", " ")
@@ -105,11 +105,11 @@ async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[in
         assert not isinstance(app.screen, CausesScreen)
 
 
-def found_so_far(recipe: Recipe, *names: str) -> events.AttributionGrown:
+def found_so_far(recipe: Recipe, *names: str) -> events.JobGrown:
     """The first of 48 modules are measured, each with a smaller drift than the one before."""
     parts = tuple(Contribution(name, 1, 1e-4 / 2**at, 0.5 / 2**at, 40.0 + at) for at, name in enumerate(names))
     told = dataclasses.replace(CAUSES, causes=parts, together=sum(part.drift for part in parts))
-    return events.AttributionGrown(recipe, PartialAttribution(told, len(names), 48))
+    return events.JobGrown(recipe, jobs.CAUSES.ask(None), PartialAttribution(told, len(names), 48))
 
 
 UP = "model.layers.2.mlp.up_proj"
@@ -142,7 +142,9 @@ async def test_causes_appear_as_they_are_found_and_stay_where_they_are_stopped(s
         assert not isinstance(app.screen, CausesScreen)
         await pilot.press("d")
         assert "lm_head" in screen(app), "what was found is kept until the new measurement finds something"
-        await say(app, pilot, found_so_far(BF16, UP), events.AttributionReady(BF16, CAUSES), events.Idle())
+        await say(
+            app, pilot, found_so_far(BF16, UP), events.JobDone(BF16, jobs.CAUSES.ask(None), CAUSES), events.Idle()
+        )
         assert "of 48" not in screen(app)
         assert f"62.0 % of the output's drift enters at {DOWN}" in screen(app)
 
@@ -153,7 +155,7 @@ async def test_enter_goes_to_the_module() -> None:
         await measured(app, pilot)
         await pilot.press("d", "enter")
         assert isinstance(app.screen, CausesScreen), "no module is found yet"
-        await say(app, pilot, events.AttributionReady(BF16, CAUSES), events.Idle())
+        await say(app, pilot, events.JobDone(BF16, jobs.CAUSES.ask(None), CAUSES), events.Idle())
         await pilot.press("j", "enter")
         await pilot.pause()
         assert not isinstance(app.screen, CausesScreen)
@@ -166,7 +168,7 @@ async def test_a_module_is_put_back_and_the_causes_are_measured_again(size: tupl
     async with running(app, size) as pilot:
         await measured(app, pilot)
         await pilot.press("d")
-        await say(app, pilot, events.AttributionReady(BF16, CAUSES), events.Idle())
+        await say(app, pilot, events.JobDone(BF16, jobs.CAUSES.ask(None), CAUSES), events.Idle())
         before = app.controller.experiment.plan.planned_bytes
         await pilot.press("x")
         await pilot.pause()
@@ -191,7 +193,7 @@ async def test_a_module_is_put_back_and_the_causes_are_measured_again(size: tupl
         await say(app, pilot, found_so_far(put_back, UP))
         assert "put back" in marked_line(app), "until all of the causes are known again"
         after = dataclasses.replace(CAUSES, causes=CAUSES.causes[1:])
-        await say(app, pilot, events.AttributionReady(put_back, after), events.Idle())
+        await say(app, pilot, events.JobDone(put_back, jobs.CAUSES.ask(None), after), events.Idle())
         assert "put back" not in screen(app)
         assert chosen(app) == UP
         await pilot.press("escape")
@@ -216,7 +218,9 @@ async def test_limits_and_floor_stand_in_the_drift_pane() -> None:
             await say(
                 app,
                 pilot,
-                events.NoiseFloorMeasured(NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)),
+                events.JobDone(
+                    None, jobs.FLOOR.ask(None), NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)
+                ),
             )
             text = screen(app)
             assert "FAIL" in text
@@ -229,7 +233,9 @@ async def test_limits_and_floor_stand_in_the_drift_pane() -> None:
             await say(
                 app,
                 pilot,
-                events.NoiseFloorMeasured(NoiseFloor(("eager attention",), 256, 30.0, 1e-5, 1e-7, 9e-4, 1.0)),
+                events.JobDone(
+                    None, jobs.FLOOR.ask(None), NoiseFloor(("eager attention",), 256, 30.0, 1e-5, 1e-7, 9e-4, 1.0)
+                ),
             )
             assert " under the floor  noise" in screen(app)
         app = make_app()
@@ -246,7 +252,7 @@ async def test_the_pane_names_what_mends_an_output_that_is_not_finite(size: tupl
         found = NonFiniteDiagnosis(
             "activation", DOWN, "model.layers.1.mlp", "mul", "float16", 65504.0, (), 1.1e4, 2.1e5, ("model.layers.1.mlp=float32",)
         )  # fmt: skip
-        await say(app, pilot, events.NonfiniteFound(BF16, found))
+        await say(app, pilot, events.JobDone(BF16, jobs.NONFINITE.ask(None), found))
         words = " ".join(" ".join(line.split()) for line in screen(app).splitlines())
         assert "a applies" in words, screen(app)
         assert screen(app).splitlines()[-1].lstrip().startswith("a make it finite")

@@ -399,7 +399,7 @@ def test_the_app_exports_a_pipeline_and_an_adapter_in_their_layouts(
     from dtype_engine.checkpoint.source import locate
     from dtype_engine.core.options import RunSettings
     from dtype_engine.recipe import Recipe, Rule
-    from dtype_engine.worker.opening import OpenModel
+    from dtype_engine.worker.open_model import OpenModel
     from dtype_engine.worker.save_requests import ExportRequest
     from dtype_engine.worker.writer import SaveContext, plan_export, run_save
 

@@ -33,6 +33,7 @@ from dtype_engine.runtime.numerics.quantization_error import round_trip
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import SetRecipe
+from dtype_engine.worker.jobs import LOSS_REMEDY
 from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest, ReportRequest
 
 LARGE, TINY = 1e6, 1e-9
@@ -506,14 +507,13 @@ def test_the_worker_tells_losses_before_it_measures_and_then_what_keeps_the_valu
     recorded.worker.close()
     of_recipe = [event for event in recorded.events if getattr(event, "recipe", None) == recipe]
     order = {type(event): index for index, event in enumerate(of_recipe)}
-    assert order[events.CastDone] < order[events.Measured] < order[events.LossRemedyFound]
+    assert order[events.CastDone] < order[events.Measured] < order[events.JobDone]
     done = of_recipe[order[events.CastDone]]
     assert isinstance(done, events.CastDone)
     assert done.lost is not None
     assert counts(done.lost) == by_hand(Net().state_dict(), torch.float16)
-    found = of_recipe[order[events.LossRemedyFound]]
-    assert isinstance(found, events.LossRemedyFound)
-    assert found.found.improves
+    (found,) = recorded.answers(LOSS_REMEDY)
+    assert found.improves
 
 
 def test_a_search_tells_what_its_recipe_loses_before_it_is_put_in_force() -> None:
