@@ -16,6 +16,7 @@ from textual.widgets import DataTable, Input
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.runs import Generation, Written
 from dtype_engine.worker import events
+from dtype_engine.worker.jobs import CAUSES, GENERATE, NONFINITE
 from dtype_tui.app import DtypeApp
 from dtype_tui.widgets.module_tree import ModuleTree
 
@@ -191,7 +192,7 @@ def not_finite(app: DtypeApp) -> events.Event:
     found = NonFiniteDiagnosis(
         "activation", DOWN, MLP, "mul", "float16", 65504.0, (), 1.1e4, 2.1e5, (f"{MLP}=bfloat16",)
     )
-    return events.NonfiniteFound(app.controller.experiment.recipe, found)
+    return events.JobDone(app.controller.experiment.recipe, NONFINITE.ask(None), found)
 
 
 def many_inputs(app: DtypeApp) -> events.Event:
@@ -202,8 +203,10 @@ def many_inputs(app: DtypeApp) -> events.Event:
 
 def many_causes(app: DtypeApp) -> events.Event:
     few = causes(app)
-    assert isinstance(few, events.AttributionReady)
-    return events.AttributionReady(few.recipe, dataclasses.replace(few.report, causes=few.report.causes * 20))
+    assert isinstance(few, events.JobDone)
+    found = events.result_of(few, CAUSES)
+    assert found is not None
+    return events.JobDone(few.recipe, few.ask, dataclasses.replace(found, causes=found.causes * 20))
 
 
 def half_scanned(app: DtypeApp) -> events.Event:
@@ -218,5 +221,9 @@ async def much_text(app: DtypeApp, pilot: Pilot[None]) -> None:
     await pilot.press("g", "enter")
     lines = tuple(f"line {number}\n" for number in range(80))
     written = Written(tuple(range(80)), lines, 0.5)
-    await say(app, pilot, events.Generated(app.controller.experiment.recipe, (Generation("", written, written),)))
+    await say(
+        app,
+        pilot,
+        events.JobDone(app.controller.experiment.recipe, GENERATE.ask(None), (Generation("", written, written),)),
+    )
     await pilot.pause()

@@ -16,7 +16,10 @@ from dtype_engine.recipe import Recipe
 from dtype_engine.results.drift import NAMES
 from dtype_engine.results.pictures import Picture
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import OWN_NAMES
+from dtype_engine.worker.jobs import JOBS
 from dtype_engine.worker.message import Message
+from dtype_engine.worker.messages import job_types
 
 INTS = (-1, -1, 0, 0, 1, 2, -(2**31), 2**31, 2**53 + 1, 2**60, -(2**60), 2**64 - 1)
 FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 1e308, -1e308, 5e-324, float("inf"), float("-inf"), float("nan"))
@@ -31,6 +34,7 @@ HOSTILE = (
 )  # fmt: skip
 """Texts that would drive a terminal, turn its text, or be drawn as nothing."""
 _FROM_THIS_END = (events.EngineEnded, events.EngineLost, events.EngineBack, events.Composed)
+_ANSWERS = (events.JobDone, events.JobGrown)
 _ON_ITS_OWN = (events.OutputMeasured,)
 """Told by a test of its own."""
 KINDS: tuple[type, ...] = tuple(
@@ -55,7 +59,15 @@ class RandomEvents:
         if "tree" in kind.__struct_fields__:  # type: ignore[attr-defined]
             for part in self._tree_parts():
                 yield msgspec.msgpack.encode(part)
-        yield msgspec.msgpack.encode(self._value(kind))
+        yield msgspec.msgpack.encode(self._answer(kind) if kind in _ANSWERS else self._value(kind))
+
+    def _answer(self, kind: type) -> list[Any]:
+        """The result of any job, at its end or while it runs."""
+        name = self._chance.choice([*JOBS] if kind is events.JobDone else ["causes", "generate"])
+        types = job_types(JOBS[name].run)
+        ask = ["Ask", name, self._value(types.parameters)]
+        result = self._value(types.result if kind is events.JobDone else types.partial)
+        return [kind.__name__, self._value(Recipe), ask, result]
 
     def _tree_parts(self) -> Iterator[list[Any]]:
         chance = self._chance
@@ -102,6 +114,13 @@ class RandomEvents:
     def _text(self) -> str:
         return self._chance.choice(self._names if self._chance.random() < 0.5 else self._texts)
 
+    def _job(self, field: str, hint: Any) -> Any:
+        """A value of a field: mostly names of jobs where it has such names."""
+        if field not in ("job", "running", "waiting", "dropped") or self._chance.random() < 0.02:
+            return self._value(hint)
+        names = [self._chance.choice([*JOBS, *OWN_NAMES]) for _ in range(3)]
+        return names if field in ("waiting", "dropped") else names[0]
+
     def _value(self, hint: Any) -> Any:
         chance = self._chance
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -134,8 +153,9 @@ class RandomEvents:
         if hint is Picture and chance.random() < 0.9:
             width, height = chance.choice((1, 2, 40, 256)), chance.choice((1, 3, 30, 256))
             return {"width": width, "height": height, "pixels": chance.randbytes(3 * width * height)}
-        if issubclass(hint, Message):
-            return [hint.__name__, *map(self._value, typing.get_type_hints(hint).values())]
+        if issubclass(hint, msgspec.Struct):
+            fields = [self._job(name, type_) for name, type_ in typing.get_type_hints(hint).items()]
+            return [hint.__name__, *fields] if issubclass(hint, Message) else fields
         if dataclasses.is_dataclass(hint):
             names = typing.get_type_hints(hint)
             return {field.name: self._value(names[field.name]) for field in dataclasses.fields(hint) if field.init}

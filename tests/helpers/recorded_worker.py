@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal, Self, TypeVar, get_args
+from typing import Any, Literal, Self, TypeVar, cast, get_args
 
 from tests.helpers import draw_times, preloaded
 
@@ -13,7 +13,9 @@ from dtype_engine import Options, Recipe
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.worker import events
 from dtype_engine.worker.connection import EngineCommand
+from dtype_engine.worker.control import Open
 from dtype_engine.worker.engine import Engine
+from dtype_engine.worker.jobs import Job, Result
 from dtype_engine.worker.process import EngineProcess
 from dtype_engine.worker.worker import Worker
 
@@ -53,6 +55,15 @@ class Recorder:
                     kinds = [type(event).__name__ for event in self.events if not isinstance(event, events.Memory)]
                     raise AssertionError(f"no {kind.__name__} that matches; there were {kinds}")
 
+    def answer(self, job: Job[Any, Any, Result], since: int = 0) -> Result:
+        """The first result of a job from index `since` on."""
+        event = self.wait_for(events.JobDone, lambda done: done.ask.job == job.name, since)
+        return cast("Result", event.result)
+
+    def answers(self, job: Job[Any, Any, Result]) -> list[Result]:
+        """The results of a job so far."""
+        return [result for event in self.events if (result := events.result_of(event, job)) is not None]
+
     def measured(self, recipe: Recipe, since: int = 0) -> events.Measured:
         """The first measurement of this recipe from index `since` on."""
         return self.wait_for(events.Measured, lambda event: event.recipe == recipe, since)
@@ -73,7 +84,7 @@ def make_engine(
     if way == "thread":
         return Worker(locate(model, options.trust_pickle), options, emit, read_headers)
     command = EngineCommand(preloaded.command(preloaded.ENGINE))
-    return EngineProcess(command, model, options, emit, read_headers)
+    return EngineProcess(command, Open(model, options, read_headers), emit)
 
 
 class RecordedEngine(Recorder):
@@ -108,7 +119,7 @@ class RecordedProcess(Recorder):
 
     def __init__(self, command: EngineCommand, model: str | None, options: Options) -> None:
         super().__init__()
-        self.worker = EngineProcess(command, model, options, self._record)
+        self.worker = EngineProcess(command, Open(model, options, False), self._record)
 
     @property
     def child(self) -> int:

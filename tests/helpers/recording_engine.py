@@ -22,8 +22,6 @@ from dtype_engine.worker.commands import (
     Cancel,
     Command,
     FollowRecipe,
-    Generate,
-    InspectWeight,
     Pause,
     Request,
     Scan,
@@ -32,6 +30,7 @@ from dtype_engine.worker.commands import (
     SetSettings,
 )
 from dtype_engine.worker.engine import Engine
+from dtype_engine.worker.jobs import Ask, GenerateText, InspectTensor
 from dtype_engine.worker.save_requests import SaveRequest
 from dtype_tui.app import DtypeApp
 from dtype_tui.state.launch import Launch
@@ -62,14 +61,14 @@ class RecordingEngine(Engine):
                 self.settings.append(request.settings)
             case SetInputs():
                 self.lines.append(request.line)
-            case Generate():
-                self.commands.append(f"generate {request.tokens} {request.prompt}".rstrip())
+            case Ask(parameters=GenerateText(tokens, prompt)):
+                self.commands.append(f"generate {tokens} {prompt}".rstrip())
             case Scan():
                 self.commands.append(f"scan {','.join(request.dtypes)}")
             case Pause():
                 self.commands.append("pause" if request.paused else "go on")
-            case InspectWeight():
-                self.commands.append(f"look at {request.tensor}")
+            case Ask(parameters=InspectTensor(tensor)):
+                self.commands.append(f"look at {tensor}")
             case Cancel():
                 self.commands.append("cancel" if request.name is None else f"cancel {request.name}")
             case Command():

@@ -20,6 +20,7 @@ from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow, Written
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.results.weights import ExponentHistogram, WeightError, WeightStats
 from dtype_engine.worker import events
+from dtype_engine.worker.jobs import CAUSES, FLOOR, FLOW, GENERATE, SPEED, VALUES, GenerateText, InspectTensor
 from dtype_engine.worker.save_requests import ExportPlan
 from dtype_tui.app import DtypeApp
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -70,7 +71,9 @@ async def mixed(app: DtypeApp, pilot: Pilot[None]) -> None:
     await say(app, pilot, events.Memory(MIXED, memory()))
     await say(app, pilot, events.Measured(MIXED, report(MIXED, 1.64e-2, modules())), events.Idle())
     await say(
-        app, pilot, events.NoiseFloorMeasured(NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0))
+        app,
+        pilot,
+        events.JobDone(None, FLOOR.ask(None), NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)),
     )
     app.query_one(ModuleTree).go_to("model.layers.4.mlp")
     await pilot.press("l")
@@ -149,7 +152,7 @@ def flow(app: DtypeApp) -> events.Event:
         ImplicitCastStats("model.layers.4.mlp.gate_proj", "linear", "bfloat16", "float32", 98304, 6, True),
         ImplicitCastStats("model.norm", "mul", "bfloat16", "float32", 12288, 12, False),
     )
-    return events.ImplicitCastsTraced(app.controller.experiment.recipe, casts)
+    return events.JobDone(app.controller.experiment.recipe, FLOW.ask(None), casts)
 
 
 def generated(app: DtypeApp) -> events.Event:
@@ -158,7 +161,9 @@ def generated(app: DtypeApp) -> events.Event:
         "    def run(self):\n        pass\n\n    def stop(self):\n",
     )
     both = [Written(tuple(map(ord, text)), tuple(text), 0.5) for text in texts]
-    return events.Generated(app.controller.experiment.recipe, (Generation("class Worker:\n", *both),))
+    return events.JobDone(
+        app.controller.experiment.recipe, GENERATE.ask(GenerateText(48)), (Generation("class Worker:\n", *both),)
+    )
 
 
 async def generating(app: DtypeApp, pilot: Pilot[None]) -> None:
@@ -192,9 +197,8 @@ def timed(app: DtypeApp) -> events.Event:
         SpeedRow("as stored", "f32", 0.5, 0.4, 0.6, 5, 2000.0, False),
         SpeedRow("candidate", "f32 + bf16", 2.0, 1.9, 2.1, 5, 500.0, True),
     )
-    return events.SpeedMeasured(
-        app.controller.experiment.recipe, SpeedReport("demo", "cpu", 2, (), "6 default prompts", rows)
-    )
+    times = SpeedReport("demo", "cpu", 2, (), "6 default prompts", rows)
+    return events.JobDone(app.controller.experiment.recipe, SPEED.ask(None), times)
 
 
 def values(app: DtypeApp) -> events.Event:
@@ -204,8 +208,10 @@ def values(app: DtypeApp) -> events.Event:
         WeightError(name, "float32", dtype, 98_304, error, 20 * error, 30 * error, decibels, 0, 0, 0, 12, 0)
         for dtype, error, decibels in (("bfloat16", 1e-4, 55.9), ("float16", 1e-5, 73.9), ("float8_e4m3fn", 1e-3, 31.5))
     )
-    return events.WeightInspected(
-        app.controller.experiment.recipe, name, WeightStats(ExponentHistogram(name, counts, 7, 0), errors)
+    return events.JobDone(
+        app.controller.experiment.recipe,
+        VALUES.ask(InspectTensor(name, ())),
+        WeightStats(ExponentHistogram(name, counts, 7, 0), errors),
     )
 
 
@@ -230,8 +236,9 @@ def causes(app: DtypeApp) -> events.Event:
         Contribution(DOWN, 1, 1.24e-4, 0.62, 41.0),
         Contribution("model.layers.2.mlp.up_proj", 1, 2.6e-5, 0.13, 52.0),
     )
-    return events.AttributionReady(
+    return events.JobDone(
         app.controller.experiment.recipe,
+        CAUSES.ask(None),
         AttributionReport("demo", ("*=bfloat16",), "nats per token", 2e-4, 1.5e-4, 256, 60, 1.0, parts),
     )
 

@@ -29,12 +29,14 @@ from dtype_tui.app import DtypeApp
 from dtype_tui.config.bindings import KEYS
 from dtype_tui.config.key_groups import GROUPS
 from dtype_tui.config.key_names import name_of, on_keyboard
+from dtype_tui.config.questions import questions_without_keys
 from dtype_tui.screens.help import sections
-from dtype_tui.state.commands import CHECK, DOWNLOAD, WITH_ARGUMENTS
+from dtype_tui.state.commands import DOWNLOAD, WITH_ARGUMENTS
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ModuleTree
 
 SMALL = (80, 24)
+(CHECK,) = (question.meaning for question in questions_without_keys())
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +110,7 @@ def by_no_palette(key: str) -> bool:
 
 def by_no_command(key: str) -> bool:
     action = of_the_app(key).action
-    return "(" in action or action in ("command", "filter", "cast")
+    return ("(" in action and not action.startswith("ask(")) or action in ("command", "filter", "cast")
 
 
 @pytest.mark.slow
@@ -177,8 +179,8 @@ WORDS: dict[str, tuple[Look, Any]] = {
     "filter up_proj": (cursor, "model.layers.0.mlp.up_proj"),
     f"go {MLP}": (cursor, MLP),
     "sort bytes": (lambda app: app.query_one(ModuleTree).order, "bytes"),
-    "context 300 2": (lambda app: (app.controller.experiment.tokens, app.controller.experiment.batch), (300, 2)),
-    "budget 2GiB": (lambda app: app.controller.experiment.budget, 2 << 30),
+    "context 300 2": (lambda app: (app.controller.experiment.tokens, app.controller.experiment.served.batch), (300, 2)),
+    "budget 2GiB": (lambda app: app.controller.experiment.served.budget, 2 << 30),
     "columns bytes": (lambda app: app.query_one(ModuleTree).hidden, {"params", "drift"}),
     "theme high-contrast": (lambda app: app.theme, "high-contrast"),
     "export out": (lambda app: engine(app).saves[-1:], [ExportRequest(Path("out"))]),
@@ -186,7 +188,6 @@ WORDS: dict[str, tuple[Look, Any]] = {
     "report r.md": (lambda app: engine(app).saves[-1:], [ReportRequest(Path("r.md"))]),
     "preset all-bf16": (rules, ["*=bfloat16"]),
     "activations": (lambda app: engine(app).commands[-1:], ["activations"]),
-    "check": (lambda app: engine(app).commands[-1:], ["check"]),
     "download": (lambda app: engine(app).commands[-1:], ["download"]),
     "inputs import os": (lambda app: engine(app).lines, ["import os"]),
 }

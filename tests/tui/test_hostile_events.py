@@ -22,6 +22,7 @@ from dtype_engine.core.tree import TensorInfo, from_tensors
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.worker import events
 from dtype_engine.worker.frames import WireError
+from dtype_engine.worker.jobs import FLOW
 from dtype_engine.worker.messages import AnswerDecoder, encode_answer
 from dtype_tui.app import DtypeApp
 from dtype_tui.main_screen import MOST_WINDOWS
@@ -146,7 +147,7 @@ async def test_many_results_do_not_open_many_windows() -> None:
         await SCENES["as-stored"](app, pilot)
         for _ in range(10):
             for _ in range(20):
-                engine(app).emit(events.ImplicitCastsTraced(app.controller.experiment.recipe, ()))
+                engine(app).emit(events.JobDone(app.controller.experiment.recipe, FLOW.ask(None), ()))
             await pilot.pause()
         await pilot.pause()
         assert 1 < len(app.screen_stack) <= MOST_WINDOWS

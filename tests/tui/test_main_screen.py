@@ -26,6 +26,7 @@ from dtype_engine.results.memory import MemoryStats
 from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow, Written
 from dtype_engine.results.weights import ExponentHistogram, WeightError, WeightStats
 from dtype_engine.worker import events
+from dtype_engine.worker.jobs import CHECK, FLOW, GENERATE, SPEED, VALUES, GenerateText, InspectTensor
 from dtype_engine.worker.save_requests import RecipeRequest
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.bindings import DIGITS
@@ -653,12 +654,12 @@ async def test_implicit_casts_have_a_screen(app: DtypeApp) -> None:
         await pilot.press("f")
         assert engine(app).commands[-1] == "flow"
         cast = ImplicitCastStats("model.layers.1.mlp.up_proj", "linear", "float32", "float64", 12288, 1, True)
-        await say(app, pilot, ready(app), events.ImplicitCastsTraced(app.controller.experiment.recipe, (cast,)))
+        await say(app, pilot, ready(app), events.JobDone(app.controller.experiment.recipe, FLOW.ask(None), (cast,)))
         text = screen(app)
         for words in ("model.layers.1.mlp.up_proj", "linear", "f32 → f64", "12.3 k", "raises"):
             assert words in text
         await pilot.press("escape")
-        await say(app, pilot, events.ImplicitCastsTraced(Recipe((Rule("*", "float64"),)), (cast,)))
+        await say(app, pilot, events.JobDone(Recipe((Rule("*", "float64"),)), FLOW.ask(None), (cast,)))
         assert not isinstance(app.screen, Overlay), "that was another recipe's"
 
 
@@ -683,13 +684,13 @@ async def test_generated_texts_are_side_by_side_with_the_difference_marked(
         recipe = app.controller.experiment.recipe
         whole = generation("def run\x1b[2J", "def rat\x1b[2J", 5)
         part = dataclasses.replace(whole, candidate=Written((), (), 0.0), finished=False)
-        await say(app, pilot, ready(app), events.TextGrown(recipe, part))
+        await say(app, pilot, ready(app), events.JobGrown(recipe, GENERATE.ask(GenerateText(24)), part))
         await until(pilot, lambda: "generating: reference" in screen(app))
         assert "⟦" not in screen(app)
         part = dataclasses.replace(whole, candidate=Written((*map(ord, "def ra"),), (*"def ra",), 0.1), finished=False)
-        await say(app, pilot, events.TextGrown(recipe, part))
+        await say(app, pilot, events.JobGrown(recipe, GENERATE.ask(GenerateText(24)), part))
         await until(pilot, lambda: "def r⟦a⟧" in screen(app))  # the first difference is marked as it comes
-        await say(app, pilot, events.Generated(recipe, (whole,)))
+        await say(app, pilot, events.JobDone(recipe, GENERATE.ask(GenerateText(24)), (whole,)))
         await until(pilot, lambda: "22/s" in screen(app))
         text = screen(app)
         for words in ("reference", "candidate", "def r⟦u⟧n", "def r⟦a⟧t", "the first 5 tokens are the same", "22/s"):
@@ -715,7 +716,7 @@ async def test_generated_texts_are_side_by_side_with_the_difference_marked(
 
 async def test_check_has_a_screen(app: DtypeApp) -> None:
     async with running(app, SMALL) as pilot:
-        app.main.action_check_files()
+        app.main.action_ask("check")
         await pilot.pause()
         assert engine(app).commands[-1] == "check"
         finding = Finding(
@@ -723,12 +724,12 @@ async def test_check_has_a_screen(app: DtypeApp) -> None:
         )
         report = CheckReport("demo", 56, 1, 3, None, 0.1, (finding,), ("values",), coverage=Coverage(56))
         recipe = app.controller.experiment.recipe
-        await say(app, pilot, ready(app), events.FilesChecked(recipe, report))
+        await say(app, pilot, ready(app), events.JobDone(recipe, CHECK.ask(None), report))
         text = screen(app)
         for words in ("1 finding.", "56 of 56 tensors found", "holds codes and has no scale", "unslothai/unsloth#6200"):
             assert words in text
         await pilot.press("escape")
-        await say(app, pilot, events.FilesChecked(recipe, dataclasses.replace(report, findings=())))
+        await say(app, pilot, events.JobDone(recipe, CHECK.ask(None), dataclasses.replace(report, findings=())))
         assert "No problems were found." in screen(app)
 
 
@@ -741,7 +742,7 @@ async def test_speed_has_a_screen(app: DtypeApp) -> None:
             SpeedRow("candidate", "f32 + bf16", 2.0, 1.9, 2.1, 5, 500.0, True),
         )
         report = SpeedReport("demo", "cpu", 2, (), "6 default prompts", rows)
-        await say(app, pilot, ready(app), events.SpeedMeasured(app.controller.experiment.recipe, report))
+        await say(app, pilot, ready(app), events.JobDone(app.controller.experiment.recipe, SPEED.ask(None), report))
         text = screen(app)
         for words in (
             "500.0 ms",
@@ -831,7 +832,9 @@ async def test_values_of_a_tensor_have_a_screen(app: DtypeApp, size: tuple[int, 
         histogram = ExponentHistogram("w", ((-30, 20), (-10, 900), (20, 3)), 7, 0)
         reading = WeightStats(histogram, (lost,))
         name = "model.embed_tokens.weight"
-        await say(app, pilot, events.WeightInspected(app.controller.experiment.recipe, name, reading))
+        await say(
+            app, pilot, events.JobDone(app.controller.experiment.recipe, VALUES.ask(InspectTensor(name, ())), reading)
+        )
         text = screen(app)
         for words in ("60.00 dB", "20 2.0 %", "500 50.0 %"):
             assert words in text

@@ -19,6 +19,7 @@ import dtype_tui
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.bindings import KEYS
 from dtype_tui.config.key_names import name_of
+from dtype_tui.config.questions import questions_without_keys
 from dtype_tui.screens.help import key_blocks, sections
 from dtype_tui.state.commands import WITH_ARGUMENTS, all_commands
 from dtype_tui.state.read_only import HIDDEN, READ_ONLY
@@ -75,7 +76,8 @@ def test_every_key_and_command_is_classified_as_harmless_or_refused() -> None:
     """A new one fails this test until somebody has decided whether a viewer may use it to read or write files."""
     assert {binding.id for binding in of_keys()} == {*HARMLESS_KEYS.split(), *REFUSED_KEYS}
     refused = {line.split()[0] for line in REFUSED_COMMANDS}
-    assert {command.name for command in WITH_ARGUMENTS} == {*HARMLESS_COMMANDS, *refused}
+    without_keys = (question.job for question in questions_without_keys())
+    assert {*(command.name for command in WITH_ARGUMENTS), *without_keys} == {*HARMLESS_COMMANDS, *refused}
     bound = {
         found.__name__: " ".join(sorted({binding.action.partition("(")[0] for binding in vars(found)["BINDINGS"]}))
         for module in pkgutil.walk_packages(dtype_tui.__path__, "dtype_tui.")

@@ -28,6 +28,7 @@ from dtype_engine.worker.engine import CLOSE_WAIT_S, Engine
 from dtype_tui.base_app import BaseApp
 from dtype_tui.config.bindings import APP_KEYS, KEYS
 from dtype_tui.config.key_names import keys_of, on_keyboard
+from dtype_tui.config.questions import questions_without_keys
 from dtype_tui.main_screen import PAUSE_S, MainScreen, message_text
 from dtype_tui.process.gc_policy import pause_gc, resume_gc
 from dtype_tui.process.terminal import restore_at_once, server_disconnected, terminal_settings
@@ -37,6 +38,7 @@ from dtype_tui.state.event_queue import EventQueue
 from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
 from dtype_tui.state.read_only import READ_ONLY, refuses
+from dtype_tui.state.served import Served
 
 # Importing these would delay the first paint, so they are imported where they are used.
 if TYPE_CHECKING:
@@ -78,9 +80,7 @@ class DtypeApp(BaseApp[None]):
             launch.tree if launch.tree is not None else Tree(()),
             settings=launch.settings,
             thresholds=launch.thresholds,
-            context=launch.context,
-            batch=launch.batch,
-            budget=launch.budget,
+            served=Served(launch.context, launch.batch, launch.budget),
         )
         self._events = EventQueue(self._tell_main)
         self.controller = Controller(
@@ -299,11 +299,12 @@ class DtypeApp(BaseApp[None]):
             if not (self.launch.read_only and refuses(binding.action)):
                 keys = on_keyboard(keys_of(binding, self.launch.config.keys))
                 yield SystemCommand(binding.description, f"key {keys}", self._runner(binding.action))
-        from dtype_tui.state.commands import CHECK, DOWNLOAD
+        from dtype_tui.state.commands import DOWNLOAD
 
         if not self.launch.read_only:
             yield SystemCommand(DOWNLOAD, "command :download", self._runner("download_model"))
-        yield SystemCommand(CHECK, "command :check", self._runner("check_files"))
+        for row in questions_without_keys():
+            yield SystemCommand(row.meaning, f"command :{row.job}", self._runner(row.action))
         for command in super().get_system_commands(screen):
             if not (self.launch.read_only and command.title == "Screenshot"):
                 yield command

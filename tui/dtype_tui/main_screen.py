@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
+from textual.actions import parse
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Container, Horizontal, Vertical
@@ -22,7 +23,8 @@ from textual.widgets import Static
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import CheckFiles, Download, MeasureSpeed, OpenOverMemory, TraceCasts
+from dtype_engine.worker.commands import Download, OpenOverMemory
+from dtype_engine.worker.jobs import GENERATE, Ask
 from dtype_tui.config.bindings import MAIN_KEYS
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.hint_keys import with_keys
@@ -43,6 +45,7 @@ from dtype_tui.windows import Windows
 if TYPE_CHECKING:
     from dtype_tui.main_commands import CommandWords
     from dtype_tui.state.commands import Command
+    from dtype_tui.state.experiment import Experiment
     from dtype_tui.widgets.bottom_prompt import BottomPrompt
     from dtype_tui.widgets.panes.base import Pane
     from dtype_tui.widgets.panes.depth import DepthPane
@@ -93,7 +96,6 @@ class MainScreen(Screen[None]):
         super().__init__()
         self._next_event = next_event
         self.controller = controller
-        self.experiment = controller.experiment
         self._chosen_keys = chosen_keys
         self._wanted_cursor = cursor
         """The node of the resumed session's cursor, or None after the cursor has reached it or the user has moved the cursor."""
@@ -116,8 +118,10 @@ class MainScreen(Screen[None]):
         self.draw_is_due = False
         """Whether the engine has told something that the screen does not show yet. A redraw is then scheduled."""
         self._drawn_at = 0.0
-        self._fits_depth = False
-        """Whether the terminal has room for the plot of drift over depth."""
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.controller.experiment
 
     # -- layout --------------------------------------------------------------------------------------------------
 
@@ -189,7 +193,6 @@ class MainScreen(Screen[None]):
         narrow = size.width < NARROW_BELOW
         self.set_class(narrow, "narrow")
         self.side.set_class(narrow, "narrow")
-        self._fits_depth = size.width >= DEPTH_FROM[0] and size.height >= DEPTH_FROM[1]
         self.set_class(size.width >= TRADE_OFF_FROM, "wide")
         if self._has_panes:
             needs, has = f"{SMALLEST[0]} x {SMALLEST[1]}", f"{size.width} x {size.height}"
@@ -216,7 +219,9 @@ class MainScreen(Screen[None]):
     def _show_panes(self) -> None:
         node = self.tree_view.current.name if self.tree_view.rows else ""
         activity = self.controller.life.current_activity()[0] or self.controller.life.no_engine_words
-        self.query_one("#below").display = self._fits_depth and self.experiment.model.no_forward is None
+        (width, height), (least, lowest) = self.app.size, DEPTH_FROM
+        can_run = self.experiment.model.no_forward is None
+        self.query_one("#below").display = width >= least and height >= lowest and can_run
         self.on_bottom_prompt_resized()  # the tree may reach down to an open prompt now
         for pane in (*self.side.panes, self.depth, self.trade_off):
             pane.show(activity, node)
@@ -277,9 +282,9 @@ class MainScreen(Screen[None]):
                 self._go_to_wanted_cursor()
             case events.Measured() if self.tree_view.order == "drift":
                 self.tree_view.rebuild()
-            case events.Generated():
-                self._windows.keep_result(event)
-            case _ if len(self.app.screen_stack) < MOST_WINDOWS:
+            case events.JobDone() if (texts := events.result_of(event, GENERATE)) is not None:
+                self._windows.keep_texts(texts)
+            case events.JobDone() if len(self.app.screen_stack) < MOST_WINDOWS:
                 self._windows.open_result(event, self.app.size.width)
         for window in self.app.screen_stack[1:]:
             window.post_message(EngineEvent(event))
@@ -369,17 +374,12 @@ class MainScreen(Screen[None]):
     def action_measure(self) -> None:
         self.controller.measure()
 
-    def action_flow(self) -> None:
-        self._awaited.ask(TraceCasts())
+    def action_ask(self, job: str) -> None:
+        """Ask for a job without parameters. Its result opens a window."""
+        self._awaited.ask(Ask(job))
 
     def action_generate(self) -> None:
         self._windows.generation()
-
-    def action_speed(self) -> None:
-        self._awaited.ask(MeasureSpeed())
-
-    def action_check_files(self) -> None:
-        self._awaited.ask(CheckFiles())
 
     def action_download_model(self) -> None:
         self._awaited.ask(Download())
@@ -589,11 +589,11 @@ class MainScreen(Screen[None]):
             self.say(READ_ONLY, "warning")
             return
         action = command.action
-        destination, _, name = action.rpartition(".")
         try:
             if action in self._words.actions:
                 self._words.actions[action](*arguments)
             else:
-                await self.app.run_action((destination, name, arguments), self)
+                destination, name, given = parse(action)
+                await self.app.run_action((destination, name, (*given, *arguments)), self)
         except UserError as error:
             self.say(error.sentence, "error")

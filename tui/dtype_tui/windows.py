@@ -6,6 +6,7 @@ The module of a window is imported when the window opens, so that the first pain
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,7 +15,9 @@ from textual.geometry import Offset
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import AttributeDrift, Generate
+from dtype_engine.worker.jobs import CAUSES, GENERATE, GenerateText
+from dtype_tui.config.questions import window_of
+from dtype_tui.state.answer import Answer
 from dtype_tui.state.controller import Controller
 from dtype_tui.widgets.module_tree import ModuleTree
 
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 class _LastGeneration(msgspec.Struct):
     """The request and the texts that the window for generated text showed last."""
 
-    wanted: Generate | None = None
+    wanted: GenerateText | None = None
     """The requested prompt and length, or None if nothing was generated yet."""
     texts: tuple[Generation, ...] = ()
     made_with: tuple[Recipe, RunSettings, InputsSummary | None] | None = None
@@ -44,30 +47,18 @@ class Windows:
         self._push = push
         self._generation = _LastGeneration()
 
-    def keep_result(self, event: events.Generated) -> None:
+    def keep_texts(self, texts: tuple[Generation, ...]) -> None:
         """Store generated texts, so that their window shows them when it is opened the next time."""
-        self._generation.texts = event.texts
-        self._generation.made_with = event.recipe, self._experiment.settings, self._experiment.model.inputs_summary
+        experiment = self._experiment
+        self._generation.texts = texts
+        self._generation.made_with = experiment.recipe, experiment.settings, experiment.model.inputs_summary
 
-    def open_result(self, event: events.Event, width: int) -> None:
-        """Open the window for a result that has arrived. Other events open no window. width: the screen's width in cells."""
-        match event:
-            case events.SpeedMeasured():
-                from dtype_tui.screens.speed import speed_screen
-
-                self._push(speed_screen(event.report))
-            case events.ImplicitCastsTraced():
-                from dtype_tui.screens.flow import flow_screen
-
-                self._push(flow_screen(event.casts, width))
-            case events.FilesChecked():
-                from dtype_tui.screens.check import check_screen
-
-                self._push(check_screen(event.report, width))
-            case events.WeightInspected():
-                from dtype_tui.screens.weight_values import weight_screen
-
-                self._push(weight_screen(self._experiment, event.name, event.stats))
+    def open_result(self, done: events.JobDone, width: int) -> None:
+        """Open the window for the result of a job, if it has one. width: the screen's width in cells."""
+        module, _, function = window_of(done.ask.job).rpartition(".")
+        if module:
+            screen_of = getattr(import_module(module), function)
+            self._push(screen_of(Answer(done.result, done.ask.parameters, self._experiment, width)))
 
     def generation(self) -> None:
         """Open the window that generates text. It starts with the prompt and length of the last request. It shows the texts of that
@@ -87,15 +78,15 @@ class Windows:
             return
         from dtype_tui.screens.generation import GenerationScreen
 
-        def start(wanted: Generate) -> bool:
+        def start(wanted: GenerateText) -> bool:
             last.wanted, last.texts = wanted, ()
-            controller.ask(wanted)
+            controller.ask(GENERATE.ask(wanted))
             return controller.activity.busy
 
         experiment = self._experiment
         same = (experiment.recipe, experiment.settings, experiment.model.inputs_summary) == last.made_with
         texts = last.texts if same else ()
-        self._push(GenerationScreen(last.wanted, texts, start, lambda: controller.life.stop(Generate.name)))
+        self._push(GenerationScreen(last.wanted, texts, start, lambda: controller.life.stop(GENERATE.name)))
 
     def presets(self) -> None:
         """Open the list of presets. The chosen preset replaces all rules."""
@@ -125,7 +116,7 @@ class Windows:
             controller.notify(why, "information")
             return
         if experiment.results.causes is None:
-            controller.ask(AttributeDrift())
+            controller.ask(CAUSES.ask(None))
         from dtype_tui.screens.causes import CausesScreen
 
         go_to = self._tree.go_to

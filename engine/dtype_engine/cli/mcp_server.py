@@ -6,12 +6,12 @@ only models and text files in the allowed folders. It can't give options that ru
 
 from __future__ import annotations
 
-import functools
+import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from dtype_engine.core.text import printable, without_controls
 from dtype_engine.core.version import __version__
 
 if TYPE_CHECKING:
+    import anyio
     from mcp.server.mcpserver import MCPServer
 
 ENGINE = (sys.executable, "-P", "-c", "from dtype_engine.cli import main; main()")
@@ -36,6 +37,51 @@ A rule is PATTERN=DTYPE, such as *.mlp=fp8 or model.layers.{0..7}=bf16; the last
 the modules with their bytes, also planned under rules. drift measures how much the output changes under rules. scan estimates how
 much each weight matters in each dtype, and search finds the best rules for a size. check looks for errors in a checkpoint's files.
 against compares the outputs of two checkpoints. The model demo is built in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A command of `dtype-engine` that agents can call."""
+
+    name: str
+    command: str
+    """The name of the command."""
+    required: tuple[str, ...] = ()
+    """The parameters that an agent must give, although they are optional on the command line."""
+    against: str = ""
+    """The name of the parameter for the option --against, or "" to leave this option out."""
+    left_out: tuple[str, ...] = ()
+    """Parameters that this tool leaves out, besides those in `LEFT_OUT`."""
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    """The tool's own defaults of parameters. They do not apply to answers in JSON."""
+    help: str = ""
+    """What the tool does, or "" if the help of the command says so."""
+
+
+TOOLS = (
+    Tool("inspect", "inspect", left_out=("top", "by", "all"), defaults={"depth": 3}),
+    Tool("drift", "drift", required=("casts",), left_out=("keep",)),
+    Tool(
+        "against",
+        "drift",
+        required=("other",),
+        against="other",
+        left_out=("keep", "preset", "reference"),
+        help="Measure how much the outputs of another checkpoint of the same architecture, to which the casts apply, differ from "
+        "those of a model in float32.",
+    ),
+    Tool("scan", "scan", left_out=("reference",)),
+    Tool("search", "search", required=("budget",), left_out=("max_predicted", "reference")),
+    Tool("check", "check", against="source", left_out=("modules",)),
+)
+_RUN_CODE = {"trust_pickle", "trust_remote_code", "weights", "metrics", "evals", "data", "inputs", "chat"}
+_WRITE_OR_DOWNLOAD = {"save", "save_recipe", "save_pictures", "report", "output", "force", "download", "revision"}
+_READ_OTHER_FILES = {"recipe", "images", "audio", "held_out", "device_map"}
+_OF_THE_MACHINE = {
+    "device", "over_memory", "max_memory", "workers", "shard", "random_weights", "limits", "sarif", "least", "most",
+}  # fmt: skip
+LEFT_OUT = _RUN_CODE | _WRITE_OR_DOWNLOAD | _READ_OTHER_FILES | _OF_THE_MACHINE
+"""The parameters that no tool has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,148 +160,114 @@ def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) 
     try:
         import anyio
         from mcp.server.mcpserver import MCPServer
-        from mcp.server.mcpserver.exceptions import ToolError
     except ImportError:
         raise UserError("the package mcp is not installed: pip install 'dtype-tui[mcp]'") from None
     server = MCPServer("dtype-engine", instructions=_INSTRUCTIONS, version=__version__, log_level="ERROR")
-    environment = os.environ | {"PYTHONIOENCODING": "utf-8"}  # what the engine prints is decoded as UTF-8
     one_at_a_time = anyio.CapacityLimiter(1)  # each call may take the memory of a whole model
+    for tool in TOOLS:
+        server.add_tool(_Call(tool, access, seconds, engine, one_at_a_time))
+    return server
 
-    async def run(command: str, model: str, *options: str, json: bool = False) -> str:
-        words = [*engine, command, *options, *(["--json"] if json else []), "--", access.model(model)]
-        async with one_at_a_time:
+
+def command_of(tool: Tool) -> tuple[click.Command, dict[str, click.Option]]:
+    """Return the command of a tool, and those of its options that agents can give, by the names of the tool's parameters. An option
+    that may be repeated has the name that click gives to its values, such as `casts`; any other has its own, such as `max_kl`.
+    """
+    from dtype_engine.cli import cli
+
+    command = cli.get_command(click.Context(cli), tool.command)
+    assert command is not None
+    named = {_name(option): option for option in command.params if isinstance(option, click.Option)}
+    named |= {tool.against: named["against"]} if tool.against else {}
+    left_out = LEFT_OUT | {"against", *tool.left_out}
+    return command, {name: option for name, option in named.items() if name not in left_out}
+
+
+class _Call:
+    """Runs the command of a tool, in the form of a function with the tool's parameters, from which the server makes a schema."""
+
+    def __init__(
+        self, tool: Tool, access: Access, seconds: float, engine: Sequence[str], one_at_a_time: anyio.CapacityLimiter
+    ) -> None:
+        self._tool = tool
+        self._access = access
+        self._seconds = seconds
+        self._engine = engine
+        self._one_at_a_time = one_at_a_time
+        command, self._options = command_of(tool)
+        model = inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, annotation=str)
+        parameters = [_parameter(tool, name, option) for name, option in self._options.items()]
+        self.__name__ = tool.name
+        self.__doc__ = tool.help or inspect.cleandoc(command.help or "")
+        self.__signature__ = inspect.Signature((model, *parameters), return_annotation=str)
+
+    async def __call__(self, model: str, **values: Any) -> str:
+        from mcp.server.mcpserver.exceptions import ToolError
+
+        try:
+            return await self._answer([*self._words(values), "--", self._access.model(model)], bool(values.get("json")))
+        except UserError as error:
+            raise ToolError(str(error)) from None
+        except (OSError, ValueError) as error:  # such as a path or arguments that are too long for the system
+            raise ToolError(one_line(error, 200)) from None
+
+    def _words(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the words of the command line for the options with these values."""
+        words: list[str] = []
+        for name, option in self._options.items():
+            value = values[name]
+            if value in (None, _default(option)) or (values["json"] and value == self._tool.defaults.get(name)):
+                continue
+            if isinstance(value, bool):
+                words.append((option.opts if value else option.secondary_opts)[-1])
+                continue
+            check = self._access.model if name == self._tool.against else str
+            check = self._access.file if isinstance(option.type, click.Path) else check
+            words += [f"{option.opts[-1]}={check(each)}" for each in (value if isinstance(value, list) else [value])]
+        return words
+
+    async def _answer(self, arguments: Sequence[str], json: bool) -> str:
+        """Return what the command prints for these arguments. Raises UserError if it fails or takes too long."""
+        import anyio
+
+        name, environment = self._tool.command, os.environ | {"PYTHONIOENCODING": "utf-8"}  # decoded as UTF-8 below
+        async with self._one_at_a_time:
             try:
-                with anyio.fail_after(seconds):
+                with anyio.fail_after(self._seconds):
+                    words = [*self._engine, name, *arguments]
                     ended = await anyio.run_process(words, stdin=subprocess.DEVNULL, check=False, env=environment)
             except TimeoutError:
-                raise UserError(f"{command} took over {seconds} seconds and was ended") from None
+                raise UserError(f"{name} took over {self._seconds} seconds and was ended") from None
         said, notes = (without_controls(text.decode(errors="replace")).strip() for text in (ended.stdout, ended.stderr))
         if ended.returncode not in (0, 1):
-            raise UserError(_shortened(notes) or f"{command} ended with status {ended.returncode}")
+            raise UserError(_shortened(notes) or f"{name} ended with status {ended.returncode}")
         if len(said) > _MOST_CHARACTERS:
             said = f"{said[:_MOST_CHARACTERS]}\n... and {len(said) - _MOST_CHARACTERS:,} more characters"
         return said if json or not notes else f"{said}\n{notes}"
 
-    def inputs(prompts: Sequence[str] | None, texts: Sequence[str] | None, sequences: int | None) -> list[str]:
-        files = [access.file(text) for text in texts or ()]
-        return [*_options("prompt", prompts), *_options("text", files), *_option("sequences", sequences)]
 
-    def tool(function: Callable[..., Awaitable[str]]) -> None:
-        @functools.wraps(function)
-        async def call(*arguments: Any, **named: Any) -> str:
-            try:
-                return await function(*arguments, **named)
-            except UserError as error:
-                raise ToolError(str(error)) from None
-            except (OSError, ValueError) as error:  # such as a path or arguments that are too long for the system
-                raise ToolError(one_line(error, 200)) from None
-
-        server.tool()(call)
-
-    @tool
-    async def inspect(
-        model: str, casts: list[str] | None = None, preset: str | None = None, depth: int = 3, json: bool = False
-    ) -> str:
-        """List the modules of a model with dtypes, parameters and bytes, before and after the casts of rules. Only headers are
-        read.
-
-        casts: rules such as '*.mlp=bf16'. depth: how many levels of modules to list. json: answer with the whole tree as JSON,
-        which is long.
-        """
-        options = [*_options("cast", casts), *_option("preset", preset), *([] if json else _option("depth", depth))]
-        return await run("inspect", model, *options, json=json)
-
-    @tool
-    async def drift(
-        model: str,
-        casts: list[str],
-        preset: str | None = None,
-        prompts: list[str] | None = None,
-        texts: list[str] | None = None,
-        sequences: int | None = None,
-        max_kl: float | None = None,
-        json: bool = False,
-    ) -> str:
-        """Measure how much the output of a model changes if rules cast its weights, compared with the same model in float32.
-
-        casts: rules such as '*.mlp=bf16'. prompts, texts: calibration texts, and paths of text files; by default, the model's
-        default inputs. max_kl: a limit on the mean KL in nats; the answer says if it is not met.
-        """
-        options = [*_options("cast", casts), *_option("preset", preset), *_option("max-kl", max_kl)]
-        return await run("drift", model, *options, *inputs(prompts, texts, sequences), json=json)
-
-    @tool
-    async def against(
-        model: str,
-        other: str,
-        casts: list[str] | None = None,
-        prompts: list[str] | None = None,
-        texts: list[str] | None = None,
-        sequences: int | None = None,
-        json: bool = False,
-    ) -> str:
-        """Measure how much the outputs of another checkpoint of the same architecture differ from those of a model in float32.
-
-        other: the other checkpoint. casts: rules such as '*.mlp=bf16', which are applied to it. prompts, texts: calibration texts,
-        and paths of text files.
-        """
-        options = [
-            *_option("against", access.model(other)),
-            *_options("cast", casts),
-            *inputs(prompts, texts, sequences),
-        ]
-        return await run("drift", model, *options, json=json)
-
-    @tool
-    async def scan(
-        model: str,
-        dtypes: str | None = None,
-        prompts: list[str] | None = None,
-        texts: list[str] | None = None,
-        sequences: int | None = None,
-        json: bool = False,
-    ) -> str:
-        """Estimate how far a model's output drifts if one weight is cast to one dtype, for each weight and each dtype. dtypes:
-        names separated by commas, such as bf16,fp8,int8.
-        """
-        return await run("scan", model, *_option("dtypes", dtypes), *inputs(prompts, texts, sequences), json=json)
-
-    @tool
-    async def search(
-        model: str,
-        budget: str,
-        dtypes: str | None = None,
-        prompts: list[str] | None = None,
-        texts: list[str] | None = None,
-        sequences: int | None = None,
-        json: bool = False,
-    ) -> str:
-        """Find the rules with the least drift with which the weights have at most a given size. budget: the size: 12GiB, 500MB, or
-        45% of the stored size. dtypes: the dtypes to choose from, such as bf16,fp8,int8.
-        """
-        options = [*_option("budget", budget), *_option("dtypes", dtypes), *inputs(prompts, texts, sequences)]
-        return await run("search", model, *options, json=json)
-
-    @tool
-    async def check(model: str, source: str | None = None, values: bool = False, json: bool = False) -> str:
-        """Look for errors in the files of a checkpoint: missing tensors, quantized weights with codes and scales that do not fit
-        together, and invalid scales.
-
-        source: the checkpoint from which the model was made, to compare names and shapes with. values: also read the values of all
-        tensors, to find NaN and infinities.
-        """
-        options = _option("against", access.model(source) if source is not None else None)
-        return await run("check", model, *options, *(["--values"] if values else []), json=json)
-
-    return server
+def _name(option: click.Option) -> str:
+    return str(option.name) if option.multiple else option.opts[-1].removeprefix("--").replace("-", "_")
 
 
-def _option(name: str, value: object) -> list[str]:
-    return [f"--{name}={value}"] if value is not None else []
+def _default(option: click.Option) -> str | int | float | bool | None:
+    """Return the default that an option has on the command line, or None if it has none."""
+    return option.default if isinstance(option.default, (str, int, float)) else False if option.is_flag else None
 
 
-def _options(name: str, values: Sequence[str] | None) -> list[str]:
-    return [f"--{name}={value}" for value in values or ()]
+def _parameter(tool: Tool, name: str, option: click.Option) -> inspect.Parameter:
+    """Return the parameter `name` of a tool, which is for this option. A text such as `0.1` may also be given as a number."""
+    from pydantic import Field
+
+    numbers: dict[type, type] = {click.IntRange: int, type(click.FLOAT): float}
+    kind: Any = bool if option.is_flag else list[str] if option.multiple else numbers.get(type(option.type), str)
+    more: Any = {"enum": list(option.type.choices)} if isinstance(option.type, click.Choice) else None
+    default = ... if name in tool.required else tool.defaults.get(name, _default(option))
+    said = Field(
+        default, description=option.help, json_schema_extra=more, coerce_numbers_to_str=True if kind is str else None
+    )
+    optional = kind | None if default is None else kind
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=said, annotation=optional)
 
 
 def _shortened(text: str) -> str:

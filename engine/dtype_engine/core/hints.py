@@ -21,6 +21,7 @@ HintName = Literal[
     "over-memory",
     "formats",
     "own-formats",
+    "lost-values",
 ]
 ON_THE_COMMAND_LINE: Mapping[HintName, str] = {
     "tensors": "give tensors with --inputs FILE (.safetensors, .npz or .pt)",
@@ -33,6 +34,7 @@ ON_THE_COMMAND_LINE: Mapping[HintName, str] = {
     "over-memory": "--over-memory",
     "own-formats": "--formats own allows what only this program loads",
     "formats": "scan more dtypes, such as --dtypes bf16,int4@g128, or allow those that only this program loads with --formats own",
+    "lost-values": "dtype-engine weights looks for those that the casts lose",
 }
 _PLACE = re.compile(r"\{hint:([a-z-]+)\}")
 

@@ -9,28 +9,23 @@ milliseconds, and the first paint needs none of them. `messages.py` imports them
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, cast
 
 import dtype_engine
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import Name
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe
-from dtype_engine.worker.commands import JobName
+from dtype_engine.worker.jobs import Ask, Job, Parameters, Partial, Result
 from dtype_engine.worker.message import Message
 from dtype_engine.worker.save_requests import ExportPlan
 
 if TYPE_CHECKING:
-    import dtype_engine.results.attribution
-    import dtype_engine.results.check
     import dtype_engine.results.drift
     import dtype_engine.results.inputs
     import dtype_engine.results.losses
     import dtype_engine.results.memory
-    import dtype_engine.results.runs
     import dtype_engine.results.scan
-    import dtype_engine.results.serving_memory
-    import dtype_engine.results.weights
 
 
 class Event(Message, frozen=True):
@@ -127,15 +122,6 @@ class CastDone(Event, frozen=True):
     """Why `lost` is None, that is, why the values were not counted; "" if they were."""
 
 
-class LossRemedyFound(Event, frozen=True):
-    """Reports rules that prevent the recipe's casts from making weight values infinite or zero, and the drift of the output without
-    and with these rules.
-    """
-
-    recipe: Recipe
-    found: dtype_engine.results.attribution.LossRemedy
-
-
 class MeasuringProgress(Event, frozen=True):
     """Reports how far a measurement is: it has processed `done` of `total` input elements, such as tokens. An element counts once
     in each pass over the inputs.
@@ -189,92 +175,23 @@ class Measured(Event, frozen=True):
     settings: RunSettings = RunSettings()
 
 
-class NoiseFloorMeasured(Event, frozen=True):
-    """Reports the noise floor over the current inputs: the drift of the reference from itself when the same arithmetic runs in
-    another order.
-    """
+class JobGrown(Event, frozen=True):
+    """Reports the result that a job has so far, while it runs. The fields are those of `JobDone`."""
 
-    floor: dtype_engine.results.attribution.NoiseFloor
-
-
-class WeightsCompared(Event, frozen=True):
-    """Reports the difference between each weight, as the recipe casts it, and the same weight of the checkpoint that is the
-    reference.
-    """
-
-    recipe: Recipe
-    weights: tuple[dtype_engine.results.drift.ModuleDrift, ...]
+    recipe: Recipe | None
+    ask: Ask
+    result: object
 
 
-class NonfiniteFound(Event, frozen=True):
-    """Reports why the measured output is not finite, and a rule that makes it finite."""
+class JobDone(Event, frozen=True):
+    """Reports the result of a job (`jobs.JOBS`)."""
 
-    recipe: Recipe
-    found: dtype_engine.results.attribution.NonFiniteDiagnosis
-
-
-class AttributionGrown(Event, frozen=True):
-    """Reports the modules that `AttributeDrift` has measured so far, while it runs."""
-
-    recipe: Recipe
-    found: dtype_engine.results.attribution.PartialAttribution
-
-
-class AttributionReady(Event, frozen=True):
-    """Reports the modules that cause the drift of the output: the answer to `AttributeDrift`."""
-
-    recipe: Recipe
-    report: dtype_engine.results.attribution.AttributionReport
-
-
-class ImplicitCastsTraced(Event, frozen=True):
-    """Reports the implicit casts of one forward pass: the answer to `TraceCasts`."""
-
-    recipe: Recipe
-    casts: tuple[dtype_engine.results.drift.ImplicitCastStats, ...]
-
-
-class TextGrown(Event, frozen=True):
-    """Reports how far the reference and the candidate have continued a prompt, while `Generate` runs."""
-
-    recipe: Recipe
-    text: dtype_engine.results.runs.Generation
-
-
-class Generated(Event, frozen=True):
-    """Reports the texts that the reference and the candidate generated: the answer to `Generate`."""
-
-    recipe: Recipe
-    texts: tuple[dtype_engine.results.runs.Generation, ...]
-
-
-class SpeedMeasured(Event, frozen=True):
-    """Reports how long forward passes take: the answer to `MeasureSpeed`."""
-
-    recipe: Recipe
-    report: dtype_engine.results.runs.SpeedReport
-
-
-class ActivationsEstimated(Event, frozen=True):
-    """Reports the estimated peak memory of activations at several sequence lengths: the answer to `EstimateActivations`."""
-
-    recipe: Recipe
-    peaks: tuple[dtype_engine.results.serving_memory.ActivationMemory, ...]
-
-
-class FilesChecked(Event, frozen=True):
-    """Reports the findings of a check of the model's files: the answer to `CheckFiles`."""
-
-    recipe: Recipe
-    report: dtype_engine.results.check.CheckReport
-
-
-class WeightInspected(Event, frozen=True):
-    """Reports statistics of one tensor's values: the answer to `InspectWeight`."""
-
-    recipe: Recipe
-    name: Name
-    stats: dtype_engine.results.weights.WeightStats
+    recipe: Recipe | None
+    """The recipe to which the result belongs, or None if the result does not depend on the recipe."""
+    ask: Ask
+    """The command that is answered."""
+    result: object
+    """The result, of the type that the job's function `run` returns."""
 
 
 class ExportPlanned(Event, frozen=True):
@@ -362,7 +279,7 @@ class Failed(Event, frozen=True):
 class Refused(Event, frozen=True):
     """Reports that a command can't be run, or that it failed. Earlier metrics stay valid."""
 
-    job: JobName
+    job: str
     """The name of the refused or failed command, or of the step of a measurement that failed."""
     message: str
 
@@ -371,9 +288,9 @@ class Stopped(Event, frozen=True):
     """Reports that the user stopped a command. It is not emitted if a newer command supersedes an older one."""
 
     recipe: Recipe
-    job: JobName | None
+    job: str | None
     """The name of the command that was running, or None if none was."""
-    dropped: tuple[JobName, ...] = ()
+    dropped: tuple[str, ...] = ()
     """The names of the waiting commands that were dropped."""
 
 
@@ -382,8 +299,8 @@ class Jobs(Event, frozen=True):
     every change.
     """
 
-    running: JobName | Literal[""]
-    waiting: tuple[JobName, ...]
+    running: str
+    waiting: tuple[str, ...]
 
 
 class Memory(Event, frozen=True):
@@ -420,8 +337,7 @@ REPLACEABLE = (
     CastingProgress,
     MeasuringProgress,
     WorkingProgress,
-    AttributionGrown,
-    TextGrown,
+    JobGrown,
     SavingProgress,
     OutputMeasured,
     Memory,
@@ -438,3 +354,13 @@ def is_opened(event: Event) -> bool:
     return isinstance(event, ModelReady | Idle | EngineEnded | EngineLost) or (
         isinstance(event, OpenFailed) and not event.classes_follow
     )
+
+
+def result_of(event: Event, job: Job[Parameters, Partial, Result]) -> Result | None:
+    """Return the result of this job if the event reports one, otherwise None."""
+    return cast("Result", event.result) if isinstance(event, JobDone) and event.ask.job == job.name else None
+
+
+def partial_of(event: Event, job: Job[Parameters, Partial, Result]) -> Partial | None:
+    """Return the result so far of this job if the event reports one, otherwise None."""
+    return cast("Partial", event.result) if isinstance(event, JobGrown) and event.ask.job == job.name else None

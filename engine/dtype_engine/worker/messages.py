@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
@@ -34,10 +34,12 @@ from dtype_engine.core.text import EXACT, is_printable, printable, without_contr
 from dtype_engine.core.tree import Kind, TensorInfo, Tree
 from dtype_engine.core.typed_data import path_of
 from dtype_engine.worker import commands, control, events
-from dtype_engine.worker.checks import check_event, check_kv_cache
+from dtype_engine.worker.checks import check_event
 from dtype_engine.worker.frames import WireError
+from dtype_engine.worker.jobs import JOBS, Ask
 from dtype_engine.worker.message import Message
 from dtype_engine.worker.save_requests import SaveRequest
+from dtype_engine.worker.value_checks import check_kv_cache
 
 _A_PART = 400
 """Maximum number of tensors, and of modules, in one `TreePart` message."""
@@ -79,7 +81,7 @@ class TreePart(Message, frozen=True):
     """The tensors of the tree's KV cache. Only the first of a tree's messages has them."""
 
 
-Request = commands.FromTheApp | SaveRequest | control.FromTheApp
+Request = commands.FromTheApp | Ask | SaveRequest | control.FromTheApp
 Answer = events.Event | control.Hello | control.Opened
 _ANSWERS: Any = Union[(control.Hello, control.Opened, *events.Event.__subclasses__())]
 
@@ -96,7 +98,16 @@ def _plain(value: object) -> str | None:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
-_REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request, dec_hook=path_of)
+
+
+def _from_plain(kind: type, value: object) -> object:
+    """Return a value of a type that msgspec can't decode; msgspec calls this as its `dec_hook`. The parameters of a job (`object`)
+    stay plain until the row of the job says their type.
+    """
+    return value if kind is object else path_of(kind, value)
+
+
+_REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request, dec_hook=_from_plain)
 
 
 def encode_request(request: Message) -> bytes:
@@ -107,7 +118,13 @@ def encode_request(request: Message) -> bytes:
 def decode_request(data: bytes) -> Request:
     """Return the message that `encode_request` encoded. Raises WireError."""
     try:
-        return _REQUESTS.decode(data)
+        request = _REQUESTS.decode(data)
+        if not isinstance(request, Ask):
+            return request
+        request = _typed(request)
+        if request.traits.follows:
+            raise ValueError(f"no app asks for the job {request.name}")
+        return request
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError(str(error)) from None
 
@@ -151,16 +168,21 @@ class AnswerDecoder:
                 return None
             is_safe = _is_safe(plain)
             answer: Answer = msgspec.convert(plain, _ANSWERS, dec_hook=self._tree_of)
+            if isinstance(answer, events.JobDone | events.JobGrown):
+                answer = _with_result(answer)
             answer = answer if is_safe else safe(answer)
             check_event(answer)
             return answer
         except (msgspec.MsgspecError, UserError, ValueError, LookupError, OverflowError, RecursionError) as error:
             raise WireError(str(error)) from None
 
-    def _tree_of(self, kind: type, value: object) -> Tree:
+    def _tree_of(self, kind: type, value: object) -> object:
         """Return the tree of an event, built from the `TreePart` messages before the event. msgspec calls this as its `dec_hook`
-        for the event's field of type `Tree`, whose encoded value is None. Raises ValueError for a field of another type.
+        for the event's field of type `Tree`, whose encoded value is None. Also called for the parameters and the result of a job,
+        which stay plain until the row of the job says their type. Raises ValueError for a field of another type.
         """
+        if kind is object:
+            return value
         if kind is not Tree or value is not None:
             raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
         self._tree = self._made_tree()
@@ -200,6 +222,43 @@ class AnswerDecoder:
             elif kept is not None and name in tree.tensors:
                 tree.kept_in_fp32[name] = without_controls(kept)
         return tree
+
+
+class JobTypes(typing.NamedTuple):
+    """The types of what a job takes and gives. `partial` is that of its results while it runs."""
+
+    parameters: Any
+    partial: Any
+    result: Any
+
+
+@lru_cache
+def job_types(run: Callable[..., object]) -> JobTypes:
+    """Return the types of a job from the annotations of its function `run`."""
+    work, parameters, result = typing.get_type_hints(run, include_extras=True).values()
+    (partial,) = typing.get_args(work)
+    return JobTypes(parameters, partial, result)
+
+
+def _typed(ask: Ask) -> Ask:
+    """Return the request with its parameters converted from plain lists to the type that the job takes. Raises ValueError for an
+    unknown job.
+    """
+    if ask.job not in JOBS:
+        raise ValueError(f"there is no job {ask.job}")
+    return msgspec.structs.replace(
+        ask, parameters=msgspec.convert(ask.parameters, job_types(ask.traits.run).parameters)
+    )
+
+
+def _with_result(event: events.JobDone | events.JobGrown) -> events.JobDone | events.JobGrown:
+    """Return the event with its result converted from plain lists and maps to the type that the job has."""
+    ask = _typed(event.ask)
+    types = job_types(ask.traits.run)
+    result = msgspec.convert(event.result, types.result if isinstance(event, events.JobDone) else types.partial)
+    if result is None:
+        raise ValueError(f"the job {ask.name} has no such result")
+    return msgspec.structs.replace(event, ask=ask, result=result)
 
 
 def _is_safe(value: object) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.errors import NoForward, UserError
@@ -12,54 +11,12 @@ from dtype_engine.core.foreign_code import foreign_code, with_type
 from dtype_engine.recipe import Recipe, require_matches, rules_in_doubt
 from dtype_engine.worker import events
 from dtype_engine.worker.imports import finish_imports
+from dtype_engine.worker.open_model import OpenModel
 
 if TYPE_CHECKING:
-    from dtype_engine.checkpoint import Checkpoint
     from dtype_engine.checkpoint.source import Source
     from dtype_engine.core.options import Options
-    from dtype_engine.core.tree import Tree
     from dtype_engine.runtime.session.session import Session
-    from dtype_engine.worker.queue import Available
-
-
-@dataclass
-class OpenModel:
-    """A model, opened as far as possible: loaded into memory (`session`), with only the checkpoint's headers read (`checkpoint`),
-    or neither.
-    """
-
-    source: Source
-    options: Options
-    checkpoint: Checkpoint | None = None
-    session: Session | None = None
-    known_tree: Tree | None = None
-    """The tree with module classes, if the architecture is known but the model could not be loaded; otherwise None."""
-    why_closed: str = ""
-    """Why the model could not be loaded, or "" if it was loaded."""
-    opens_next: tuple[Source, Options] | None = None
-    """The source and the options of the model that must be opened next in place of this one: the whole model, if a command has
-    downloaded it, or the same model with other options. None as long as this model stays open.
-    """
-
-    @property
-    def available(self) -> Available:
-        """What commands can use: "model" (a live model), "files" (only the checkpoint's files), or "nothing"."""
-        return "model" if self.session is not None else "files" if self.checkpoint is not None else "nothing"
-
-    @property
-    def provenance(self) -> tuple[str, ...]:
-        """Lines that say how the checkpoint was quantized, such as "not quantized: lm_head". Empty if its files don't say, or if it
-        has no files.
-        """
-        return self.checkpoint.provenance.lines() if self.checkpoint is not None else ()
-
-    def tree(self) -> Tree:
-        """Return the most complete known tree. Raises UserError if nothing is open."""
-        if self.session is not None:
-            return self.session.tree
-        if self.checkpoint is None:
-            raise UserError("the model is not open")
-        return self.known_tree if self.known_tree is not None else self.checkpoint.tree()
 
 
 def open_model(source: Source, options: Options, emit: Callable[[events.Event], None], read_headers: bool) -> OpenModel:

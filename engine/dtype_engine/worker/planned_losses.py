@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.hints import hint
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, make_plan
 from dtype_engine.worker import events
+from dtype_engine.worker.jobs import LOSS_REMEDY, Ask
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint import Checkpoint
@@ -41,7 +43,7 @@ class PlannedLosses:
         read_all: bool = False,
     ) -> None:
         """Emit a `CastDone` event with the numbers of weight values that the recipe's casts make infinite or zero. If there are
-        any, also emit a `LossRemedyFound` event with rules that prevent this.
+        any, also emit the result of the job `LOSS_REMEDY`: rules that prevent this.
 
         Unless `read_all` is set, at most `MAX_AUTOMATIC_BYTES` are read. If the count needs more, nothing is read, and the
         `CastDone` event says how many bytes are needed. Raises Cancelled.
@@ -55,9 +57,7 @@ class PlannedLosses:
             return
         waiting = self.waiting_bytes(checkpoint, tree, plan)
         if waiting > MAX_AUTOMATIC_BYTES and not read_all:
-            words = (
-                f"{human_bytes(waiting)} of values are not read automatically: m looks for those that the casts lose"
-            )
+            words = f"{human_bytes(waiting)} of values are not read automatically: {hint('lost-values')}"
             emit(events.CastDone(recipe, None, words))
             return
         from dtype_engine.runtime.measure.loss_remedy import untried_remedy
@@ -85,7 +85,7 @@ class PlannedLosses:
         emit(events.CastDone(recipe, losses))
         found = untried_remedy(tree, plan, losses, count, "there is no live model to run")
         if found is not None:
-            emit(events.LossRemedyFound(recipe, found))
+            emit(events.JobDone(recipe, Ask(LOSS_REMEDY.name), found))
 
     def waiting_bytes(self, checkpoint: Checkpoint, tree: Tree, plan: Plan) -> int:
         """Return how many bytes of weights must still be read to count the values that the casts of a plan make infinite or zero.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from dtype_engine.core.errors import UserError, one_line
-from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Recipe
@@ -87,13 +87,13 @@ def clear_up(request: SaveRequest) -> None:
 
 
 class EngineProcess(Engine):
-    """An engine in a process of its own, which this object starts and in which it opens `model`. `emit` is called with the engine's
+    """An engine in a process of its own, which this object starts and in which it opens a model. `emit` is called with the engine's
     events, from this object's threads.
 
-    process: a process that was already started with `command`. connection: a connection to an engine that has already answered and
-    has been asked to open the model. session: the token that identifies the engine when the app reconnects to it. wait: a function
-    that returns when the app has handled all events that were emitted. The thread that reads from the engine calls it, and holds no
-    lock meanwhile.
+    opening: names the model, and how it is opened. process: a process that was already started with `command`. connection: a
+    connection to an engine that has already answered and has been asked to open the model. session: the token that identifies the
+    engine when the app reconnects to it. wait: a function that returns when the app has handled all events that were emitted. The
+    thread that reads from the engine calls it, and holds no lock meanwhile.
     """
 
     can_restart: ClassVar[bool] = True
@@ -101,21 +101,17 @@ class EngineProcess(Engine):
     def __init__(
         self,
         command: EngineCommand,
-        model: str | None,
-        options: Options,
+        opening: control.Open,
         emit: Callable[[events.Event], None],
-        read_headers: bool = False,
         process: subprocess.Popen[bytes] | None = None,
         connection: Connection | None = None,
         session: str = "",
         wait: Callable[[], object] = lambda: None,
     ) -> None:
         self._command = command
-        self._model = model
-        self._options = options
+        self._opening = opening
         self._emit = emit
         self._wait = wait
-        self._read_headers = read_headers
         self._process = process
         self._connection = connection
         self._session = session or new_session()
@@ -364,7 +360,7 @@ class EngineProcess(Engine):
             process = self._process or self._command.start(self._session)
             self._connection = connection = Connection(self._command, process)
         connection.handshake()
-        connection.send(control.Open(self._model, self._options, self._read_headers))
+        connection.send(self._opening)
         return connection
 
     def _reconnected(self, cut: Connection) -> Connection:

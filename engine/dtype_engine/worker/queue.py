@@ -15,28 +15,24 @@ from typing import Literal
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker.commands import (
+    IDLE_RANK,
     ApplyRecipe,
     Cancel,
     Command,
-    CompareWeights,
     CountStoredLosses,
     FollowRecipe,
-    FollowUp,
-    InspectWeight,
-    JobName,
     Measure,
-    MeasureFloor,
     Pause,
     Request,
     SetInputs,
     SetRecipe,
     SetSettings,
 )
+from dtype_engine.worker.jobs import Ask
+from dtype_engine.worker.open_model import Available
 
-Available = Literal["opening", "model", "files", "nothing"]
-"""What commands can use: "opening" (not known yet), "model" (a live model), "files" (only those of a checkpoint), "nothing"."""
-MOST_INSPECTED = 100
-"""Maximum number of tensors that wait to be inspected. Further ones are refused."""
+MOST_ALIKE = 100
+"""Maximum number of waiting commands that ask for the same job. Further ones are refused."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +55,11 @@ class Queue:
     """Whether the running measurement must run all inputs, as the user can request even while it runs."""
     paused: bool = False
     """Whether scans are paused."""
-    stopped: JobName | None = None
+    stopped: str | None = None
     """The name of the command that the user stopped."""
-    dropped: tuple[JobName, ...] = ()
+    dropped: tuple[str, ...] = ()
     """The names of the commands that were waiting when the user stopped all commands."""
-    refused: tuple[tuple[JobName, str], ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
     """The names of commands that can't run, each with the reason."""
 
 
@@ -124,7 +120,7 @@ def finish(
     if outcome == "interrupted":
         return replace(result, stopped=job_names(queue, (running,))[0]) if by_user else _put_back(result, running)
     for command in follow_ups:
-        if by_user and isinstance(command, Measure | FollowUp):
+        if by_user and (isinstance(command, Measure) or command.traits.follows):
             result = replace(result, stopped=result.stopped or command.name)
         else:
             result = _add(result, command)
@@ -140,7 +136,7 @@ def reported(queue: Queue) -> Queue:
     return replace(queue, stopped=None, dropped=(), refused=())
 
 
-def job_names(queue: Queue, commands: Iterable[Command]) -> tuple[JobName, ...]:
+def job_names(queue: Queue, commands: Iterable[Command]) -> tuple[str, ...]:
     """Return the names by which the app shows and cancels these commands.
 
     If only the model's files are available, a measurement can do nothing but count the values that casts make infinite or zero. It
@@ -148,26 +144,31 @@ def job_names(queue: Queue, commands: Iterable[Command]) -> tuple[JobName, ...]:
     """
     counts_only = queue.available == "files"
     return tuple(
-        CountStoredLosses.name if counts_only and isinstance(command, Measure) else command.name for command in commands
+        CountStoredLosses.traits.name if counts_only and isinstance(command, Measure) else command.name
+        for command in commands
     )
 
 
 def supersedes(newer: Command, older: Command) -> bool:
     """Return whether the waiting command `older` becomes superfluous when the command `newer` is added."""
     if isinstance(newer, Measure):
-        return isinstance(older, Measure | ApplyRecipe | FollowUp)
-    return newer.once and type(newer) is type(older)
+        return _is_of_measurement(older)
+    return newer.traits.once and (type(newer), newer.name) == (type(older), older.name)
+
+
+def _is_of_measurement(command: Command) -> bool:
+    return isinstance(command, Measure | ApplyRecipe) or command.traits.follows
 
 
 def _add(queue: Queue, command: Command) -> Queue:
-    if queue.available == "nothing" or (queue.available == "files" and command.needs_model):
-        if isinstance(command, Measure | ApplyRecipe | FollowUp):
+    if queue.available == "nothing" or (queue.available == "files" and command.traits.needs_model):
+        if _is_of_measurement(command):
             return queue  # the user did not request these by name, and already knows that the model is not open
         return replace(queue, refused=(*queue.refused, (command.name, queue.unavailable_reason)))
-    if isinstance(command, InspectWeight):
-        inspected = sum(isinstance(waiting, InspectWeight) for waiting in queue.waiting)
-        if inspected >= MOST_INSPECTED:
-            reason = f"{inspected} tensors already wait for their values to be read"
+    if isinstance(command, Ask) and not command.traits.once:
+        alike = sum(waiting.name == command.name for waiting in queue.waiting)
+        if alike >= MOST_ALIKE:
+            reason = f"{alike} {command.traits.too_many}"
             return replace(queue, refused=(*queue.refused, (command.name, reason)))
     measurements = [waiting for waiting in queue.waiting if isinstance(waiting, Measure)]
     if isinstance(command, Measure):
@@ -177,11 +178,13 @@ def _add(queue: Queue, command: Command) -> Queue:
         return queue
     kept = (waiting for waiting in queue.waiting if not supersedes(command, waiting))
     running = queue.running
-    stops = isinstance(running, MeasureFloor | CompareWeights) or (
-        isinstance(command, SetInputs | Measure)
-        and running is not None
-        and not running.finishes
-        and running.rank >= command.rank
+    stops = running is not None and (
+        running.traits.rank == IDLE_RANK
+        or (
+            isinstance(command, SetInputs | Measure)
+            and not running.traits.finishes
+            and running.traits.rank >= command.traits.rank
+        )
     )
     return replace(queue, waiting=_in_order((*kept, command)), stopping=queue.stopping or ("newer" if stops else ""))
 
@@ -194,7 +197,7 @@ def _put_back(queue: Queue, command: Command) -> Queue:
 
 
 def _in_order(commands: Iterable[Command]) -> tuple[Command, ...]:
-    return tuple(sorted(commands, key=lambda command: command.rank))
+    return tuple(sorted(commands, key=lambda command: command.traits.rank))
 
 
 def _cancel(queue: Queue, name: str | None) -> Queue:
@@ -206,5 +209,5 @@ def _cancel(queue: Queue, name: str | None) -> Queue:
         return replace(
             changed, waiting=tuple(command for command in queue.waiting if job_names(queue, (command,)) != (name,))
         )
-    requested = (command for command in queue.waiting if not isinstance(command, FollowUp))
+    requested = (command for command in queue.waiting if not command.traits.follows)
     return replace(changed, waiting=(), failed=False, dropped=(*queue.dropped, *job_names(queue, requested)))

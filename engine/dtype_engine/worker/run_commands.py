@@ -12,51 +12,37 @@ from dtype_engine.core.cancellation import CancelToken
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.foreign_code import foreign_code, with_type
 from dtype_engine.core.options import RunSettings
-from dtype_engine.core.text import printable
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.attribution import near_floor
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import (
     ApplyRecipe,
-    AttributeDrift,
-    CheckFiles,
     Command,
-    CompareWeights,
     CountStoredLosses,
     Download,
-    EstimateActivations,
-    FindLossRemedy,
-    FindNonfinite,
-    Generate,
-    InspectWeight,
     Measure,
-    MeasureFloor,
     MeasureRecipes,
-    MeasureSpeed,
     OpenOverMemory,
     Save,
     Scan,
     SetInputs,
-    TraceCasts,
 )
+from dtype_engine.worker.jobs import FLOOR, LOSS_REMEDY, NONFINITE, WEIGHTS, Ask, Work
 from dtype_engine.worker.many_runs import ManyRuns
-from dtype_engine.worker.opening import OpenModel, emit_inputs
+from dtype_engine.worker.open_model import OpenModel
+from dtype_engine.worker.opening import emit_inputs
 from dtype_engine.worker.planned_losses import PlannedLosses
 from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest
+from dtype_engine.worker.worker_processes import WorkerProcesses
 
 if TYPE_CHECKING:
-    from dtype_engine.results.attribution import NoiseFloor
     from dtype_engine.results.drift import DriftReport, ModuleDrift
-    from dtype_engine.results.runs import Generation
+    from dtype_engine.runtime.measure.listener import MeasurementListener
     from dtype_engine.runtime.measure.running_totals import RunningTotals
     from dtype_engine.runtime.session.session import Session
 
 Emit = Callable[[events.Event], None]
-_MOST_FINDINGS = 2_000
-"""Maximum number of findings of a check of the model's files that are sent to the app. The app shows only the first ones of each
-kind.
-"""
 
 
 class CommandRunner:
@@ -79,12 +65,16 @@ class CommandRunner:
         self._emit = emit
         self._emit_memory = emit_memory
         self._in_full = in_full
-        self._emitted_floor: NoiseFloor | None = None
-        self._many = ManyRuns(model, emit)
+        self._report: DriftReport | None = None
+        """The last measurement, or None if the model can't be run."""
+        self._last: dict[str, object] = {}
+        """The last result of each job that does not depend on the recipe, by the job's name."""
+        self._processes = WorkerProcesses(model, lambda sentence: emit(events.Noticed(sentence)))
+        self._many = ManyRuns(self._processes, emit)
 
     def close(self) -> None:
         """End the worker processes."""
-        self._many.close()
+        self._processes.close()
 
     def run(self, command: Command, recipe: Recipe, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
         """Run one command. Returns the commands that the queue must run next to complete it. recipe, settings: the current ones.
@@ -100,10 +90,8 @@ class CommandRunner:
                 return self._measure(session, recipe, command, token)
             case CountStoredLosses():
                 self._count_stored_losses(recipe, command, token)
-            case InspectWeight():
-                self._inspect(recipe, command, token)
-            case CheckFiles():
-                self._check(recipe, token)
+            case Ask():
+                self._answer(command, recipe, token)
             case Download():
                 self._download(recipe, token)
             case OpenOverMemory():
@@ -121,43 +109,6 @@ class CommandRunner:
                 return self._set_inputs(session, recipe, command.line, token)
             case ApplyRecipe():
                 session.use_recipe(recipe, cancelled=token)
-            case FindNonfinite():
-                progress = self._progress(recipe, "trying what makes the output finite")
-                diagnosis = session.nonfinite(command.report, progress, token)
-                if diagnosis is not None:
-                    self._emit(events.NonfiniteFound(recipe, diagnosis))
-            case FindLossRemedy():
-                progress = self._progress(recipe, "trying what keeps the values")
-                remedy = session.loss_remedy(command.report, progress, token)
-                if remedy is not None:
-                    self._emit(events.LossRemedyFound(recipe, remedy))
-            case MeasureFloor():
-                floor = session.floor(self._progress(recipe, "measuring the noise floor"), token)
-                if floor is not self._emitted_floor:
-                    self._emitted_floor = floor
-                    self._emit(events.NoiseFloorMeasured(floor))
-            case CompareWeights():
-                session.use_recipe(recipe, cancelled=token)
-                self._emit(events.WeightsCompared(recipe, session.weight_differences(token)))
-            case TraceCasts():
-                session.use_recipe(recipe, cancelled=token)
-                self._emit(events.ImplicitCastsTraced(recipe, session.flow(token)))
-            case AttributeDrift():
-                session.use_recipe(recipe, cancelled=token)
-                self._emit(events.AttributionReady(recipe, self._many.causes(session, recipe, token)))
-            case Generate():
-                self._generate(session, recipe, command, token)
-            case MeasureSpeed():
-                session.use_recipe(recipe, cancelled=token)
-
-                def on_passes(variant: str, done: int, total: int) -> None:
-                    self._emit(events.WorkingProgress(recipe, f"timing: {variant}", done, total))
-
-                self._emit(events.SpeedMeasured(recipe, session.speed(on_passes, token)))
-            case EstimateActivations():
-                self._emit(events.WorkingProgress(recipe, "following passes", 0, 0))
-                peaks = session.estimated_activations(command.contexts, command.batch, token)
-                self._emit(events.ActivationsEstimated(recipe, peaks))
             case Scan():
                 self._many.scan(session, recipe, command, token)
             case MeasureRecipes():
@@ -167,36 +118,41 @@ class CommandRunner:
                 raise AssertionError(command)
         return ()
 
-    def _progress(self, recipe: Recipe, what: str) -> Callable[[int, int], None]:
-        def on_progress(done: int, total: int) -> None:
-            self._emit(events.WorkingProgress(recipe, what, done, total))
-
-        return on_progress
+    def _answer(self, ask: Ask, recipe: Recipe, token: CancelToken) -> None:
+        """Run a job, and emit its result."""
+        job = ask.traits
+        about = recipe if job.of_recipe else None
+        result = job.run(
+            Work(
+                self._model,
+                self._processes,
+                recipe,
+                token,
+                self._report,
+                self._last.get(job.name),
+                lambda what, done, total: self._emit(events.WorkingProgress(recipe, what, done, total)),
+                lambda partial: self._emit(events.JobGrown(about, ask, partial)),
+            ),
+            ask.parameters,
+        )
+        if result is None:
+            return
+        if not job.of_recipe:
+            self._last[job.name] = result
+        self._emit(events.JobDone(about, ask, result))
 
     def _measure(
         self, session: Session | None, recipe: Recipe, command: Measure, token: CancelToken
     ) -> Iterable[Command]:
         if session is None:
             return (CountStoredLosses(command.read_values),)
-        from dtype_engine.runtime.measure.listener import MeasurementListener
-
-        identities, throttle = session.model.identities, Throttle()
+        throttle = Throttle()
 
         def on_cast(done: int, total: int) -> None:
             if throttle.due():
                 self._emit(events.CastingProgress(recipe, done, total))
 
-        def on_modules(modules: tuple[ModuleDrift, ...]) -> None:
-            refuse_changed(identities)  # figures of weights whose files have changed would be wrong
-            self._emit(events.ModulesMeasured(recipe, modules))
-
-        sequences = Throttle()
-
-        def on_sequence(totals: RunningTotals) -> None:
-            if not totals.extent.whole and sequences.due():
-                self._emit(events.OutputMeasured(recipe, session.settings, totals.partial()))
-
-        measured: list[DriftReport] = []
+        self._report = None
         session.use_recipe(recipe, on_progress=on_cast, cancelled=token)
         self._emit_memory()
         # Counting lost values reads the weights. If the model runs from the disk, the passes do so anyway.
@@ -204,25 +160,35 @@ class CommandRunner:
         if not counts_later:
             self._emit(events.CastDone(recipe, session.lost_values(token)))
         if session.no_forward is not None:
-            return (FindLossRemedy(None),)
-        listener = MeasurementListener(
-            on_progress=lambda run, done, total: self._emit(events.MeasuringProgress(recipe, run, done, total)),
-            on_modules=on_modules,
-            on_sequence=on_sequence,
-            on_measured=measured.append,
-            cancelled=token,
-            precision=lambda: None if self._in_full() else session.options.precision,
-            all_modules=lambda: self._in_full() or session.options.modules == "exact",
-        )
+            return (Ask(LOSS_REMEDY.name),)
+        report = self._report = self._drift(session, recipe, counts_later, token)
+        if report is None:
+            return ()
+        if counts_later:
+            self._emit(events.CastDone(recipe, report.lost))
+        self._emit(events.Measured(recipe, report, session.settings))
+        names = [NONFINITE.name, LOSS_REMEDY.name]
+        if session.options.reference_model is not None:
+            names.append(WEIGHTS.name)
+        if _wants_floor(session, report):
+            names.append(FLOOR.name)
+        return [Ask(name) for name in names]
+
+    def _drift(self, session: Session, recipe: Recipe, counts_later: bool, token: CancelToken) -> DriftReport | None:
+        """Measure the drift of the session's recipe. Returns None if only what follows the passes has failed, such as counting the
+        values that the casts lose; the result of the passes is then emitted here. counts_later: whether these values are counted
+        only after the passes.
+        """
+        measured: list[DriftReport] = []
         try:
-            report: DriftReport = session.drift(listener)
+            return session.drift(self._listener(session, recipe, token, measured.append))
         except (Cancelled, UserError) as error:
             if not measured:
                 if counts_later and isinstance(error, UserError):
                     why = "those that the casts lose are not counted, because the model did not run"
                     self._emit(events.CastDone(recipe, None, why))
                 raise
-            refuse_changed(identities)
+            refuse_changed(session.model.identities)
             # The passes have ended, and only what follows them was stopped or failed.
             lost = session.model.known_losses(session.plan.dtypes)
             why = "those that the casts lose are not counted, because the count was stopped" if lost is None else ""
@@ -231,14 +197,33 @@ class CommandRunner:
             self._emit(events.Measured(recipe, replace(measured[0], lost=lost), session.settings))
             if isinstance(error, Cancelled):
                 raise
-            self._emit(events.Refused(command.name, error.sentence))
-            return ()
-        if counts_later:
-            self._emit(events.CastDone(recipe, report.lost))
-        self._emit(events.Measured(recipe, report, session.settings))
-        floor = (MeasureFloor(),) if _wants_floor(session, report) else ()
-        weights = () if session.options.reference_model is None else (CompareWeights(),)
-        return FindNonfinite(report), FindLossRemedy(report), *weights, *floor
+            self._emit(events.Refused(Measure.traits.name, error.sentence))
+            return None
+
+    def _listener(
+        self, session: Session, recipe: Recipe, token: CancelToken, on_measured: Callable[[DriftReport], None]
+    ) -> MeasurementListener:
+        from dtype_engine.runtime.measure.listener import MeasurementListener
+
+        sequences = Throttle()
+
+        def on_modules(modules: tuple[ModuleDrift, ...]) -> None:
+            refuse_changed(session.model.identities)  # figures of weights whose files have changed would be wrong
+            self._emit(events.ModulesMeasured(recipe, modules))
+
+        def on_sequence(totals: RunningTotals) -> None:
+            if not totals.extent.whole and sequences.due():
+                self._emit(events.OutputMeasured(recipe, session.settings, totals.partial()))
+
+        return MeasurementListener(
+            on_progress=lambda run, done, total: self._emit(events.MeasuringProgress(recipe, run, done, total)),
+            on_modules=on_modules,
+            on_sequence=on_sequence,
+            on_measured=on_measured,
+            cancelled=token,
+            precision=lambda: None if self._in_full() else session.options.precision,
+            all_modules=lambda: self._in_full() or session.options.modules == "exact",
+        )
 
     def _count_stored_losses(self, recipe: Recipe, command: CountStoredLosses, token: CancelToken) -> None:
         checkpoint = self._model.checkpoint
@@ -262,55 +247,6 @@ class CommandRunner:
             return ()
         emit_inputs(session, self._emit)
         return (Measure(),)
-
-    def _generate(self, session: Session, recipe: Recipe, command: Generate, token: CancelToken) -> None:
-        throttle, shown = Throttle(), Throttle()
-
-        def on_tokens(variant: str, done: int, most: int) -> None:
-            if throttle.due():
-                self._emit(events.WorkingProgress(recipe, f"generating: {variant}", done, most))
-
-        def on_text(read: Callable[[], Generation]) -> None:
-            if shown.due():
-                self._emit(events.TextGrown(recipe, read()))
-
-        session.use_recipe(recipe, cancelled=token)
-        texts = session.generate(command.tokens, on_tokens, token, command.prompt or None, on_text)
-        self._emit(events.Generated(recipe, texts))
-
-    def _inspect(self, recipe: Recipe, command: InspectWeight, token: CancelToken) -> None:
-        from dtype_engine.runtime.measure.weight_errors import inspect_live_weight, inspect_weight
-
-        model, name, targets = self._model, command.tensor, command.targets
-        self._emit(events.WorkingProgress(recipe, f"reading {printable(name, 60)}", 0, 1))
-        if model.session is not None:
-            with unchanged(model.session.model.identities):
-                stats = inspect_live_weight(model.session.model, name, targets, token)
-        else:
-            assert model.checkpoint is not None
-            with unchanged(model.checkpoint.identities):
-                stats = inspect_weight(model.checkpoint, name, targets, token)
-        self._emit(events.WeightInspected(recipe, name, stats))
-
-    def _check(self, recipe: Recipe, token: CancelToken) -> None:
-        from dtype_engine.checkpoint.check import check
-        from dtype_engine.runtime.model.check_architecture import with_architecture
-
-        model = self._model
-        if model.checkpoint is None:
-            raise UserError(f"{model.source.title} is code: a check reads the files of a checkpoint")
-
-        def on_progress(what: str, done: int, total: int) -> None:
-            if token():
-                raise Cancelled
-            self._emit(events.WorkingProgress(recipe, f"checking {what}", done, total))
-
-        found = check(model.checkpoint, model.source.title, progress=on_progress)
-        found = with_architecture(found, model.source, model.options, model.checkpoint)
-        if (more := len(found.findings) - _MOST_FINDINGS) > 0:
-            unchecked = (*found.unchecked, f"{more:,} further findings are left out here: dtype-engine check has them")
-            found = replace(found, findings=found.findings[:_MOST_FINDINGS], unchecked=unchecked)
-        self._emit(events.FilesChecked(recipe, found))
 
     def _download(self, recipe: Recipe, token: CancelToken) -> None:
         source = self._model.source

@@ -26,7 +26,8 @@ from dtype_engine.worker import events
 from dtype_engine.worker.commands import READ_ONLY, Cancel, Command, Measure, Request, Save, Scan
 from dtype_engine.worker.engine import CLOSE_WAIT_S, Engine
 from dtype_engine.worker.memory_sampler import MemorySampler
-from dtype_engine.worker.opening import OpenModel, open_model
+from dtype_engine.worker.open_model import OpenModel
+from dtype_engine.worker.opening import open_model
 from dtype_engine.worker.planned_losses import PlannedLosses
 from dtype_engine.worker.queue import Queue, finish, job_names, merge, opened, reported, take
 
@@ -86,7 +87,7 @@ class Worker(Engine):
         self._memory.thread.start()
 
     def request(self, request: Request) -> None:
-        if self._options.read_only and isinstance(request, Command) and request.names_path:
+        if self._options.read_only and isinstance(request, Command) and request.traits.names_path:
             self._emit(events.Refused(request.name, READ_ONLY))
             return
         with self._changed:

@@ -33,14 +33,42 @@ def text_of(result: Any) -> str:
     return "".join(part.text for part in result.content)
 
 
+RUNNING = "prompts texts sequence_length sequences compute autocast float_inputs quantize_activations classes_dim"
+OF_DRIFT = (
+    "model casts generate causes suggest max_kl min_sqnr min_top1 json component architecture precision floor modules "
+    + RUNNING
+)
+OFFERED = {
+    "inspect": "model casts preset json depth sort component architecture",
+    "drift": f"{OF_DRIFT} preset reference",
+    "against": f"{OF_DRIFT} other",
+    "scan": f"model formats dtypes draws exact json component architecture {RUNNING}",
+    "search": "model budget keep groups only context batch measure verify formats dtypes draws exact json component architecture "
+    + RUNNING,
+    "check": "model source values json component architecture",
+}
+"""The parameters of each tool. No parameter may run code, write a file, download, or read a file outside the allowed folders."""
+
+
 async def test_mcp_tools_have_schemas() -> None:
     async with client_of(Access((Path(),))) as client:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
-    assert set(tools) == {"inspect", "drift", "scan", "search", "check", "against"}
+    assert {name: set(tool.input_schema["properties"]) for name, tool in tools.items()} == {
+        name: set(names.split()) for name, names in OFFERED.items()
+    }
+    required = {name: set(tool.input_schema["required"]) - {"model"} for name, tool in tools.items()}
+    assert {name: more for name, more in required.items() if more} == {
+        "drift": {"casts"}, "against": {"other"}, "search": {"budget"},
+    }  # fmt: skip
     for tool in tools.values():
         assert "model" in tool.input_schema["required"], tool.name
         assert tool.description
-    assert tools["drift"].input_schema["properties"]["casts"]["items"] == {"type": "string"}
+    assert tools["inspect"].input_schema["properties"]["depth"]["default"] == 3
+    drift = tools["drift"].input_schema["properties"]
+    assert drift["casts"]["items"] == {"type": "string"}
+    assert drift["floor"]["enum"] == ["auto", "always", "never"]
+    assert drift["floor"]["default"] == "auto"
+    assert drift["sequences"]["description"].startswith("Maximum number of sequences")
 
 
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
@@ -48,7 +76,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "check": ({"values": True}, "nothing found"),
     "drift": ({"casts": [DEMO_RULE], "prompts": ["import os"], "max_kl": 0.0}, "SQNR"),
     "scan": ({"dtypes": "fp8", "prompts": ["import os"]}, "self_attn.o_proj.weight"),
-    "search": ({"budget": "60%", "dtypes": "bf16", "prompts": ["import os"]}, "predicted"),
+    "search": ({"budget": "60%", "dtypes": "bf16", "prompts": ["import os"], "measure": False}, "predicted"),
     "against": ({"other": "demo", "casts": [DEMO_RULE], "prompts": ["import os"]}, "SQNR"),
 }
 

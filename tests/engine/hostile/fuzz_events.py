@@ -90,6 +90,7 @@ async def _shown(stream: Path, chooser: random.Random) -> int:
 
     from dtype_engine.core.options import Options
     from dtype_engine.worker.connection import EngineCommand
+    from dtype_engine.worker.control import Open
     from dtype_engine.worker.process import EngineProcess
     from dtype_tui.app import DtypeApp
     from dtype_tui.state.launch import Launch
@@ -97,7 +98,7 @@ async def _shown(stream: Path, chooser: random.Random) -> int:
     command = EngineCommand((shutil.which("cat") or "cat", str(stream)), name="host")
     app = DtypeApp(
         Launch("model", _tree()),
-        lambda emit, wait: EngineProcess(command, None, Options(), emit, read_headers=True, wait=wait),
+        lambda emit, wait: EngineProcess(command, Open(None, Options(), read_headers=True), emit, wait=wait),
     )
     draw_times.at_once_unless_told(app.main)
     without_last_check(app)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import typing
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,20 @@ from dtype_engine.core.text import without_controls
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 from dtype_engine.worker import commands, control, events, frames, messages, save_requests
 from dtype_engine.worker.frames import FrameReader, FrameWriter, WireError
-from dtype_engine.worker.message import Message
+from dtype_engine.worker.jobs import (
+    ACTIVATIONS,
+    CAUSES,
+    CHECK,
+    FLOW,
+    GENERATE,
+    JOBS,
+    SPEED,
+    VALUES,
+    Ask,
+    GenerateText,
+    InspectTensor,
+    PassSizes,
+)
 
 RECIPE = Recipe().then(Rule.parse("*.mlp=bf16"))
 REQUESTS: list[messages.Request] = [
@@ -45,17 +59,17 @@ REQUESTS: list[messages.Request] = [
     commands.Cancel("scan"),
     commands.SetInputs("text a.txt"),
     commands.Measure(True),
-    commands.TraceCasts(),
-    commands.AttributeDrift(),
-    commands.MeasureSpeed(),
-    commands.EstimateActivations((64, 128), 2),
-    commands.CheckFiles(),
+    FLOW.ask(None),
+    CAUSES.ask(None),
+    SPEED.ask(None),
+    ACTIVATIONS.ask(PassSizes((64, 128), 2)),
+    CHECK.ask(None),
     commands.Download(),
-    commands.Generate(48),
+    GENERATE.ask(GenerateText(48)),
     commands.Scan(("int8", "bfloat16")),
     commands.Scan(("int8",), keep=True),
     commands.MeasureRecipes((RECIPE, Recipe())),
-    commands.InspectWeight("a.weight", ("int8",)),
+    VALUES.ask(InspectTensor("a.weight", ("int8",))),
 ]
 
 
@@ -126,22 +140,28 @@ def test_every_event_of_a_real_worker_survives_encoding() -> None:
         worker.request(commands.SetRecipe(RECIPE))
         recorded.measured(RECIPE)
         for command in (
-            commands.TraceCasts(),
-            commands.AttributeDrift(),
-            commands.MeasureSpeed(),
-            commands.EstimateActivations((16, 32), 1),
-            commands.Generate(2),
+            FLOW.ask(None),
+            CAUSES.ask(None),
+            SPEED.ask(None),
+            ACTIVATIONS.ask(PassSizes((16, 32), 1)),
+            GENERATE.ask(GenerateText(2)),
             commands.Scan(("int8",)),
-            commands.InspectWeight("lm_head.weight", ("int8",)),
+            VALUES.ask(InspectTensor("lm_head.weight", ("int8",))),
         ):
             worker.request(command)
         worker.plan_export()
         recorded.wait_for(events.ScanUpdated, lambda event: event.finished)
         recorded.wait_for(events.ExportPlanned)
-        recorded.wait_for(events.WeightInspected)
-        assert [peak.context for peak in recorded.wait_for(events.ActivationsEstimated).peaks] == [16, 32]
+        recorded.answer(VALUES)
+        assert [peak.context for peak in recorded.answer(ACTIVATIONS)] == [16, 32]
         told = list(recorded.events)
-    assert len({type(event) for event in told}) > 18
+    assert len({type(event) for event in told}) > 14
+    assert {event.ask.job for event in told if isinstance(event, events.JobDone)} > {
+        "flow",
+        "causes",
+        "speed",
+        "generate",
+    }
     for event in told:
         assert_same(crossed(event), event)
 
@@ -149,8 +169,9 @@ def test_every_event_of_a_real_worker_survives_encoding() -> None:
 FIELD_WORDS = {
     "kind": "missing-part",
     "dtype": "float16", "dtypes": "float16", "reference": "float16", "remedy": "*=float16", "rules": "*=float16",
+    "job": "speed", "running": "speed", "waiting": "speed", "dropped": "speed",
 }  # fmt: skip
-"""By the name of a field: what is no dtype, or no rule, does not cross."""
+"""By the name of a field: what is no dtype, no rule or no job does not cross."""
 
 
 TEXT = "wörter\nzwei"
@@ -176,15 +197,68 @@ def made_up(hint: Any, name: str = "") -> Any:
         return {"kl_p99": made_up(arguments[1])}
     if arguments:
         return made_up(arguments[0], name)
-    if dataclasses.is_dataclass(hint) or issubclass(hint, Message):
+    if dataclasses.is_dataclass(hint) or issubclass(hint, msgspec.Struct):
         return hint(**{name: made_up(type_, name) for name, type_ in typing.get_type_hints(hint).items()})
+    if hint is type(None):
+        return None
     return {int: 3, float: float("inf"), str: FIELD_WORDS.get(name, TEXT), bool: True, bytes: bytes(27)}[hint]
 
 
-@pytest.mark.parametrize("kind", events.Event.__subclasses__(), ids=lambda kind: kind.__name__)
-def test_event_of_every_type_survives_encoding(kind: Any) -> None:
-    event = made_up(kind)
+def made_up_answer(kind: Any, name: str) -> Any:
+    types = messages.job_types(JOBS[name].run)
+    result = made_up(types.result if kind is events.JobDone else types.partial)
+    return kind(RECIPE, Ask(name, made_up(types.parameters)), result)
+
+
+MADE_UP: dict[str, Callable[[], Any]] = {
+    **{
+        kind.__name__: partial(made_up, kind)
+        for kind in events.Event.__subclasses__()
+        if kind not in (events.JobDone, events.JobGrown)
+    },
+    **{name: partial(made_up_answer, events.JobDone, name) for name in JOBS},
+    **{f"{name} so far": partial(made_up_answer, events.JobGrown, name) for name in ("causes", "generate")},
+}
+"""Makes an event of every type, and the answer of every job."""
+
+
+@pytest.mark.parametrize("name", MADE_UP)
+def test_event_of_every_type_survives_encoding(name: str) -> None:
+    event = MADE_UP[name]()
     assert_same(crossed(event), event)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (["JobDone", None, ["Ask", "tea", None], 3], "there is no job tea"),
+        (["JobDone", None, ["Ask", "speed", None], None], "got `null`"),
+        (["JobDone", None, ["Ask", "nonfinite", None], None], "has no such result"),
+        (["JobDone", None, ["Ask", "flow", None], [3]], "got `int`"),
+        (["JobDone", None, ["Ask", "speed", 3], {}], "Expected `null`, got `int`"),
+        (["JobDone", None, ["Ask", "values", ["w"]], {}], "Expected `array` of at least length 2"),
+        (["JobGrown", None, ["Ask", "speed", None], {}], "Expected `null`"),
+        (["Refused", "tea", "why"], "there is no job tea"),
+        (["Jobs", "", ["tea"]], "there is no job tea"),
+        (["Stopped", {"rules": []}, "tea", []], "there is no job tea"),
+    ],
+)
+def test_an_answer_that_its_job_does_not_give_is_refused(answer: list[Any], words: str) -> None:
+    with pytest.raises(WireError, match=words):
+        messages.AnswerDecoder().decode(msgspec.msgpack.encode(answer))
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (["Ask", "tea", None], "there is no job tea"),
+        (["Ask", "generate", ["48", ""]], "Expected `int`, got `str`"),
+        (["Ask", "floor", None], "no app asks for the job floor"),
+    ],
+)
+def test_a_request_for_what_is_no_job_of_the_app_is_refused(request_: list[Any], words: str) -> None:
+    with pytest.raises(WireError, match=words):
+        messages.decode_request(msgspec.msgpack.encode(request_))
 
 
 def test_live_tree_survives_encoding() -> None:
@@ -222,10 +296,10 @@ HOSTILE = "\x1b]0;owned\x07\u202e\u3164\u1160\ufe0f\nb"
 SAFE = "\\x1b]0;owned\\x07\\u202e\\u3164\\u1160\\ufe0f\nb"
 NAMES = {
     "ActivationMemory.module", "Contribution.name", "ExponentHistogram.name", "Failed.module", "Finding.tensor",
-    "ImplicitCastStats.module",
+    "ImplicitCastStats.module", "InspectTensor.tensor",
     "LossRemedy.tensors", "ModuleDrift.name", "NonFiniteDiagnosis.first_module", "NonFiniteDiagnosis.module",
     "NonFiniteDiagnosis.weights", "Rule.pattern", "TensorInfo.aliases", "TensorInfo.name", "TensorInfo.stored_as",
-    "ValueLoss.tensor", "WeightError.name", "WeightInspected.name", "WeightScore.name",
+    "ValueLoss.tensor", "WeightError.name", "WeightScore.name",
 }  # fmt: skip
 """The fields that the app looks up in the tree or compares with a recipe: whoever draws one has to escape it."""
 
@@ -249,8 +323,8 @@ def texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
             yield from texts(getattr(value, name), f"{kind.__name__}.{name}")
 
 
-@pytest.mark.parametrize("kind", events.Event.__subclasses__(), ids=lambda kind: kind.__name__)
-def test_all_text_of_an_event_is_escaped_except_names(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", MADE_UP)
+def test_all_text_of_an_event_is_escaped_except_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also text that is a name of the tree."""
     monkeypatch.setitem(globals(), "TEXT", HOSTILE)
     decoder = messages.AnswerDecoder()
@@ -262,7 +336,7 @@ def test_all_text_of_an_event_is_escaped_except_names(kind: Any, monkeypatch: py
     tree.modules[module].keep_in_fp32 = HOSTILE
     answers = [
         decoder.decode(data)
-        for event in (events.HeadersRead(tree), made_up(kind))
+        for event in (events.HeadersRead(tree), MADE_UP[name]())
         for data in messages.encode_answer(event)
     ]
     found = [each for answer in answers if answer is not None for each in texts(answer)]
@@ -295,16 +369,14 @@ def test_invalid_rules_in_a_message_are_refused(rule: tuple[Any, Any]) -> None:
 
 
 LONG_LISTS = (
-    (events.HeadersRead, ("notices",)), (events.ModelReady, ("notices",)), (events.Saved, ("notices",)),
-    (events.Measured, ("report", "notices")), (events.RecipeMeasured, ("report", "notices")),
-    (events.InputsReady, ("summary", "made_of")), (events.SpeedMeasured, ("report", "rows")),
-    (events.SpeedMeasured, ("report", "notices")), (events.FilesChecked, ("report", "unchecked")),
-    (events.WeightInspected, ("stats", "errors")),
+    ("HeadersRead", "notices"), ("ModelReady", "notices"), ("Saved", "notices"), ("Measured", "report.notices"),
+    ("RecipeMeasured", "report.notices"), ("InputsReady", "summary.made_of"), ("speed", "result.rows"),
+    ("speed", "result.notices"), ("activations", "result"), ("check", "result.unchecked"), ("values", "result.errors"),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "path"), LONG_LISTS, ids=lambda each: getattr(each, "__name__", None))
-def test_lists_that_the_app_shows_are_limited(kind: Any, path: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("name", "path"), LONG_LISTS)
+def test_lists_that_the_app_shows_are_limited(name: str, path: str) -> None:
     """The app would draw it for minutes and take no key."""
 
     def with_entries(value: Any, fields: tuple[str, ...], times: int) -> Any:
@@ -317,9 +389,10 @@ def test_lists_that_the_app_shows_are_limited(kind: Any, path: tuple[str, ...]) 
         decoder = messages.AnswerDecoder()
         return [decoder.decode(data) for data in messages.encode_answer(event)][-1]
 
-    assert decode(with_entries(made_up(kind), path, 100)) is not None
+    event, fields = MADE_UP[name](), tuple(path.split("."))
+    assert decode(with_entries(event, fields, 100)) is not None
     with pytest.raises(WireError, match="3,000 entries in a list of at most 1"):
-        decode(with_entries(made_up(kind), path, 3000))
+        decode(with_entries(event, fields, 3000))
 
 
 def test_recipe_arrives_unchanged_whatever_its_patterns() -> None:
@@ -334,7 +407,7 @@ WORDS: list[Any] = [kind.__name__ for kind in events.Event.__subclasses__()] + [
     "Open",
     "ExportRequest",
 ]
-VALUES = st.recursive(
+ANYTHING = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-(2**63), 2**63)
@@ -346,7 +419,7 @@ VALUES = st.recursive(
 )
 
 
-@given(st.sampled_from(WORDS), st.lists(VALUES, max_size=8))
+@given(st.sampled_from(WORDS), st.lists(ANYTHING, max_size=8))
 def test_random_message_is_an_event_or_a_wire_error(word: str, fields: list[Any]) -> None:
     try:
         data = msgspec.msgpack.encode([word, *fields])

@@ -19,6 +19,7 @@ from dtype_engine.core.errors import Cancelled
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import Cancel, Measure, SetRecipe
+from dtype_engine.worker.jobs import FLOOR
 
 BF16 = Recipe((Rule.parse("*=bf16"),))
 
@@ -34,7 +35,7 @@ def test_over_memory_noise_floor_is_measured_only_on_request(
         recorded.worker.request(SetRecipe(BF16))
         report = recorded.measured(BF16).report
         recorded.wait_for(events.Idle, since=recorded.events.index(recorded.measured(BF16)))
-        assert bool(recorded.of(events.NoiseFloorMeasured)) == (floor == "always")
+        assert bool(recorded.answers(FLOOR)) == (floor == "always")
     read, lost = report.memory.read_bytes, recorded.of(events.CastDone)[-1].lost
     assert read is not None
     assert read > 0

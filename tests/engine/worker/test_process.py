@@ -16,8 +16,9 @@ from tests.helpers.recorded_worker import RecordedProcess
 
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.worker import control, events
-from dtype_engine.worker.commands import Cancel, SetRecipe, TraceCasts
+from dtype_engine.worker.commands import Cancel, SetRecipe
 from dtype_engine.worker.connection import COMMAND, MOST_UNSENT, EngineCommand, signal_words
+from dtype_engine.worker.jobs import FLOW
 from dtype_engine.worker.process import EngineProcess
 from dtype_engine.worker.save_requests import RecipeRequest, ReportRequest
 
@@ -70,12 +71,12 @@ def test_dead_engine_process_is_reported_and_replaced(start: Start) -> None:
     os.kill(recorded.child, signal.SIGKILL)
     ended = recorded.wait_for(events.EngineEnded)
     assert "killed (SIGKILL), perhaps for want of memory; it held" in ended.message
-    recorded.worker.request(TraceCasts())  # there is no one to ask
+    recorded.worker.request(FLOW.ask(None))  # there is no one to ask
     since, later = len(recorded.events), RECIPE.then(Rule.parse("lm_head=f16"))
     recorded.worker.request(SetRecipe(later))
     recorded.worker.restart()
     assert recorded.measured(later, since).report.rules == ("*.mlp=bfloat16", "lm_head=float16")
-    assert not recorded.of(events.ImplicitCastsTraced)
+    assert not recorded.answers(FLOW)
 
 
 def test_engine_killed_while_importing_is_restarted(start: Start, tmp_path: Path) -> None:
@@ -189,7 +190,9 @@ def test_pipe_reader_waits_while_the_app_is_behind() -> None:
     endless = python(
         HELLO + "put('Hello', PROTOCOL, 'x', [], 0, False)\nput('Opened', '', '')\nwhile True: put('Idle')"
     )
-    worker = EngineProcess(endless, None, Options(), emitted.append, wait=lambda: ends.is_set() or behind.acquire())
+    worker = EngineProcess(
+        endless, control.Open(None, Options(), False), emitted.append, wait=lambda: ends.is_set() or behind.acquire()
+    )
     worker.start()
     seen = 0
     for _ in range(5):

@@ -13,17 +13,10 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.worker.commands import (
     ApplyRecipe,
-    AttributeDrift,
     Cancel,
     Command,
-    FindLossRemedy,
     FollowRecipe,
-    FollowUp,
-    Generate,
-    InspectWeight,
     Measure,
-    MeasureFloor,
-    MeasureSpeed,
     Pause,
     Request,
     Save,
@@ -31,11 +24,11 @@ from dtype_engine.worker.commands import (
     SetInputs,
     SetRecipe,
     SetSettings,
-    TraceCasts,
 )
+from dtype_engine.worker.jobs import GENERATE, VALUES, Ask, GenerateText, InspectTensor
+from dtype_engine.worker.open_model import Available
 from dtype_engine.worker.queue import (
-    MOST_INSPECTED,
-    Available,
+    MOST_ALIKE,
     Queue,
     finish,
     job_names,
@@ -50,7 +43,17 @@ from dtype_engine.worker.save_requests import RecipeRequest
 HALF = Recipe((Rule("*", "float16"),))
 BRAIN = Recipe((Rule("*", "bfloat16"),))
 SAVE = Save(RecipeRequest(Path("r.yaml")), HALF)
-WEIGHT = InspectWeight("w", ("int8",))
+
+
+def text(tokens: int) -> Ask:
+    return GENERATE.ask(GenerateText(tokens))
+
+
+def values(tensor: str) -> Ask:
+    return VALUES.ask(InspectTensor(tensor, ("int8",)))
+
+
+WEIGHT = values("w")
 IDLE = Queue(available="model", waiting=())
 
 
@@ -68,17 +71,17 @@ def running(command: Command, *waiting: Command) -> Queue:
     ("requests", "waiting"),
     [
         # Inputs, then the measurement, then its follow-ups, then what was asked for, in its order.
-        ((TraceCasts(), SetRecipe(HALF), SetInputs("a")), (SetInputs("a"), Measure(), TraceCasts())),
-        ((TraceCasts(), MeasureFloor(), MeasureSpeed()), (TraceCasts(), MeasureSpeed(), MeasureFloor())),
-        ((Generate(1), SAVE, WEIGHT, Scan(("int8",))), (Generate(1), SAVE, WEIGHT, Scan(("int8",)))),
+        ((Ask("flow"), SetRecipe(HALF), SetInputs("a")), (SetInputs("a"), Measure(), Ask("flow"))),
+        ((Ask("flow"), Ask("floor"), Ask("speed")), (Ask("flow"), Ask("speed"), Ask("floor"))),
+        ((text(1), SAVE, WEIGHT, Scan(("int8",))), (text(1), SAVE, WEIGHT, Scan(("int8",)))),
         # Asked for again, most run once: as asked for last, and when asked for last.
-        ((Generate(1), MeasureSpeed(), Generate(2)), (MeasureSpeed(), Generate(2))),
+        ((text(1), Ask("speed"), text(2)), (Ask("speed"), text(2))),
         ((Scan(("int8",)), Scan(("bfloat16",))), (Scan(("bfloat16",)),)),
         ((SetInputs("a"), SetInputs("b")), (SetInputs("b"),)),
         ((WEIGHT, WEIGHT, SAVE, SAVE), (WEIGHT, WEIGHT, SAVE, SAVE)),
         # A measurement casts, and has follow-ups of its own.
-        ((MeasureFloor(), ApplyRecipe(), SetRecipe(HALF)), (Measure(),)),
-        ((SetRecipe(HALF), MeasureFloor(), ApplyRecipe()), (Measure(),)),
+        ((Ask("floor"), ApplyRecipe(), SetRecipe(HALF)), (Measure(),)),
+        ((SetRecipe(HALF), Ask("floor"), ApplyRecipe()), (Measure(),)),
         # Reading many bytes stays asked for.
         ((Measure(read_values=True), SetRecipe(HALF)), (Measure(read_values=True),)),
         ((SetSettings(RunSettings()),), (Measure(read_values=True),)),
@@ -92,7 +95,7 @@ def test_requests_wait_in_order(requests: tuple[Request, ...], waiting: tuple[Co
     ("command", "request_", "stops"),
     [
         (Measure(), SetRecipe(HALF), True),
-        (MeasureFloor(), SetRecipe(HALF), True),
+        (Ask("floor"), SetRecipe(HALF), True),
         (Scan(("int8",)), SetRecipe(HALF), True),
         (Scan(("int8",)), SetSettings(RunSettings(autocast="bfloat16")), True),
         (Measure(), SetInputs("a"), True),
@@ -100,7 +103,7 @@ def test_requests_wait_in_order(requests: tuple[Request, ...], waiting: tuple[Co
         (SetInputs("a"), SetRecipe(HALF), False),  # it is measured after them anyway
         (SAVE, SetRecipe(HALF), False),
         (SAVE, SetInputs("a"), False),
-        (Scan(("int8",)), TraceCasts(), False),
+        (Scan(("int8",)), Ask("flow"), False),
         (Scan(("int8",)), FollowRecipe(HALF), False),
         (Measure(), FollowRecipe(HALF), True),
         (Measure(), Pause(True), False),
@@ -111,13 +114,13 @@ def test_requests_that_stop_the_running_command(command: Command, request_: Requ
 
 
 def test_commands_stopped_by_a_newer_recipe_run_again() -> None:
-    queue = finish(merge(running(Scan(("int8",)), MeasureSpeed()), SetRecipe(HALF)), "interrupted")
-    assert (queue.recipe, queue.waiting) == (HALF, (Measure(), Scan(("int8",)), MeasureSpeed()))
+    queue = finish(merge(running(Scan(("int8",)), Ask("speed")), SetRecipe(HALF)), "interrupted")
+    assert (queue.recipe, queue.waiting) == (HALF, (Measure(), Scan(("int8",)), Ask("speed")))
     assert queue.dropped == ()
 
 
 def test_repeated_measurement_includes_its_follow_ups() -> None:
-    queue = finish(merge(running(Measure(), ApplyRecipe(), MeasureFloor(), SAVE), SetInputs("a")), "interrupted")
+    queue = finish(merge(running(Measure(), ApplyRecipe(), Ask("floor"), SAVE), SetInputs("a")), "interrupted")
     assert queue.waiting == (SetInputs("a"), Measure(), SAVE)
 
 
@@ -137,8 +140,8 @@ def test_measurement_stopped_by_new_inputs_runs_afterwards() -> None:
 
 
 def test_follow_ups_stopped_by_inputs_resume_if_these_are_refused() -> None:
-    stopped = finish(merge(running(MeasureFloor()), SetInputs("a")), "interrupted")
-    assert finish(take(stopped), "done").waiting == (MeasureFloor(),)
+    stopped = finish(merge(running(Ask("floor")), SetInputs("a")), "interrupted")
+    assert finish(take(stopped), "done").waiting == (Ask("floor"),)
     assert finish(take(stopped), "done", (Measure(),)).waiting == (Measure(),)
 
 
@@ -161,7 +164,7 @@ def test_recipe_with_the_same_plan_is_measured_only_if_needed() -> None:
 
 
 def test_cancel_stops_everything_and_reports_it() -> None:
-    queue = merge(running(Measure(), MeasureFloor(), TraceCasts(), SAVE), Cancel())
+    queue = merge(running(Measure(), Ask("floor"), Ask("flow"), SAVE), Cancel())
     assert (queue.waiting, queue.stopping, queue.dropped) == ((), "user", ("flow", "write"))
     assert reported(queue).dropped == ("flow", "write")  # told with what was stopped
     ended = finish(queue, "interrupted")
@@ -170,7 +173,7 @@ def test_cancel_stops_everything_and_reports_it() -> None:
 
 
 def test_measurement_cancelled_at_its_end_has_no_follow_ups() -> None:
-    queue = finish(merge(running(Measure()), Cancel()), "done", (FindLossRemedy(None), MeasureFloor()))
+    queue = finish(merge(running(Measure()), Cancel()), "done", (Ask("losses"), Ask("floor")))
     assert (queue.waiting, queue.stopped) == ((), "losses")
     queue = finish(merge(running(SAVE), Cancel()), "done", (ApplyRecipe(),))
     assert (queue.waiting, queue.stopped) == ((ApplyRecipe(),), None)
@@ -184,10 +187,10 @@ def test_user_can_cancel_what_a_newer_recipe_was_stopping() -> None:
 
 
 def test_user_can_cancel_one_job_by_name() -> None:
-    queue = merge(running(MeasureSpeed(), AttributeDrift(), TraceCasts()), Cancel("causes"))
-    assert (queue.stopping, queue.waiting) == ("", (TraceCasts(),))
-    queue = merge(running(MeasureSpeed(), TraceCasts()), Cancel("speed"))
-    assert (queue.stopping, queue.waiting) == ("user", (TraceCasts(),))
+    queue = merge(running(Ask("speed"), Ask("causes"), Ask("flow")), Cancel("causes"))
+    assert (queue.stopping, queue.waiting) == ("", (Ask("flow"),))
+    queue = merge(running(Ask("speed"), Ask("flow")), Cancel("speed"))
+    assert (queue.stopping, queue.waiting) == ("user", (Ask("flow"),))
 
 
 def test_measurement_of_files_alone_is_named_differently() -> None:
@@ -211,23 +214,23 @@ def test_pause_survives_a_measurement_but_not_a_cancel() -> None:
     assert not after(running(scan), Pause(True), Pause(False)).paused
 
 
-ASKED = (TraceCasts(), SetInputs("a"), Scan(("int8",)), WEIGHT, SAVE)
+ASKED = (Ask("flow"), SetInputs("a"), Scan(("int8",)), WEIGHT, SAVE)
 
 
 def test_number_of_waiting_requests_is_limited() -> None:
-    asked = [InspectWeight(f"w{number}", ("int8",)) for number in range(MOST_INSPECTED + 3)]
+    asked = [values(f"w{number}") for number in range(MOST_ALIKE + 3)]
     queue = after(replace(IDLE, running=Measure()), *asked)
-    assert queue.waiting == tuple(asked[:MOST_INSPECTED])
+    assert queue.waiting == tuple(asked[:MOST_ALIKE])
     assert [name for name, _ in queue.refused] == ["values"] * 3
     more = after(reported(queue), *(SetRecipe(recipe) for recipe in (HALF, BRAIN) * 500), SAVE)
-    assert len(more.waiting) == MOST_INSPECTED + 2
+    assert len(more.waiting) == MOST_ALIKE + 2
     assert more.refused == ()
 
 
 @pytest.mark.parametrize(
     ("available", "kept", "refused"),
     [
-        ("model", (SetInputs("a"), Measure(), TraceCasts(), Scan(("int8",)), WEIGHT, SAVE), ()),
+        ("model", (SetInputs("a"), Measure(), Ask("flow"), Scan(("int8",)), WEIGHT, SAVE), ()),
         ("files", (Measure(), WEIGHT, SAVE), ("inputs", "flow", "scan")),
         ("nothing", (), ("inputs", "flow", "scan", "values", "write")),
     ],
@@ -245,7 +248,7 @@ def test_impossible_requests_are_refused_once_known(
 
 
 def test_each_part_of_a_measurement_is_named_and_cancelled_by_itself() -> None:
-    queue = running(MeasureFloor(), FindLossRemedy(None), SAVE)
+    queue = running(Ask("floor"), Ask("losses"), SAVE)
     assert queue.running is not None
     assert queue.running.name == "floor"
     assert job_names(queue, queue.waiting) == ("losses", "write")
@@ -262,11 +265,11 @@ recipes = st.sampled_from([Recipe(), HALF, BRAIN])
 commands: st.SearchStrategy[Command] = st.one_of(
     st.builds(SetInputs, st.sampled_from("ab")),
     st.builds(Measure, st.booleans()),
-    st.sampled_from([ApplyRecipe(), MeasureFloor(), TraceCasts(), AttributeDrift(), MeasureSpeed(), SAVE]),
-    st.builds(FindLossRemedy, st.none()),
-    st.builds(Generate, st.integers(1, 2)),
+    st.sampled_from([ApplyRecipe(), Ask("floor"), Ask("flow"), Ask("causes"), Ask("speed"), SAVE]),
+    st.just(Ask("losses")),
+    st.builds(text, st.integers(1, 2)),
     st.builds(Scan, st.sampled_from([("int8",), ("bfloat16",)])),
-    st.builds(InspectWeight, st.sampled_from("vw"), st.just(("int8",))),
+    st.builds(values, st.sampled_from("vw")),
 )
 changes: st.SearchStrategy[Request] = st.one_of(
     st.builds(SetRecipe, recipes),
@@ -292,7 +295,7 @@ def queues(draw: st.DrawFn) -> Queue:
     return queue
 
 
-@given(queues(), st.one_of(commands.filter(lambda command: command.once), changes, cancels))
+@given(queues(), st.one_of(commands.filter(lambda command: command.traits.once), changes, cancels))
 def test_repeated_request_changes_nothing(queue: Queue, request_: Request) -> None:
     once = merge(queue, request_)
     assert merge(once, request_) == once
@@ -306,7 +309,9 @@ def test_only_superseded_requests_are_dropped(queue: Queue, request_: Request) -
     waiting = iter(merged.waiting)
     assert all(any(command == one for command in waiting) for one in rest), "the rest, in its order"
     assert len(merged.waiting) <= len(rest) + (1 if isinstance(request_, Command) else len(queue.waiting) + 1)
-    assert [command.rank for command in merged.waiting] == sorted(command.rank for command in merged.waiting)
+    assert [command.traits.rank for command in merged.waiting] == sorted(
+        command.traits.rank for command in merged.waiting
+    )
     assert merged.dropped == queue.dropped
 
 
@@ -327,7 +332,7 @@ def test_stopped_commands_are_repeated_or_reported(queue: Queue) -> None:
 def test_dropped_requests_are_reported(queue: Queue) -> None:
     cancelled = merge(queue, Cancel())
     assert cancelled.waiting == ()
-    asked = [command for command in queue.waiting if not isinstance(command, FollowUp)]
+    asked = [command for command in queue.waiting if not command.traits.follows]
     assert cancelled.dropped == (*queue.dropped, *job_names(queue, asked))
     assert (cancelled.stopping == "user") is (queue.running is not None)
 
@@ -337,7 +342,7 @@ def test_measurement_never_waits_beside_its_own_parts(queue: Queue) -> None:
     measurements = [command for command in queue.waiting if isinstance(command, Measure)]
     assert len(measurements) <= 1
     if measurements:
-        assert not [command for command in queue.waiting if isinstance(command, ApplyRecipe | FollowUp)]
+        assert not [command for command in queue.waiting if isinstance(command, ApplyRecipe) or command.traits.follows]
 
 
 def test_full_measurement_continues_a_running_one() -> None:
@@ -351,10 +356,10 @@ def test_full_measurement_continues_a_running_one() -> None:
     assert not take(finish(merge(begun, SetRecipe(HALF)), "interrupted")).in_full
 
 
-@pytest.mark.parametrize("command", [TraceCasts(), WEIGHT, SAVE, Measure(), ApplyRecipe()])
+@pytest.mark.parametrize("command", [Ask("flow"), WEIGHT, SAVE, Measure(), ApplyRecipe()])
 def test_noise_floor_yields_to_every_request(command: Command) -> None:
-    queue = merge(running(MeasureFloor()), command)
+    queue = merge(running(Ask("floor")), command)
     assert queue.stopping == "newer"
     waiting = finish(queue, "interrupted").waiting
     # A measurement has a floor of its own to follow.
-    assert waiting == ((command,) if isinstance(command, Measure) else (command, MeasureFloor()))
+    assert waiting == ((command,) if isinstance(command, Measure) else (command, Ask("floor")))

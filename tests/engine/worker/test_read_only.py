@@ -11,27 +11,33 @@ from tests.helpers.recorded_worker import RecordedEngine
 from dtype_engine import Options, Recipe
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.worker import commands, control, events, messages
-from dtype_engine.worker.commands import READ_ONLY, Command
+from dtype_engine.worker.commands import READ_ONLY, Command, Traits
+from dtype_engine.worker.jobs import JOBS
 from dtype_engine.worker.kept_scans import kept_scans_folder
 from dtype_engine.worker.save_requests import ConvertRequest, ExportRequest, RecipeRequest, ReportRequest, SaveRequest
 from dtype_engine.worker.worker import Worker
 
 HARMLESS = {
-    "SetRecipe", "FollowRecipe", "SetSettings", "Pause", "Cancel", "Measure", "TraceCasts", "AttributeDrift", "MeasureSpeed",
-    "EstimateActivations", "CheckFiles", "Generate", "MeasureRecipes", "InspectWeight", "OpenOverMemory",
+    "SetRecipe", "FollowRecipe", "SetSettings", "Pause", "Cancel", "Measure",
+    "MeasureRecipes", "Ask", "OpenOverMemory",
     "Open", "Resume", "Acknowledge", "PlanExport", "Close",
 }  # fmt: skip
 REFUSED = {"SetInputs", "ExportRequest", "RecipeRequest", "ReportRequest", "ConvertRequest", "CheckPath", "Download"}
 IN_PART = {"Scan": "runs, but is not saved"}
+HARMLESS_JOBS = {
+    "flow", "causes", "generate", "speed", "activations", "check", "values", "nonfinite", "losses", "floor", "weights",
+}  # fmt: skip
 
 
 def test_every_request_is_classified_as_harmless_or_refused() -> None:
     """A new one fails this test until somebody has decided whether it can read or write a file that a viewer names."""
     requests = {kind.__name__ for kind in typing.get_args(messages.Request)}
     assert requests == HARMLESS | REFUSED | IN_PART.keys()
-    names_path = {kind.__name__ for kind in typing.get_args(commands.FromTheApp) if getattr(kind, "names_path", False)}
-    assert names_path == {"SetInputs", "Download"}
-    assert commands.Save.names_path
+    assert JOBS.keys() == HARMLESS_JOBS
+    names_path = {
+        kind.__name__ for kind in Command.__subclasses__() if isinstance(kind.traits, Traits) and kind.traits.names_path
+    }
+    assert names_path == {"SetInputs", "Download", "Save"}
 
 
 @pytest.mark.parametrize("read_only", [True, False])

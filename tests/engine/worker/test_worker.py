@@ -10,16 +10,8 @@ from tests.helpers.recorded_worker import RecordedEngine, RecordedWorker, Way
 
 from dtype_engine import Options, Recipe, Rule, RunSettings
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import (
-    Cancel,
-    CheckFiles,
-    Generate,
-    Measure,
-    MeasureSpeed,
-    SetRecipe,
-    SetSettings,
-    TraceCasts,
-)
+from dtype_engine.worker.commands import Cancel, Measure, SetRecipe, SetSettings
+from dtype_engine.worker.jobs import CHECK, FLOW, GENERATE, SPEED, GenerateText
 from dtype_engine.worker.worker import NICENESS
 
 HALF = Recipe((Rule("*", "float16"),))
@@ -78,15 +70,13 @@ def test_measurements_carry_their_recipe(short: RecordedEngine) -> None:
 
 def test_generation_and_speed_use_the_current_recipe(short: RecordedEngine) -> None:
     short.worker.request(SetRecipe(HALF))
-    short.worker.request(Generate(3))
-    short.worker.request(MeasureSpeed())
-    short.worker.request(CheckFiles())
-    text = short.wait_for(events.Generated)
-    assert text.recipe == HALF
-    assert len(text.texts[0].candidate.ids) == 3
-    times = short.wait_for(events.SpeedMeasured)
-    assert times.report.rules == ("*=float16",)
-    check = short.wait_for(events.FilesChecked).report
+    short.worker.request(GENERATE.ask(GenerateText(3)))
+    short.worker.request(SPEED.ask(None))
+    short.worker.request(CHECK.ask(None))
+    assert len(short.answer(GENERATE)[0].candidate.ids) == 3
+    assert short.wait_for(events.JobDone, lambda done: done.ask.job == "generate").recipe == HALF
+    assert short.answer(SPEED).rules == ("*=float16",)
+    check = short.answer(CHECK)
     assert (str(check.coverage), check.findings) == ("56 of 56 tensors found", ())
     assert any(event.what == "timing: reference" for event in short.of(events.WorkingProgress))
     short.worker.request(SetSettings(RunSettings(autocast="bfloat16")))
@@ -106,7 +96,7 @@ def test_esc_cancels_a_measurement_and_the_session_continues(way: Way) -> None:
 
 def test_requests_cancelled_while_the_model_opens_are_reported(way: Way) -> None:
     recorded = RecordedEngine(way)
-    recorded.worker.request(TraceCasts())
+    recorded.worker.request(FLOW.ask(None))
     recorded.worker.request(Cancel())
     recorded.worker.start()
     try:
@@ -121,14 +111,14 @@ def test_model_that_cannot_be_opened_is_reported(tmp_path: Path, way: Way) -> No
     path = tmp_path / "broken.py"
     path.write_text("raise ValueError('no such luck')")
     recorded = RecordedEngine(way, f"{path}:Model")
-    recorded.worker.request(MeasureSpeed())
+    recorded.worker.request(SPEED.ask(None))
     recorded.worker.start()
     assert "no such luck" in recorded.wait_for(events.OpenFailed).message
     recorded.wait_for(events.Refused)
     recorded.wait_for(events.Idle)
     assert [event.job for event in recorded.of(events.Refused)] == ["speed"]
     recorded.worker.request(SetRecipe(HALF))
-    recorded.worker.request(Generate(3))
+    recorded.worker.request(GENERATE.ask(GenerateText(3)))
     refused = recorded.wait_for(events.Refused, lambda event: event.job == "generate")
     assert "no such luck" in refused.message
     assert [event.job for event in recorded.of(events.Refused)] == ["speed", "generate"]

@@ -20,6 +20,7 @@ from dtype_tui.config.themes import HIGH_CONTRAST
 from dtype_tui.rendering.cells import wrap_dotted
 from dtype_tui.screens.flow import flow_screen
 from dtype_tui.screens.overlay import Overlay
+from dtype_tui.state.answer import Answer
 from dtype_tui.widgets.module_tree import ModuleTree
 
 KNOWN = (["cast", "undo", "measure"], ["nord", "high-contrast"], ["device", "text"])
@@ -251,5 +252,5 @@ def test_long_operation_name_leaves_room_for_modules() -> None:
     )
     console = Console(width=Overlay.content_width(80))
     with console.capture() as said:
-        console.print(flow_screen([cast], 80)._body)
+        console.print(flow_screen(Answer((cast,), None, make_app().controller.experiment, 80))._body)
     assert [line.split()[0] for line in said.get().splitlines()] == ["module", "model.layers.0", ".self_attn"]

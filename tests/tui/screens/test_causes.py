@@ -27,7 +27,7 @@ from dtype_engine.results.attribution import (
 )
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.thresholds import Limit
-from dtype_engine.worker import events
+from dtype_engine.worker import events, jobs
 from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.causes import CausesScreen
@@ -87,7 +87,7 @@ async def test_causes_are_requested_plotted_and_cancelled(size: tuple[int, int])
         ]
         assert len(drawn) > 3, "a line of dots falls from the first layer to the last"
         assert re.search(r"layers.0 +layers.1 +layers.2", screen(app))
-        await say(app, pilot, events.AttributionReady(BF16, CAUSES), events.Idle())
+        await say(app, pilot, events.JobDone(BF16, jobs.CAUSES.ask(None), CAUSES), events.Idle())
         text = screen(app)
         assert f"62.0 % of the output's drift enters at {DOWN}" in text
         assert "add up to 1.500e-04" in text.replace("\n", " ")
@@ -108,11 +108,11 @@ async def test_causes_are_requested_plotted_and_cancelled(size: tuple[int, int])
         assert not isinstance(app.screen, CausesScreen)
 
 
-def found_so_far(recipe: Recipe, *names: str) -> events.AttributionGrown:
+def found_so_far(recipe: Recipe, *names: str) -> events.JobGrown:
     """The first of 48 modules are measured, each with a smaller drift than the one before."""
     parts = tuple(Contribution(name, 1, 1e-4 / 2**at, 0.5 / 2**at, 40.0 + at) for at, name in enumerate(names))
     told = dataclasses.replace(CAUSES, causes=parts, together=sum(part.drift for part in parts))
-    return events.AttributionGrown(recipe, PartialAttribution(told, len(names), 48))
+    return events.JobGrown(recipe, jobs.CAUSES.ask(None), PartialAttribution(told, len(names), 48))
 
 
 UP = "model.layers.2.mlp.up_proj"
@@ -145,7 +145,9 @@ async def test_causes_appear_as_found_and_stay_when_cancelled(size: tuple[int, i
         assert not isinstance(app.screen, CausesScreen)
         await pilot.press("d")
         assert "lm_head" in screen(app), "what was found is kept until the new measurement finds something"
-        await say(app, pilot, found_so_far(BF16, UP), events.AttributionReady(BF16, CAUSES), events.Idle())
+        await say(
+            app, pilot, found_so_far(BF16, UP), events.JobDone(BF16, jobs.CAUSES.ask(None), CAUSES), events.Idle()
+        )
         assert "of 48" not in screen(app)
         assert f"62.0 % of the output's drift enters at {DOWN}" in screen(app)
 
@@ -156,7 +158,7 @@ async def test_enter_jumps_to_the_module() -> None:
         await measured(app, pilot)
         await pilot.press("d", "enter")
         assert isinstance(app.screen, CausesScreen), "no module is found yet"
-        await say(app, pilot, events.AttributionReady(BF16, CAUSES), events.Idle())
+        await say(app, pilot, events.JobDone(BF16, jobs.CAUSES.ask(None), CAUSES), events.Idle())
         await pilot.press("j", "enter")
         await pilot.pause()
         assert not isinstance(app.screen, CausesScreen)
@@ -169,7 +171,7 @@ async def test_restored_module_reruns_the_causes(size: tuple[int, int]) -> None:
     async with running(app, size) as pilot:
         await measured(app, pilot)
         await pilot.press("d")
-        await say(app, pilot, events.AttributionReady(BF16, CAUSES), events.Idle())
+        await say(app, pilot, events.JobDone(BF16, jobs.CAUSES.ask(None), CAUSES), events.Idle())
         before = app.controller.experiment.plan.planned_bytes
         await pilot.press("x")
         await pilot.pause()
@@ -194,7 +196,7 @@ async def test_restored_module_reruns_the_causes(size: tuple[int, int]) -> None:
         await say(app, pilot, found_so_far(put_back, UP))
         assert "put back" in marked_line(app), "until all of the causes are known again"
         after = dataclasses.replace(CAUSES, causes=CAUSES.causes[1:])
-        await say(app, pilot, events.AttributionReady(put_back, after), events.Idle())
+        await say(app, pilot, events.JobDone(put_back, jobs.CAUSES.ask(None), after), events.Idle())
         assert "put back" not in screen(app)
         assert chosen(app) == UP
         await pilot.press("escape")
@@ -219,7 +221,9 @@ async def test_drift_pane_shows_limits_and_noise_floor() -> None:
             await say(
                 app,
                 pilot,
-                events.NoiseFloorMeasured(NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)),
+                events.JobDone(
+                    None, jobs.FLOOR.ask(None), NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)
+                ),
             )
             text = screen(app)
             assert "FAIL" in text
@@ -232,7 +236,9 @@ async def test_drift_pane_shows_limits_and_noise_floor() -> None:
             await say(
                 app,
                 pilot,
-                events.NoiseFloorMeasured(NoiseFloor(("eager attention",), 256, 30.0, 1e-5, 1e-7, 9e-4, 1.0)),
+                events.JobDone(
+                    None, jobs.FLOOR.ask(None), NoiseFloor(("eager attention",), 256, 30.0, 1e-5, 1e-7, 9e-4, 1.0)
+                ),
             )
             assert " under the floor  noise" in screen(app)
         app = make_app()
@@ -249,7 +255,7 @@ async def test_pane_names_the_remedy_for_a_nonfinite_output(size: tuple[int, int
         found = NonFiniteDiagnosis(
             "activation", DOWN, "model.layers.1.mlp", "mul", "float16", 65504.0, (), 1.1e4, 2.1e5, ("model.layers.1.mlp=float32",)
         )  # fmt: skip
-        await say(app, pilot, events.NonfiniteFound(BF16, found))
+        await say(app, pilot, events.JobDone(BF16, jobs.NONFINITE.ask(None), found))
         words = " ".join(" ".join(line.split()) for line in screen(app).splitlines())
         assert "a applies" in words, screen(app)
         assert screen(app).splitlines()[-1].lstrip().startswith("a make it finite")

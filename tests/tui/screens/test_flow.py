@@ -10,14 +10,17 @@ from tests.helpers.screen_text import screen
 
 from dtype_engine.results.drift import ImplicitCastStats
 from dtype_engine.worker import events
+from dtype_engine.worker.jobs import FLOW
 from dtype_tui.screens.flow import MOST_ROWS, flow_screen
+from dtype_tui.state.answer import Answer
 
 
 def _shown(casts: int, text: str = "linear") -> str:
-    rows = [ImplicitCastStats(f"layer.{number}", text, text, "bfloat16", 10, 2, False) for number in range(casts)]
+    rows = tuple(ImplicitCastStats(f"layer.{number}", text, text, "bfloat16", 10, 2, False) for number in range(casts))
+    answer = Answer(rows, None, make_app().controller.experiment, 100)
     console = Console(width=90)
     with console.capture() as captured:
-        console.print(flow_screen(rows, 100)._body)
+        console.print(flow_screen(answer)._body)
     return captured.get()
 
 
@@ -38,7 +41,7 @@ async def test_keys_for_the_first_and_last_line() -> None:
     async with running(app, (80, 24)) as pilot:
         await ready(app, pilot)
         rows = tuple(ImplicitCastStats(f"layer.{at}", "linear", "float32", "bfloat16", 9, 1, False) for at in range(90))
-        await say(app, pilot, events.ImplicitCastsTraced(app.controller.experiment.recipe, rows), events.Idle())
+        await say(app, pilot, events.JobDone(app.controller.experiment.recipe, FLOW.ask(None), rows), events.Idle())
         for key, last in (("G", True), ("g", False), ("greater_than_sign", True), ("less_than_sign", False)):
             await pilot.press(key)
             assert at_end(app) is last

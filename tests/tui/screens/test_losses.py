@@ -19,6 +19,7 @@ from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.attribution import LossRemedy
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.worker import events
+from dtype_engine.worker.jobs import LOSS_REMEDY
 from dtype_engine.worker.save_requests import ExportPlan
 from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
@@ -100,7 +101,13 @@ async def test_key_a_applies_loss_remedy_though_the_output_is_finite() -> None:
         await cast(app, pilot, LOST)
         drift = report(F16).output
         found = LossRemedy((f"{DOWN}=bfloat16",), (DOWN,), 2000, 2000, drift, drift)
-        await say(app, pilot, events.Measured(F16, report(F16)), events.LossRemedyFound(F16, found), events.Idle())
+        await say(
+            app,
+            pilot,
+            events.Measured(F16, report(F16)),
+            events.JobDone(F16, LOSS_REMEDY.ask(None), found),
+            events.Idle(),
+        )
         assert f"a applies {DOWN[:20]}" in pane(app)
         assert "tried: SQNR 40.00 dB" in pane(app)
         assert "a keep the lost values" in flat(app)  # the line of keys

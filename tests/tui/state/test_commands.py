@@ -17,6 +17,7 @@ from dtype_engine.recipe import Recipe, Rule, generalisations
 from dtype_engine.recipe.presets import PRESETS
 from dtype_engine.results.runs import SpeedReport
 from dtype_engine.worker import events
+from dtype_engine.worker.jobs import SPEED
 from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest, ReportRequest
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.bindings import KEYS
@@ -172,7 +173,7 @@ async def test_saved_files_contain_the_figures_on_the_screen(tmp_path: Path) -> 
         await enter(app, pilot, f"recipe {tmp_path}/c.yaml")
         await enter(app, pilot, f"report {tmp_path}/r.html")
         timed = SpeedReport("m", "cpu", 1, (), "inputs", ())
-        await say(app, pilot, events.SpeedMeasured(app.controller.experiment.recipe, timed))
+        await say(app, pilot, events.JobDone(app.controller.experiment.recipe, SPEED.ask(None), timed))
         await pilot.press("escape")
         await enter(app, pilot, f"report {tmp_path}/s.html")
         (tmp_path / "empty").mkdir()
@@ -354,4 +355,5 @@ async def test_every_key_without_words_is_a_command() -> None:
                 assert binding.action in actions, binding
         for command in known.values():
             holder = app if command.action.startswith("app.") else app.main
-            assert command.action in words or hasattr(holder, f"action_{command.action.removeprefix('app.')}"), command
+            name = command.action.removeprefix("app.").partition("(")[0]
+            assert command.action in words or hasattr(holder, f"action_{name}"), command

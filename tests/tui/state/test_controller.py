@@ -14,6 +14,7 @@ from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.worker import events
+from dtype_engine.worker.jobs import GENERATE
 from dtype_tui.state import experiment as experiment_module
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.experiment import Experiment, ModelFacts
@@ -63,7 +64,7 @@ def alone() -> Alone:
         events.Measured(OTHER, report(OTHER)),
         events.CastDone(OTHER, ()),
         events.Failed(OTHER, "no kernel"),
-        events.Generated(OTHER, ()),
+        events.JobDone(OTHER, GENERATE.ask(None), ()),
     ],
     ids=lambda event: type(event).__name__,
 )
@@ -143,7 +144,9 @@ def test_resumed_session_precedes_command_line_rules(alone: Alone) -> None:
     )
     alone.controller.begin(Launch("demo", recipe=OTHER, saved=saved, context=64))
     found = alone.experiment
-    assert (found.context, found.batch, found.budget) == (64, 3, 1 << 30), "the command line comes first"
+    assert (found.served.context, found.served.batch, found.served.budget) == (64, 3, 1 << 30), (
+        "the command line comes first"
+    )
     assert alone.experiment.recipe == Recipe((*BF16.rules, *OTHER.rules))
     assert alone.engine.recipes[-1] == alone.experiment.recipe
     alone.controller.undo()

@@ -12,6 +12,7 @@ from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.serving_memory import ActivationMemory
 from dtype_engine.worker import events
+from dtype_engine.worker.jobs import ACTIVATIONS, PassSizes
 from dtype_tui.app import DtypeApp
 from dtype_tui.state.cache_nodes import add_cache_nodes
 from dtype_tui.widgets.command_line import CommandLine
@@ -117,7 +118,7 @@ async def test_activations_are_estimated_and_interpolated() -> None:
         assert engine(app).commands[-1:] == ["activations"]
         experiment = app.controller.experiment
         peaks = tuple(ActivationMemory(tokens * 1000, "mlp", tokens, 1, True) for tokens in (1024, 2048, 4096))
-        await say(app, pilot, events.ActivationsEstimated(experiment.recipe, peaks))
+        await say(app, pilot, events.JobDone(experiment.recipe, ACTIVATIONS.ask(PassSizes((), 1)), peaks))
         assert "together 5.93 MiB, a pass 1000.0 KiB" in screen(app)
         await enter(app, pilot, "context 300")
         assert experiment.serving().activations == ActivationMemory(300_000, "mlp", 300, 1, True)

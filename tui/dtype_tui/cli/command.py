@@ -221,16 +221,15 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
 
             return Worker(source, options, lambda event: emit(safe(event)), read_headers=not whole)
         from dtype_engine.worker.connection import EngineCommand
+        from dtype_engine.worker.control import Open
         from dtype_engine.worker.process import EngineProcess
         from dtype_tui.process.early_engine import take
 
         process = take() if connection is None else None
         return EngineProcess(
             EngineCommand(),
-            request.model,
-            options,
+            Open(request.model, options, read_headers=not whole),
             emit,
-            read_headers=not whole,
             process=process,
             connection=connection,
             wait=wait,
@@ -268,6 +267,7 @@ def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
     """Connect to an engine on another machine and let it find the model. engine_command: the command that starts the engine; if
     None, MODEL must be an `ssh://` address. Raises UserError.
     """
+    from dtype_engine.worker.control import Open
     from dtype_engine.worker.process import EngineProcess
     from dtype_tui.cli.remote import connect
     from dtype_tui.process.early_engine import take
@@ -280,10 +280,8 @@ def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
     def make_engine(emit: Callable[[Event], None], wait: Callable[[], None]) -> Engine:
         return EngineProcess(
             far.command,
-            far.model,
-            request.options,
+            Open(far.model, request.options, read_headers=True),
             emit,
-            read_headers=True,
             connection=far.connection,
             session=far.session,
             wait=wait,

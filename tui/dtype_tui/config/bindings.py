@@ -6,6 +6,7 @@ from textual.binding import Binding, BindingType
 
 from dtype_engine.core import dtypes
 from dtype_tui.config.key_names import with_ids
+from dtype_tui.config.questions import bindings_in
 
 DIGITS = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "int8", dtypes.STORED)
 
@@ -14,6 +15,7 @@ def _digit_words(dtype: str) -> str:
     return "Return the node to its stored dtypes" if dtype == dtypes.STORED else f"Cast the node to {dtype}"
 
 
+_causes, *_measuring = bindings_in("Measure")
 MAIN_KEYS: list[BindingType] = with_ids(
     [
         Binding("c", "cast", "Cast by pattern"),
@@ -23,19 +25,17 @@ MAIN_KEYS: list[BindingType] = with_ids(
         Binding("x", "drop_rules", "Drop the node's rules"),
         Binding("r", "rules", "Rules: change, move, disable or delete them in the Recipe pane"),
         Binding("m", "measure", "Measure again"),
-        Binding("d", "causes", "Drift over depth, and the modules that cause the drift"),
+        _causes,
         Binding("a", "remedy", "Apply the rules that make the output finite, or that keep the values which casts lose"),
         Binding("H", "history", "History: compare the measured recipes, or go back to one"),
-        Binding("f", "flow", "Dtype flow: list the implicit casts"),
-        Binding("g", "generate", "Text or pictures of reference and candidate, side by side"),
-        Binding("t", "speed", "Time forward passes"),
+        *_measuring,
         Binding("s", "scan", "Scan: estimate the drift that each weight causes in each dtype"),
         Binding("o", "optimise", "Optimise: find the best recipe for a budget, using the scan"),
         Binding("p", "presets", "Presets: compare their effects on this model, and apply one"),
         Binding("e", "leave_with", "Save a checkpoint, a recipe, a report"),
         Binding("i", "inputs", "Inputs: show the model's inputs, or choose others"),
         Binding("comma", "settings", "Settings of a run, such as autocast"),
-        Binding("v", "values", "Values of the tensor: exponents, and the error of each cast"),
+        *bindings_in("Look"),
         Binding("w", "worst", "Go to the module that drifts most"),
         Binding("slash", "filter", "Filter by name"),
         Binding("n", "match(1)", "Next match", show=False),

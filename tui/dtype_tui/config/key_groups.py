@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from dtype_tui.config.key_names import name_of
+from dtype_tui.config.questions import QUESTIONS
+
 Entry = tuple[str, tuple[str, ...]]
 """A line of the help: (description, ids of the key bindings that the line describes)."""
 
+
+def _questions_in(group: str) -> list[Entry]:
+    return [(row.help, (name_of(row.action),)) for row in QUESTIONS if row.key and row.group == group]
+
+
+_CAUSES, *_MEASURING = _questions_in("Measure")
 GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     (
         "Look",
@@ -21,7 +30,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             ("open, close all below", ("expand-all", "collapse-all")),
             ("fold alike layers, or not", ("fold",)),
             ("details of the node", ("details",)),
-            ("values of a tensor", ("values",)),
+            *_questions_in("Look"),
             ("next pane", ("next-pane",)),
             ("jump to a label", ("jump",)),
             ("a pane alone, and back", ("zoom",)),
@@ -43,11 +52,9 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         "Measure",
         (
             ("measure again", ("measure",)),
-            ("causes of the drift", ("causes",)),
+            _CAUSES,
             ("the worst module", ("worst",)),
-            ("dtype flow: implicit casts", ("flow",)),
-            ("generate text or pictures", ("generate",)),
-            ("time forward passes", ("speed",)),
+            *_MEASURING,
             ("history: compare recipes", ("history",)),
             ("inputs of the model", ("inputs",)),
             ("settings of a run", ("settings",)),

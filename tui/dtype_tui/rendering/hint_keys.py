@@ -19,6 +19,7 @@ IN_THE_APP: Mapping[HintName, str] = {
     "over-memory": "O",
     "own-formats": "type formats own to allow what only this program loads",
     "formats": "type formats own to allow what only this program loads",
+    "lost-values": "m looks for those that the casts lose",
 }
 
 

@@ -20,7 +20,8 @@ from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.reports.text_drift import cause_label, causes_footing, causes_headline, share_words
 from dtype_engine.results.attribution import AttributionReport, Contribution
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import AttributeDrift, Cancel
+from dtype_engine.worker.commands import Cancel
+from dtype_engine.worker.jobs import CAUSES
 from dtype_tui.rendering.canvas import Series, linear_axes, plot
 from dtype_tui.rendering.cells import bar
 from dtype_tui.rendering.plain_table import PlainTable
@@ -248,7 +249,7 @@ class CausesScreen(ChoiceScreen[str]):
         self._before = self._before or (recipe, results)
         if experiment.results.causes is None:
             self._ended = ""
-            self._controller.ask(AttributeDrift())
+            self._controller.ask(CAUSES.ask(None))
         else:
             self._before = None
             self._stop()

@@ -10,15 +10,15 @@ from dtype_engine.results.check import KINDS, CheckReport
 from dtype_tui.rendering.cells import wrap_dotted
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
+from dtype_tui.state.answer import Answer
 
 _SHOWN = 50
 """Maximum number of findings of one kind that the window shows."""
 
 
-def check_screen(report: CheckReport, width: int) -> Overlay:
-    """Return a window that shows what a check of the model's files found, by kind, and why it matters. width: the screen's width in
-    cells.
-    """
+def check_screen(answer: Answer[None, CheckReport]) -> Overlay:
+    """Return a window that shows what a check of the model's files found, by kind, and why it matters."""
+    report = answer.result
     read = f"{plural(report.tensors, 'header')} and {plural(report.scales, 'tensor')} of scales were read"
     words = Text(
         "No problems were found.\n" if not report.findings else f"{plural(len(report.findings), 'finding')}.\n",
@@ -42,7 +42,7 @@ def check_screen(report: CheckReport, width: int) -> Overlay:
         grid.add_column(overflow="fold")
         grid.add_column(overflow="fold")
         for finding in found[:_SHOWN]:
-            name = wrap_dotted(printable(finding.tensor, 500), Overlay.content_width(width) // 2)
+            name = wrap_dotted(printable(finding.tensor, 500), Overlay.content_width(answer.width) // 2)
             grid.add_row(name, printable(finding.what, 1000))
         whole.add_row(grid)
         if len(found) > _SHOWN:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich.text import Text
 
 from dtype_engine.core import dtypes
@@ -13,6 +11,7 @@ from dtype_engine.results.drift import ImplicitCastStats
 from dtype_tui.rendering.cells import truncate, wrap_dotted
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
+from dtype_tui.state.answer import Answer
 
 MOST_ROWS = 200
 """Maximum number of casts that the window shows. Drawing a thousand casts takes two seconds, and no key is handled meanwhile."""
@@ -20,8 +19,9 @@ _NAME_WIDTH = 26
 """Minimum width in cells of module names. Operation names are truncated if they would leave less."""
 
 
-def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:
-    """Return a window that lists the implicit casts of a forward pass, in the given order. width: the screen's width in cells."""
+def flow_screen(answer: Answer[None, tuple[ImplicitCastStats, ...]]) -> Overlay:
+    """Return a window that lists the implicit casts of a forward pass, in the given order."""
+    casts = answer.result
     if not casts:
         return Overlay("Dtype flow", Text("No implicit casts: the inputs of every operation had the same dtype."))
     repeated = any(cast.count > 1 for cast in casts)
@@ -37,7 +37,7 @@ def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:
         max(len(word), *(cell.cell_len for cell in column))
         for word, column in zip(words, zip(*rows, strict=True), strict=True)
     ]
-    name_width = Overlay.content_width(width) - sum(widths) - 2 * len(widths)
+    name_width = Overlay.content_width(answer.width) - sum(widths) - 2 * len(widths)
     # A single long operation must not leave too little room for all the names.
     longest = max(len(words[0]), widths[0] - max(0, _NAME_WIDTH - name_width))
     name_width += widths[0] - min(widths[0], longest)

@@ -16,7 +16,7 @@ from dtype_engine.core.units import plural, seconds_text
 from dtype_engine.reports.text import parting
 from dtype_engine.results.runs import Generation, Written
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import Generate
+from dtype_engine.worker.jobs import GENERATE, GenerateText
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.modal import SCROLLING, ModalScreen
@@ -59,9 +59,9 @@ class GenerationScreen(ModalScreen[None]):
 
     def __init__(
         self,
-        wanted: Generate | None,
+        wanted: GenerateText | None,
         texts: Sequence[Generation],
-        start: Callable[[Generate], bool],
+        start: Callable[[GenerateText], bool],
         stop: Callable[[], None],
     ) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class GenerationScreen(ModalScreen[None]):
         if not typed.isdecimal() or not 1 <= int(typed) <= MOST_TOKENS:
             self._say(f"Give a length from 1 to {MOST_TOKENS:,} tokens.")
             return
-        self._running = self._start(Generate(int(typed), self.query_one("#generate-prompt", LineInput).value))
+        self._running = self._start(GenerateText(int(typed), self.query_one("#generate-prompt", LineInput).value))
         if self._running:
             self._say("generating…")
 
@@ -113,12 +113,13 @@ class GenerationScreen(ModalScreen[None]):
         self.dismiss()
 
     def on_engine_event(self, message: EngineEvent) -> None:
-        match message.event:
-            case events.TextGrown(text=text) if self._running:
+        event = message.event
+        match event:
+            case events.JobGrown() if (text := events.partial_of(event, GENERATE)) is not None and self._running:
                 grows = "candidate" if text.candidate.ids else "reference"
                 self._say(f"generating: {grows}")
                 self._draw((text,))
-            case events.Generated(texts=texts):
+            case events.JobDone() if (texts := events.result_of(event, GENERATE)) is not None:
                 self._running, self._texts = False, texts
                 self._draw(texts)
                 self._say("")

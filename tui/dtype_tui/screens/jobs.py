@@ -8,9 +8,9 @@ from typing import ClassVar
 from rich.text import Text
 from textual.binding import Binding, BindingType
 
-from dtype_tui.rendering.job_names import WORDS
 from dtype_tui.screens.choice import ChoiceScreen
 from dtype_tui.state.activity import Activity
+from dtype_tui.state.job_names import WORDS
 
 
 class JobsScreen(ChoiceScreen[None]):

@@ -121,7 +121,7 @@ class OptimiseScreen(ModalScreen[None]):
         self._seen = self.view.version
         before, self.view.limits = self.view.limits, limits
         try:
-            front = self.view.front(self.experiment.tree, self.experiment.tokens, self.experiment.batch)
+            front = self.view.front(self.experiment.tree, self.experiment.tokens, self.experiment.served.batch)
         except UserError as error:
             self.view.limits = before
             self._warn(str(error))
@@ -149,7 +149,7 @@ class OptimiseScreen(ModalScreen[None]):
             return 0
         tree, experiment = self.experiment.tree, self.experiment
         given = {name: form for name, form in formats.items() if form != dtypes.STORED}
-        return sum(cache_bytes(tree, given, written_dtype(tree), experiment.tokens, experiment.batch).values())
+        return sum(cache_bytes(tree, given, written_dtype(tree), experiment.tokens, experiment.served.batch).values())
 
     def _measured_bytes(self, recipe: Recipe, weights: int) -> int:
         """Return the bytes of a measured recipe: those of the weights (`weights`) and, if the front includes them, those of the KV

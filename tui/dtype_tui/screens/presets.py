@@ -73,7 +73,7 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
         """Return sentences that say how many bytes the model takes as stored, and in how many bytes it is to fit."""
         experiment, room = self._experiment, human_bytes(self._experiment.room or 0)
         sentences = [f"Stored: {human_bytes(experiment.tree.stored_bytes)}."]
-        if experiment.budget:
+        if experiment.served.budget:
             sentences += [f"Weights, KV cache and activations at {experiment.context_words} must fit in {room}."]
         elif experiment.room:
             sentences += [

@@ -10,16 +10,18 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, human_count, share_text
 from dtype_engine.results.weights import WeightStats
+from dtype_engine.worker.jobs import InspectTensor
 from dtype_tui.rendering.cells import bar
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
-from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.answer import Answer
 
 
-def weight_screen(experiment: Experiment, name: str, stats: WeightStats) -> Overlay:
+def weight_screen(answer: Answer[InspectTensor, WeightStats]) -> Overlay:
     """Return a window with the error of casting a tensor to each dtype, and with the exponents of the tensor's values next to each
     dtype's range of exponents.
     """
+    experiment, name, stats = answer.experiment, answer.parameters.tensor, answer.result
     table = PlainTable.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     for _ in range(6):

@@ -10,7 +10,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import time_left
 from dtype_engine.worker import events
 from dtype_tui.rendering.cells import bar
-from dtype_tui.rendering.job_names import WORDS, queue_words
+from dtype_tui.state.job_names import WORDS, queue_words
 
 Progress = (
     events.LoadingProgress

@@ -5,15 +5,8 @@ from __future__ import annotations
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import (
-    CheckFiles,
-    Command,
-    Download,
-    InspectWeight,
-    MeasureSpeed,
-    OpenOverMemory,
-    TraceCasts,
-)
+from dtype_engine.worker.commands import Command, Download, OpenOverMemory
+from dtype_engine.worker.jobs import VALUES, Ask, InspectTensor
 from dtype_tui.state.controller import Controller
 
 _INSPECTED = (
@@ -21,9 +14,9 @@ _INSPECTED = (
 )  # fmt: skip
 
 
-def inspect(tensor: str) -> InspectWeight:
+def inspect(tensor: str) -> Ask:
     """Return the command that requests statistics of a tensor's values, including the error of a cast to each of several dtypes."""
-    return InspectWeight(tensor, _INSPECTED)
+    return VALUES.ask(InspectTensor(tensor, _INSPECTED))
 
 
 class AwaitedResults:
@@ -52,14 +45,8 @@ class AwaitedResults:
         has ended, forget all requests.
         """
         match event:
-            case events.ImplicitCastsTraced():
-                self._answered(TraceCasts())
-            case events.SpeedMeasured():
-                self._answered(MeasureSpeed())
-            case events.FilesChecked():
-                self._answered(CheckFiles())
-            case events.WeightInspected():
-                self._answered(inspect(event.name))
+            case events.JobDone():
+                self._answered(event.ask)
             case events.ModelReady():
                 self._answered(Download())
                 self._answered(OpenOverMemory())

@@ -16,6 +16,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import is_printable, printable
 from dtype_tui.config.key_names import name_of
+from dtype_tui.config.questions import questions_without_keys
 from dtype_tui.state.read_only import refuses
 
 MOST_COMPLETIONS = 200
@@ -51,7 +52,6 @@ class Command:
         return " ".join((self.name, *words))
 
 
-CHECK = "Check the model's files: parts, scales, dtypes, what is missing"
 DOWNLOAD = "Download the model of which only the headers are here"
 WITH_ARGUMENTS = (
     Command("cast", "cast_as", ("pattern", "dtype"), "Cast the tensors that a pattern matches"),
@@ -67,7 +67,6 @@ WITH_ARGUMENTS = (
     Command("report", "save_report_to", ("file",), "Write a report, .html or .md"),
     Command("preset", "use_preset", ("preset",), "Apply a preset, which replaces all rules"),
     Command("activations", "estimate_activations", (), "Estimate the memory of activations at the context"),
-    Command("check", "check_files", (), CHECK),
     Command("download", "download_model", (), DOWNLOAD),
     Command("inputs", "inputs", ("line",), "Run on a prompt, or on a file; alone: show the current inputs", 0),
 )
@@ -75,9 +74,14 @@ WITH_ARGUMENTS = (
 
 
 def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
-    """Return every command by name: those in `WITH_ARGUMENTS`, and one for each (key's action, description) in `actions`."""
+    """Return every command by name: those in `WITH_ARGUMENTS`, one for each (key's action, description) in `actions`, and one for
+    each question without a key.
+    """
+    asked = ((row.action, row.meaning) for row in questions_without_keys())
     by_name = {
-        name_of(action): Command(name_of(action), action, (), text) for action, text in actions if "(" not in action
+        name_of(action): Command(name_of(action), action, (), text)
+        for action, text in (*actions, *asked)
+        if "(" not in action or action.startswith("ask(")
     }
     return by_name | {command.name: command for command in WITH_ARGUMENTS}
 

@@ -19,7 +19,6 @@ from dtype_engine.recipe import History, Recipe, Rule, explain_no_match, make_pl
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import (
     Command,
-    EstimateActivations,
     FollowRecipe,
     Measure,
     MeasureRecipes,
@@ -30,11 +29,12 @@ from dtype_engine.worker.commands import (
     SetSettings,
 )
 from dtype_engine.worker.engine import Engine
+from dtype_engine.worker.jobs import ACTIVATIONS, PassSizes
 from dtype_tui.rendering.hint_keys import with_keys
-from dtype_tui.rendering.job_names import stopped_sentence
 from dtype_tui.state.activity import Progress
 from dtype_tui.state.engine_life import EngineLife, Severity
 from dtype_tui.state.folds import patterns_for
+from dtype_tui.state.job_names import stopped_sentence
 from dtype_tui.state.node_rules import not_kept_in_float32, reference_rule, rules_within
 
 if TYPE_CHECKING:
@@ -185,9 +185,10 @@ class Controller:
             self.experiment.restore(History.of(saved.rule_lists, saved.at))
             self.experiment.measured = saved.valid_measurements
             self.experiment.scan.requested = saved.scanned  # so that the key for the scan resumes it
-            self.experiment.context = launch.context or saved.context
-            self.experiment.batch = launch.batch if launch.batch > 1 else saved.batch
-            self.experiment.budget = launch.budget or saved.budget
+            served = self.experiment.served
+            served.context = launch.context or saved.context
+            served.batch = launch.batch if launch.batch > 1 else saved.batch
+            served.budget = launch.budget or saved.budget
             self.engine.request(SetRecipe(self.experiment.recipe))
             recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
         if self.experiment.push(recipe):
@@ -275,7 +276,7 @@ class Controller:
         if not experiment.model.has_tree:
             self.notify("nothing can be cast before the model's tensors are known", "information")
             return
-        if dtype == "int8" and node in experiment.caches:
+        if dtype == "int8" and node in experiment.served.caches:
             dtype = "int8@token"  # the only format of a KV cache with elements of int8
         rule = Rule.make(patterns_for(experiment.tree, node)[0], dtype)
         is_known = not experiment.model.partial and not experiment.plan.pending_classes
@@ -374,14 +375,14 @@ class Controller:
 
     def set_context(self, context: int, batch: int) -> None:
         """Show the bytes of KV caches for `batch` sequences of `context` tokens each."""
-        self.experiment.context, self.experiment.batch = context, batch
+        self.experiment.served.context, self.experiment.served.batch = context, batch
         self._changed()
 
     def set_budget(self, budget: int | None) -> None:
         """Show the largest context at which weights, KV cache and activations fit in `budget` bytes. If `budget` is None, show
         none.
         """
-        self.experiment.budget = budget
+        self.experiment.served.budget = budget
         self._changed()
 
     def estimate_activations(self) -> None:
@@ -390,7 +391,7 @@ class Controller:
         """
         context = self.experiment.tokens
         contexts = sorted({context, 2 * context, max(4 * context, self.experiment.tree.kv_cache.longest or 0)})
-        self.engine.request(EstimateActivations(tuple(contexts), self.experiment.batch))
+        self.engine.request(ACTIVATIONS.ask(PassSizes(tuple(contexts), self.experiment.served.batch)))
 
     def use_preset(self, name: str) -> None:
         """Replace all rules by those of a preset. Raises UserError for an unknown name, and until the tensors are known."""
@@ -443,7 +444,7 @@ class Controller:
 
         If the job has to run the model but the model can't run, tell the user why, and request nothing.
         """
-        if command.needs_model and self.experiment.model.no_forward:
+        if command.traits.needs_model and self.experiment.model.no_forward:
             self.notify(self.experiment.model.no_forward, "warning")
             return
         self.engine.request(command)

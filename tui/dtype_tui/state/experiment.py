@@ -5,7 +5,6 @@ This module uses neither widgets nor torch: it computes only with the engine's p
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,18 +21,19 @@ from dtype_engine.recipe.serving_memory import (
     Load,
     cache_tensor_bytes,
     default_context,
-    interpolated,
     serving_dtype,
     serving_memory,
 )
 from dtype_engine.results.thresholds import Limit
 from dtype_engine.worker import events
+from dtype_engine.worker.jobs import ACTIVATIONS, CAUSES, FLOOR, LOSS_REMEDY, NONFINITE, SPEED, WEIGHTS
 from dtype_tui.rendering.hint_keys import with_keys
-from dtype_tui.state.cache_nodes import CacheNodes, add_cache_nodes
+from dtype_tui.state.cache_nodes import add_cache_nodes
 from dtype_tui.state.measurement_log import MeasuredRecipe, ModuleLog, lost_counts, mark, measured, remember
 from dtype_tui.state.results import Losses, Results, measured_modules
 from dtype_tui.state.rule_list import RuleList
 from dtype_tui.state.scan import ScanState
+from dtype_tui.state.served import Served
 
 if TYPE_CHECKING:
     from dtype_engine.core.kv_cache import KVCacheTensor
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport, ModuleDrift
     from dtype_engine.results.inputs import InputsSummary
     from dtype_engine.results.memory import MemoryStats
-    from dtype_engine.results.serving_memory import ActivationMemory, ServingMemory
+    from dtype_engine.results.serving_memory import ServingMemory
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
 """Types of events that are handled even if they belong to a recipe that is no longer the current one."""
@@ -106,18 +106,7 @@ class Experiment:
     new drift is known, and then compared with it. None if there was none.
     """
     memory: MemoryStats | None = None
-    context: int | None = None
-    """The number of tokens in each sequence of the KV caches whose bytes are shown. If None, `default_context` of the model is
-    used.
-    """
-    batch: int = 1
-    """The number of sequences in the KV caches whose bytes are shown."""
-    budget: int | None = None
-    """The bytes in which weights, KV cache and activations together are to fit. None if the user gave no budget."""
-    peaks: tuple[ActivationMemory, ...] = ()
-    """The estimated memory of activations at several contexts (numbers of tokens), or () while it is unknown."""
-    caches: CacheNodes = field(init=False)
-    """The cache tensors at or below each node of a KV cache in the tree, keyed by the node's name."""
+    served: Served = field(default_factory=Served)
     floor: NoiseFloor | None = None
     measured: tuple[MeasuredRecipe, ...] = ()
     module_log: ModuleLog = field(default_factory=ModuleLog)
@@ -133,10 +122,6 @@ class Experiment:
     valid.
     """
 
-    _serving: tuple[object, ServingMemory] | None = field(default=None, init=False)
-    """The last result of `serving`, preceded by the values from which it was computed. While these are the same, the result is
-    reused.
-    """
     _prepared: tuple[Plan, NodeTotals] | None = field(default=None, init=False)
     """The plan of the current recipe for a tree that is about to replace `tree`, and the totals (such as bytes by dtype) of each
     node. `prepare` computes both in advance for the next call of `replace_tree`.
@@ -147,43 +132,45 @@ class Experiment:
     """
 
     def __post_init__(self) -> None:
-        self.caches = add_cache_nodes(self.tree)
+        self.served.caches = add_cache_nodes(self.tree)
         self._replan()
 
     @property
     def tokens(self) -> int:
         """The number of tokens in each sequence of the KV caches whose bytes are shown."""
-        return self.context or default_context(self.tree)
+        return self.served.context or default_context(self.tree)
 
     @property
     def context_words(self) -> str:
         """The context for which KV caches are shown, such as `512 tokens × 3`."""
-        return f"{self.tokens:,} tokens" + (f" × {self.batch}" if self.batch > 1 else "")
+        return f"{self.tokens:,} tokens" + (f" × {self.served.batch}" if self.served.batch > 1 else "")
 
     def cache_totals(self, tensors: Iterable[KVCacheTensor]) -> Totals:
         """Return the bytes of tensors of KV caches under the recipe, by format, at the current context."""
         found, compute = Totals(), serving_dtype(self.totals[""], self.tree.kv_cache)
         for tensor in tensors:
             form = self.plan.caches.get(tensor.name, compute)
-            elements = tensor.elements(self.tokens, self.batch)
-            found.add(form, elements, cache_tensor_bytes(tensor, form, self.tokens, self.batch))
+            elements = tensor.elements(self.tokens, self.served.batch)
+            found.add(form, elements, cache_tensor_bytes(tensor, form, self.tokens, self.served.batch))
         return found
 
     def serving(self) -> ServingMemory:
         """Return the memory that serving the model takes under the recipe, at the current context."""
-        known = (self.plan, self.tokens, self.batch, self.budget, self.peaks)
-        if self._serving is None or self._serving[0] != known:
-            self._serving = known, self._serving_under(self.plan, self.totals[""])
-        return self._serving[1]
+        served = self.served
+        known = (self.plan, self.tokens, served.batch, served.budget, served.peaks)
+        if served.known is None or served.known[0] != known:
+            served.known = known, self._serving_under(self.plan, self.totals[""])
+        return served.known[1]
 
     def _serving_under(self, plan: Plan, totals: Totals | None = None) -> ServingMemory:
+        served = self.served
         return serving_memory(
             self.model.title,
             self.tree,
             plan,
-            Load(self.tokens, self.batch),
-            budget=self.budget,
-            activations=self._activations if self.peaks and self.peaks[0].batch == self.batch else None,
+            Load(self.tokens, served.batch),
+            budget=served.budget,
+            activations=served.activations if served.peaks and served.peaks[0].batch == served.batch else None,
             totals=totals,
         )
 
@@ -192,20 +179,13 @@ class Experiment:
         """The bytes of memory in which the model must fit: the budget or, if none is set, the memory of the device. None if both
         are unknown.
         """
-        return self.budget or self.model.memory_bytes
+        return self.served.budget or self.model.memory_bytes
 
     def needed_bytes(self, plan: Plan) -> int:
         """Return the bytes that must fit in `room` under a plan. With a budget, these are the bytes of weights, KV cache and
         activations together; without one, those of the weights.
         """
-        return self._serving_under(plan).total_bytes if self.budget else plan.planned_bytes
-
-    def _activations(self, context: int) -> ActivationMemory:
-        """Return the memory of activations at `context` tokens, interpolated between the contexts for which the engine estimated
-        it.
-        """
-        known = {peak.context: peak.nbytes for peak in self.peaks}
-        return dataclasses.replace(self.peaks[0], nbytes=max(0, round(interpolated(known, context))), context=context)
+        return self._serving_under(plan).total_bytes if self.served.budget else plan.planned_bytes
 
     @property
     def rules(self) -> RuleList:
@@ -257,7 +237,7 @@ class Experiment:
     def replace_tree(self, tree: Tree) -> None:
         """Replace the tree by a complete one, and plan the current recipe again."""
         self.tree, self.model = tree, replace(self.model, has_tree=True, partial=False)
-        self.caches = add_cache_nodes(tree)
+        self.served.caches = add_cache_nodes(tree)
         self._replan()
 
     # -- the current recipe and settings -------------------------------------------------------------------------
@@ -361,8 +341,6 @@ class Experiment:
         match event:
             case events.InputsReady():
                 self.set_inputs(event.summary)
-            case events.NoiseFloorMeasured():
-                self.floor = event.floor
             case events.ScanUpdated():
                 self.scan.set_report(self.tree, event.report, event.finished)
             case events.Memory():
@@ -381,9 +359,7 @@ class Experiment:
         results = self.results
         match event:
             case events.CastDone():
-                self.results = replace(results, losses=Losses(event.lost, event.reason))
-            case events.LossRemedyFound():
-                self.results = replace(results, loss_remedy=event.found)
+                self.results = replace(results, losses=Losses(event.lost, with_keys(event.reason)))
             case events.ModulesMeasured():
                 newer = {module.name: module for module in event.modules}
                 modules = {**results.modules, **newer}
@@ -401,24 +377,35 @@ class Experiment:
                 )
             case events.Measured():
                 self._set_report(event.report)
-            case events.WeightsCompared():
-                self.results = replace(results, weights={weight.name: weight for weight in event.weights})
-            case events.NonfiniteFound():
-                self.results = replace(results, nonfinite=event.found)
-            case events.AttributionGrown():
-                self.results = replace(results, partial_causes=event.found)
-            case events.AttributionReady():
-                self.results = replace(results, causes=event.report, partial_causes=None)
-                self._remember(causes=event.report)
-            case events.ActivationsEstimated():
-                self.peaks = event.peaks
-            case events.SpeedMeasured():
-                self.results = replace(results, speed=event.report)
-                self._remember(speed=event.report)
+            case events.JobGrown():
+                if (found := events.partial_of(event, CAUSES)) is not None:
+                    self.results = replace(results, partial_causes=found)
+            case events.JobDone():
+                self._take_answer(event)
             case events.Failed():
                 self.results = replace(
                     results, failure=with_keys(event.message[:_MOST_OF_A_FAILURE]), failed_module=event.module
                 )
+
+    def _take_answer(self, event: events.JobDone) -> None:
+        """Store the result of a job if it is shown outside its window."""
+        results = self.results
+        if (causes := events.result_of(event, CAUSES)) is not None:
+            self.results = replace(results, causes=causes, partial_causes=None)
+            self._remember(causes=causes)
+        elif (speed := events.result_of(event, SPEED)) is not None:
+            self.results = replace(results, speed=speed)
+            self._remember(speed=speed)
+        elif (nonfinite := events.result_of(event, NONFINITE)) is not None:
+            self.results = replace(results, nonfinite=nonfinite)
+        elif (remedy := events.result_of(event, LOSS_REMEDY)) is not None:
+            self.results = replace(results, loss_remedy=remedy)
+        elif (weights := events.result_of(event, WEIGHTS)) is not None:
+            self.results = replace(results, weights={weight.name: weight for weight in weights})
+        elif (floor := events.result_of(event, FLOOR)) is not None:
+            self.floor = floor
+        elif (peaks := events.result_of(event, ACTIVATIONS)) is not None:
+            self.served.peaks = peaks
 
     def _set_report(self, report: DriftReport) -> None:
         self.results = replace(self.results, report=report, partial_drift=None, modules=measured_modules(report))

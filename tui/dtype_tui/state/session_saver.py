@@ -67,9 +67,9 @@ class SessionSaver:
             cursor=cursor,
             measured=experiment.measured,
             scanned=experiment.scan.requested,
-            context=experiment.context,
-            batch=experiment.batch,
-            budget=experiment.budget,
+            context=experiment.served.context,
+            batch=experiment.served.batch,
+            budget=experiment.served.budget,
         )
         if session == self._now or self._trouble is not None:
             if self._trouble:

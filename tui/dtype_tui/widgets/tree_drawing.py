@@ -167,7 +167,7 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
         failed = "failed here" if row.name and experiment.results.failed_module in row.nodes else ""
         kept = "keep f32" if row.module.keep_in_fp32 else ""
         totals = experiment.totals.of(row.modules)
-        cache = experiment.caches.get(row.name, ())
+        cache = experiment.served.caches.get(row.name, ())
         elsewhere = experiment.tree.tied_into(row.module.name) if totals.tied and not totals.nbytes else []
         tied = f"= {', '.join(tensor.name.removesuffix('.weight') for tensor in elsewhere)}" if elsewhere else ""
         about = " ".join(
@@ -212,7 +212,7 @@ def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
     """Add the dtype column: a module's dtypes, or a tensor's cast, such as `f32→bf16`. If the reference is another checkpoint, the
     tensor's dtype in that checkpoint comes first. If a weight shares its scale with other layers, their names follow.
     """
-    if cache := experiment.caches.get(row.name):
+    if cache := experiment.served.caches.get(row.name):
         _add_mix(line, experiment.cache_totals(cache), end)
     elif row.tensor is None:
         _add_mix(line, experiment.totals.of(row.modules), end)
@@ -259,7 +259,7 @@ def _add_pill(line: _Line, dtype: str, end: int) -> None:
 
 def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
     whole = 0
-    if cache := experiment.caches.get(row.name):
+    if cache := experiment.served.caches.get(row.name):
         parameters, size = "", experiment.cache_totals(cache).total_bytes
     elif row.tensor is None:
         totals = experiment.totals.of(row.modules)

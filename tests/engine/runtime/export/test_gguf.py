@@ -22,8 +22,9 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.measure.weight_errors import inspect_weight
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import InspectWeight, SetRecipe
-from dtype_engine.worker.opening import OpenModel
+from dtype_engine.worker.commands import SetRecipe
+from dtype_engine.worker.jobs import VALUES, InspectTensor
+from dtype_engine.worker.open_model import OpenModel
 from dtype_engine.worker.save_requests import ExportRequest
 from dtype_engine.worker.writer import SaveContext, plan_export
 
@@ -177,8 +178,8 @@ def test_app_shows_and_exports_gguf_blocks(tmp_path: Path) -> None:
         worker.request(SetRecipe(Recipe((Rule("*", "bfloat16"),))))
         worker.plan_export()
         assert wait(events.ExportPlanned, lambda event: event.plan is not None).plan.nbytes == 2 * (32 + 3 * 512)
-        worker.request(InspectWeight("blk.0.weight", ("bfloat16",)))
-        assert wait(events.WeightInspected).stats.errors[0].stored == "gguf:q8_0"
+        worker.request(VALUES.ask(InspectTensor("blk.0.weight", ("bfloat16",))))
+        assert recorded.answer(VALUES).errors[0].stored == "gguf:q8_0"
         worker.save(ExportRequest(tmp_path / "out"))
         assert wait(events.Saved).done
         assert not recorded.of(events.Failed)

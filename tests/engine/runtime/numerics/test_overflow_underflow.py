@@ -33,6 +33,7 @@ from dtype_engine.runtime.numerics.quantization_error import round_trip
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import SetRecipe
+from dtype_engine.worker.jobs import LOSS_REMEDY
 from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest, ReportRequest
 
 LARGE, TINY = 1e6, 1e-9
@@ -504,14 +505,13 @@ def test_worker_reports_losses_first_and_the_remedy_later() -> None:
     recorded.worker.close()
     of_recipe = [event for event in recorded.events if getattr(event, "recipe", None) == recipe]
     order = {type(event): index for index, event in enumerate(of_recipe)}
-    assert order[events.CastDone] < order[events.Measured] < order[events.LossRemedyFound]
+    assert order[events.CastDone] < order[events.Measured] < order[events.JobDone]
     done = of_recipe[order[events.CastDone]]
     assert isinstance(done, events.CastDone)
     assert done.lost is not None
     assert counts(done.lost) == by_hand(Net().state_dict(), torch.float16)
-    found = of_recipe[order[events.LossRemedyFound]]
-    assert isinstance(found, events.LossRemedyFound)
-    assert found.found.improves
+    (found,) = recorded.answers(LOSS_REMEDY)
+    assert found.improves
 
 
 def test_search_reports_the_losses_of_its_recipe() -> None:

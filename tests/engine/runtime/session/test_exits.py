@@ -15,7 +15,7 @@ from dtype_engine import Options
 from dtype_engine.runtime.session.session import Session
 from dtype_engine.worker import events
 from dtype_engine.worker import opening as worker_opening
-from dtype_engine.worker.commands import MeasureSpeed
+from dtype_engine.worker.jobs import SPEED
 
 CODE = """
 import sys
@@ -119,7 +119,7 @@ def test_engine_thread_survives_an_exit_anywhere(monkeypatch: pytest.MonkeyPatch
         recorded.wait_for(events.Idle)
         for _ in range(2):
             start = len(recorded.events)
-            recorded.worker.request(MeasureSpeed())
+            recorded.worker.request(SPEED.ask(None))
             recorded.wait_for(events.Refused, since=start, seconds=60)
             recorded.wait_for(events.Idle, since=start, seconds=60)
 

@@ -74,7 +74,7 @@ class MemoryPane(Pane):
             lines.append(_row("together", human_bytes(serving.total_bytes), beside))
         for sentence in budget_words(serving):
             lines += [Text(part, "dim") for part in textwrap.wrap(sentence, self.columns)]
-        if not experiment.model.live and experiment.room and not experiment.budget:
+        if not experiment.model.live and experiment.room and not experiment.served.budget:
             fits = "fits" if plan.planned_bytes <= experiment.room else "does not fit"
             lines.append(Text(f"{fits} {human_bytes(experiment.room)} of memory", "dim"))
         if memory is not None and memory.read_bytes is not None:  # then the weights are not resident

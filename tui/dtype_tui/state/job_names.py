@@ -4,29 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dtype_tui.config.questions import QUESTIONS
+
 WORDS: dict[str, tuple[str, str, str]] = {
     "measure": ("measuring", "measuring", "m measures again"),
     "inputs": ("preparing the inputs", "inputs", "the previous inputs stay in use"),
     "recipe": ("applying the rules", "rules", "they are applied"),
-    "flow": ("tracing casts", "dtype flow", "f traces them again"),
-    "causes": ("running each module as cast by itself", "causes", "d runs them again"),
-    "generate": ("generating", "text", "g generates again"),
-    "speed": ("timing", "timing", "t times again"),
-    "activations": ("following passes", "activations", ":activations estimates again"),
-    "check": ("checking the files", "check", ":check checks again"),
     "download": ("downloading", "download", ":download goes on with it"),
     "over-memory": ("opening", "opening", "O opens it again"),
     "scan": ("scan", "scan", "s resumes it"),
     "recipes": ("measuring recipes", "recipes", "the measured ones are in the history"),
-    "values": ("reading the values", "values", "v reads them again"),
     "write": ("writing", "writing", "e writes"),
-    "nonfinite": ("looking for what makes the output finite", "what is not finite", "the drift stays valid"),
-    "losses": ("looking for values that are lost", "lost values", "m looks again"),
-    "weights": ("comparing the weights", "weights", "m compares them again"),
-    "floor": ("measuring the noise floor", "noise floor", "the drift stays valid"),
+    **{row.job: (row.running, row.waiting, row.again) for row in QUESTIONS},
 }
-"""Maps each job, such as "scan", to three texts: its name while it runs, its name while it waits, and what to tell the user after
-it was stopped.
+"""Maps the name of each command and each job of the engine, such as "scan", to three texts: its name while it runs, its name while
+it waits, and what to tell the user after it was stopped.
 """
 
 

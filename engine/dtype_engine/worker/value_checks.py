@@ -1,0 +1,81 @@
+"""Checks of single values in events, such as dtypes, rules and the lengths of lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.kv_formats import KV_FORMATS, SCANNED
+from dtype_engine.recipe import Rule
+
+# Importing these would delay the first paint.
+if TYPE_CHECKING:
+    from dtype_engine.core.kv_cache import KVCache
+    from dtype_engine.results.losses import ValueLoss
+    from dtype_engine.results.pictures import PicturePair
+
+LARGEST_EXPONENT = 1100
+"""The largest |exponent| to base 2 that the histogram of a weight's exponents may contain. Float64 reaches -1074 in subnormal
+numbers.
+"""
+_MOST_SHOWN = 100
+"""Maximum length of a list whose entries the app draws all at once, such as the rows of a speed measurement."""
+MOST_NOTICES = 1000
+"""Maximum number of notices, which are sentences for the user, in one event."""
+
+
+def check_length(shown: Sequence[object], most: int = _MOST_SHOWN) -> None:
+    """Raise ValueError if a list has more than `most` entries. The length of a list whose entries the app draws all at once is
+    limited, because the app handles no keys while it draws them.
+    """
+    if len(shown) > most:
+        raise ValueError(f"{len(shown):,} entries in a list of at most {most:,}")
+
+
+def check_kv_cache(cache: KVCache) -> None:
+    """Raise ValueError if the description of a KV cache has impossible values, such as an unknown dtype or a negative size."""
+    if cache.dtype is not None:
+        check_dtypes((cache.dtype,))
+    if not 0 < (cache.longest or 1) < 1 << 40:
+        raise ValueError(f"no model was made for {cache.longest} tokens")
+    for tensor in cache.tensors:
+        sizes = (
+            tensor.layer,
+            tensor.per_token,
+            tensor.fixed,
+            tensor.heads - 1,
+            (tensor.window or 1) - 1,
+            tensor.length or 0,
+        )
+        if min(sizes) < 0 or max(sizes) > 1 << 40:
+            raise ValueError(f"no KV cache has a tensor like {tensor}")
+
+
+def check_losses(losses: Iterable[ValueLoss]) -> None:
+    for loss in losses:
+        check_dtypes((loss.dtype,))
+        if loss.elements < 1:
+            raise ValueError(f"{loss.tensor} loses values and has none")
+
+
+def check_pictures(pairs: Sequence[PicturePair]) -> None:
+    from dtype_engine.results.pictures import MOST_PICTURES, MOST_PIXELS
+
+    if len(pairs) > MOST_PICTURES:
+        raise ValueError(f"{len(pairs)} pairs of pictures of at most {MOST_PICTURES}")
+    for picture in (each for pair in pairs for each in (pair.reference, pair.candidate)):
+        sizes = picture.width, picture.height
+        if not 1 <= min(sizes) <= max(sizes) <= MOST_PIXELS or len(picture.pixels) != 3 * sizes[0] * sizes[1]:
+            raise ValueError(f"{len(picture.pixels):,} bytes for a picture of {sizes[0]} x {sizes[1]} pixels")
+
+
+def check_rules(rules: Iterable[str]) -> None:
+    for rule in rules:
+        Rule.parse(rule)
+
+
+def check_dtypes(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in dtypes.BY_NAME and name.removeprefix(SCANNED) not in KV_FORMATS:
+            raise ValueError(f"there is no dtype {name}")

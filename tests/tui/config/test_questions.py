@@ -1,0 +1,41 @@
+"""The app's table of questions fits the engine's table of jobs."""
+
+from __future__ import annotations
+
+import typing
+from importlib import import_module
+
+import pytest
+
+from dtype_engine.worker.commands import OWN_NAMES
+from dtype_engine.worker.jobs import JOBS
+from dtype_engine.worker.messages import job_types
+from dtype_tui.config.questions import QUESTIONS, Question
+from dtype_tui.state.answer import Answer
+from dtype_tui.state.job_names import WORDS
+
+
+def test_every_job_has_a_row_with_words() -> None:
+    assert [*JOBS] == sorted((row.job for row in QUESTIONS), key=[*JOBS].index)
+    assert WORDS.keys() == {*JOBS, *OWN_NAMES}
+    assert all(all(words) for words in WORDS.values())
+
+
+def test_the_engine_runs_by_itself_what_has_neither_key_nor_command() -> None:
+    unasked = {row.job for row in QUESTIONS if not row.meaning}
+    assert unasked == {job.name for job in JOBS.values() if job.follows} | {"activations"}
+
+
+@pytest.mark.parametrize("row", [row for row in QUESTIONS if row.window], ids=lambda row: row.job)
+def test_a_window_takes_the_result_of_its_job(row: Question) -> None:
+    module, _, name = row.window.rpartition(".")
+    hints = typing.get_type_hints(getattr(import_module(module), name))
+    types = job_types(JOBS[row.job].run)
+    assert hints["answer"] == Answer[types.parameters, types.result]  # type: ignore[name-defined]
+
+
+@pytest.mark.parametrize("row", QUESTIONS, ids=lambda row: row.job)
+def test_a_key_that_asks_for_a_job_gives_it_no_parameters(row: Question) -> None:
+    if row.meaning and not row.own_action:
+        assert job_types(JOBS[row.job].run).parameters is type(None)
+        assert row.window

@@ -1,0 +1,92 @@
+"""The table of questions: for each job of the engine, the words for it, the key that asks for it, and the window for its result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from textual.binding import Binding
+
+
+class Question(msgspec.Struct, frozen=True):
+    """A job of the engine (a row of `dtype_engine.worker.jobs.JOBS`), as the app shows it. Most jobs answer a question of the user,
+    which has a key or a `:` command. The engine runs the others itself.
+    """
+
+    job: str
+    """The job's name. A question without a key is asked by the `:` command of this name."""
+    running: str
+    """The words for the job while it runs."""
+    waiting: str
+    """The words for the job while it waits."""
+    again: str
+    """What to tell the user after the job was stopped."""
+    key: str = ""
+    meaning: str = ""
+    """What the key or the `:` command does, for the palette. "" for a job without a key and without a command of the table."""
+    group: str = ""
+    """The title of the group of keys in the help to which the key belongs."""
+    help: str = ""
+    """What the key does, short enough for one of the help's columns."""
+    own_action: str = ""
+    """The name of the main screen's action that the key runs. If "", the key asks for the job, which then has no parameters."""
+    window: str = ""
+    """The function that makes a window for the result, such as `dtype_tui.screens.speed.speed_screen`. It takes an `Answer`, and is
+    imported when the result arrives. "" if the result opens no window.
+    """
+
+    @property
+    def action(self) -> str:
+        return self.own_action or f"ask('{self.job}')"
+
+
+QUESTIONS = [
+    Question(
+        "causes", "running each module as cast by itself", "causes", "d runs them again", key="d", group="Measure",
+        meaning="Drift over depth, and the modules that cause the drift", help="causes of the drift", own_action="causes",
+    ),
+    Question(
+        "flow", "tracing casts", "dtype flow", "f traces them again", key="f", group="Measure",
+        meaning="Dtype flow: list the implicit casts", help="dtype flow: implicit casts",
+        window="dtype_tui.screens.flow.flow_screen",
+    ),
+    Question(
+        "generate", "generating", "text", "g generates again", key="g", group="Measure",
+        meaning="Text or pictures of reference and candidate, side by side", help="generate text or pictures",
+        own_action="generate",
+    ),
+    Question(
+        "speed", "timing", "timing", "t times again", key="t", group="Measure",
+        meaning="Time forward passes", help="time forward passes", window="dtype_tui.screens.speed.speed_screen",
+    ),
+    Question(
+        "values", "reading the values", "values", "v reads them again", key="v", group="Look",
+        meaning="Values of the tensor: exponents, and the error of each cast", help="values of a tensor", own_action="values",
+        window="dtype_tui.screens.weight_values.weight_screen",
+    ),
+    Question(
+        "check", "checking the files", "check", ":check checks again",
+        meaning="Check the model's files: parts, scales, dtypes, what is missing", window="dtype_tui.screens.check.check_screen",
+    ),
+    Question("activations", "following passes", "activations", ":activations estimates again"),
+    Question("nonfinite", "looking for what makes the output finite", "what is not finite", "the drift stays valid"),
+    Question("losses", "looking for values that are lost", "lost values", "m looks again"),
+    Question("weights", "comparing the weights", "weights", "m compares them again"),
+    Question("floor", "measuring the noise floor", "noise floor", "the drift stays valid"),
+]  # fmt: skip
+"""The rows, in the order of their keys in the help and in the palette."""
+
+
+def bindings_in(group: str) -> list[Binding]:
+    """Return the key bindings of the questions in one group of the help."""
+    return [Binding(row.key, row.action, row.meaning) for row in QUESTIONS if row.key and row.group == group]
+
+
+def questions_without_keys() -> Iterator[Question]:
+    """Yield the questions that only a `:` command and the palette ask."""
+    return (row for row in QUESTIONS if row.meaning and not row.key)
+
+
+def window_of(job: str) -> str:
+    """Return the function that makes a window for the job's result, or "" if the result opens none."""
+    return next((row.window for row in QUESTIONS if row.job == job), "")

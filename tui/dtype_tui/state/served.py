@@ -1,0 +1,39 @@
+"""How the model is to be served: the KV caches and the activations for which the app shows the memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dtype_engine.recipe.serving_memory import interpolated
+from dtype_tui.state.cache_nodes import CacheNodes
+
+if TYPE_CHECKING:
+    from dtype_engine.results.serving_memory import ActivationMemory, ServingMemory
+
+
+class Served(msgspec.Struct):
+    """How the model is to be served."""
+
+    context: int | None = None
+    """The number of tokens in each sequence of the KV caches whose bytes are shown. If None, `default_context` of the model is
+    used.
+    """
+    batch: int = 1
+    """The number of sequences in the KV caches whose bytes are shown."""
+    budget: int | None = None
+    """The bytes in which weights, KV cache and activations together are to fit. None if the user gave no budget."""
+    peaks: tuple[ActivationMemory, ...] = ()
+    """The estimated memory of activations at several contexts (numbers of tokens), or () while it is unknown."""
+    caches: CacheNodes = msgspec.field(default_factory=dict)
+    """The cache tensors at or below each node of a KV cache in the tree, keyed by the node's name."""
+    known: tuple[object, ServingMemory] | None = None
+    """The memory that was computed last, preceded by the values from which it was computed. While these are the same, it is reused.
+    """
+
+    def activations(self, context: int) -> ActivationMemory:
+        """Return the memory of activations at `context` tokens, interpolated between the contexts in `peaks`."""
+        known = {peak.context: peak.nbytes for peak in self.peaks}
+        return dataclasses.replace(self.peaks[0], nbytes=max(0, round(interpolated(known, context))), context=context)
