@@ -97,7 +97,7 @@ class Figure(msgspec.Struct, frozen=True):
             return None
         text = (shown.form or self.form)(value)
         if self.with_error is not None and shown.form is None:
-            text = self.with_error(value, getattr(output, f"{self.name}_se"))
+            text = self.with_error(value, getattr(output, f"{self.name}_se", None))
         return shown.around.format(text, positions=output.positions)
 
 
