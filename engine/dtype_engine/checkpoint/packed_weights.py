@@ -60,17 +60,19 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
     from dtype_engine.checkpoint.schemes.layout import PackedWeight
     from dtype_engine.checkpoint.schemes.registry import layouts
 
-    found, scales = [], tuple({layout.scale for layout in layouts()})
+    found, tried = [], layouts()
+    scales = tuple({layout.scale for layout in tried})
     for name in tensors:
         if not name.endswith(scales):
             continue
-        for layout in layouts():
+        for layout in tried:
             if not name.endswith(layout.scale):
                 continue
-            weight = PackedWeight(layout, name[: -len(layout.scale)])
-            codes = tensors.get(weight.codes)
-            if codes is None or codes.dtype not in layout.dtypes or weight.codes == name:
+            stem = name[: -len(layout.scale)]
+            codes = tensors.get(stem + layout.codes)
+            if codes is None or codes.dtype not in layout.dtypes or stem + layout.codes == name:
                 continue
+            weight = PackedWeight(layout, stem)
             if not layout.mark or weight.module + layout.mark in tensors:
                 found.append(weight)
                 break
@@ -98,6 +100,7 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
 
     described = _declared_scheme(config)
     alone = {end: layout for layout in layouts() for end in layout.alone}
+    ends = tuple(alone)
     found: dict[str, str] = {}
     for weight in packed_weights(tensors):
         why = f"part of a weight that is {described or weight.layout.what}"
@@ -106,8 +109,8 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
     for name, tensor in tensors.items():
         if name in found:
             continue
-        if name.endswith(tuple(alone)):
-            layout = next(alone[end] for end in alone if name.endswith(end))
+        if name.endswith(ends):
+            layout = next(alone[end] for end in ends if name.endswith(end))
             found[name] = f"part of a weight that is {described or layout.what}"
         elif tensor.dtype == "float8_e8m0fnu":
             found[name] = "holds exponents of two (E8M0), which are the scales of a quantized weight"
@@ -149,8 +152,11 @@ def parameters_meant(tensors: Mapping[str, Stored], parts: Iterable[str]) -> dic
 
     found = {weight.codes: weight.layout for weight in packed_weights(tensors)}
     alone = {layout.codes: layout for layout in layouts() if layout.codes not in ("", "weight")}
+    ends = tuple(alone)
     for name in counts:
-        layout = found.get(name) or next((alone[end] for end in alone if name.endswith(end)), None)
+        layout = found.get(name)
+        if layout is None and name.endswith(ends):
+            layout = next(alone[end] for end in ends if name.endswith(end))
         if layout is not None:
             dtype = tensors[name].dtype
             counts[name] = None if dtype.startswith(("float8", "int8")) and not layout.several else "unknown"
