@@ -81,7 +81,7 @@ def over_memory(folder: Path) -> list[Any]:
         session = de.open(str(folder), options=options)
         session.apply(de.Recipe.of(map(de.Rule.parse, ("*=int8", "*.mlp=float16", "*norm*=float32"))))
         report = session.drift()
-        blocks = session.model.visits.blocks if session.model.visits is not None else ()
+        blocks = session.model.memory.blocks if session.model.memory.limited else ()
         found.append([len(blocks) > 1, str(report.output), [str(module) for module in report.modules]])
     return found
 

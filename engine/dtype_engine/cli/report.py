@@ -49,7 +49,7 @@ def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_ob
     says why, and contains everything but the drift.
     """
     from dtype_engine.core.atomic_write import check_target, write_text_atomic
-    from dtype_engine.reports.document import build_report
+    from dtype_engine.reports.document import Measured, build_report
     from dtype_engine.reports.render import check_name, render
     from dtype_engine.reports.versions import versions
     from dtype_engine.runtime.measure.listener import MeasurementListener
@@ -78,9 +78,8 @@ def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_ob
     say("")
     checkpoint = source.open()
     provenance = checkpoint.provenance.lines() if checkpoint is not None else ()
-    made = build_report(
-        tree, plan, title, settings, measured, versions(), reason, lost, nonfinite, speed, provenance=provenance
-    )
+    known_of = Measured(measured, reason, lost, nonfinite, speed)
+    made = build_report(tree, plan, title, settings, known_of, versions(), provenance)
     written = write_text_atomic(file, render(made, file), replace=force)
     if as_object:
         sizes = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
@@ -107,7 +106,7 @@ def write_report(
     Raises UserError.
     """
     from dtype_engine.core.atomic_write import write_text_atomic
-    from dtype_engine.reports.document import build_report
+    from dtype_engine.reports.document import Measured, build_report
     from dtype_engine.reports.render import render
     from dtype_engine.reports.versions import versions
 
@@ -117,10 +116,9 @@ def write_report(
         session.plan,
         session.model.title,
         session.settings,
-        measured,
+        Measured(measured, nonfinite=nonfinite),
         versions(),
-        nonfinite=nonfinite,
-        provenance=checkpoint.provenance.lines() if checkpoint is not None else (),
+        checkpoint.provenance.lines() if checkpoint is not None else (),
     )
     write_text_atomic(file, render(made, file), replace=force)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from dtype_engine.core import dtypes
@@ -44,29 +45,38 @@ _LOST = "Values lost in the casts"
 _FIGURES = ("SQNR", "max |Δ|", "non-finite")
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is known of the model under a plan beside the plan itself."""
+
+    drift: DriftReport | None = None
+    """A measurement of the plan's recipe, which also lists the weights with values that their cast makes infinite or zero."""
+    no_drift: str = ""
+    """Why there is no measurement, or "" if there is one."""
+    lost: Sequence[ValueLoss] | None = None
+    """Without a measurement: the weights with values that their cast makes infinite or zero, or None if these are unknown."""
+    nonfinite: NonFiniteDiagnosis | None = None
+    """Where values stop being finite in the measurement, or None if all are finite."""
+    speed: SpeedReport | None = None
+    """The times of forward passes under the plan, or None if they were not measured."""
+
+
 def build_report(
     tree: Tree,
     plan: Plan,
     title: str,
     settings: RunSettings,
-    drift: DriftReport | None,
+    measured: Measured,
     versions: Mapping[str, str],
-    no_drift: str = "",
-    lost: Sequence[ValueLoss] | None = None,
-    nonfinite: NonFiniteDiagnosis | None = None,
-    speed: SpeedReport | None = None,
     provenance: Sequence[str] = (),
 ) -> Report:
     """Return the report of a plan: first the answer in tiles and one sentence, then sections, the most important first.
 
-    title: the name of the model. settings: how the candidate was run. versions: those of the libraries, by name. drift: a
-    measurement of the plan's recipe, which also lists the weights with values that their cast makes infinite or zero. Without a
-    measurement, drift is None, no_drift says why, and lost lists these weights, or is None if they are unknown. nonfinite: where
-    values stop being finite in the measurement, or None if all are finite. speed: the times of forward passes under this plan, or
-    None if they were not measured. provenance: lines that say how the checkpoint was quantized, such as "not quantized: lm_head".
-    Empty if its files don't say.
+    title: the name of the model. settings: how the candidate was run. versions: those of the libraries, by name. provenance: lines
+    that say how the checkpoint was quantized, such as "not quantized: lm_head". Empty if its files don't say.
     """
-    losses = drift.lost if drift is not None and drift.lost is not None else lost
+    drift, no_drift, nonfinite, speed = measured.drift, measured.no_drift, measured.nonfinite, measured.speed
+    losses = drift.lost if drift is not None and drift.lost is not None else measured.lost
     sections = [
         *picture_sections(drift),
         *_depth(tree, drift),

@@ -83,8 +83,7 @@ class CommandRunner:
         session = self._model.session
         if session is not None:
             session.settings = settings
-            if session.model.visits is not None:
-                session.model.visits.bytes_read = 0
+            session.model.memory.bytes_read = 0
         match command:
             case Measure():
                 return self._measure(session, recipe, command, token)
@@ -156,7 +155,7 @@ class CommandRunner:
         session.use_recipe(recipe, on_progress=on_cast, cancelled=token)
         self._emit_memory()
         # Counting lost values reads the weights. If the model runs from the disk, the passes do so anyway.
-        counts_later = session.model.visits is not None and session.no_forward is None
+        counts_later = session.model.memory.limited and session.no_forward is None
         if not counts_later:
             self._emit(events.CastDone(recipe, session.lost_values(token)))
         if session.no_forward is not None:
@@ -308,7 +307,7 @@ def _wants_floor(session: Session, report: DriftReport) -> bool:
     """Return whether the noise floor is measured after a drift. For that, the model runs several times. If each run reads all
     weights from the disk, the floor is measured only if the drift is so small that it may be noise.
     """
-    option, visits = session.options.floor, session.model.visits
-    if option == "auto" and visits is not None and not visits.keeps_pages:
+    option, memory = session.options.floor, session.model.memory
+    if option == "auto" and memory.limited and not memory.keeps_pages:
         return near_floor(report.output)
     return option != "never"

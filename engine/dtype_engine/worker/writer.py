@@ -191,7 +191,7 @@ def _recipe_text(request: RecipeRequest, context: SaveContext) -> tuple[str, tup
 
 
 def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tuple[str, ...]]:
-    from dtype_engine.reports.document import build_report
+    from dtype_engine.reports.document import Measured, build_report
     from dtype_engine.reports.render import check_name, render
     from dtype_engine.reports.versions import versions
 
@@ -206,13 +206,9 @@ def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tup
         plan,
         context.title,
         context.settings,
-        drift,
+        Measured(drift, reason, losses, nonfinite, request.speed),
         versions(),
-        reason,
-        losses,
-        nonfinite,
-        request.speed,
-        provenance=context.model.provenance,
+        context.model.provenance,
     )
     return render(report, request.file), (f"without drift: {reason}",) if reason else ()
 

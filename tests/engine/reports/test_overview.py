@@ -16,7 +16,7 @@ import dtype_engine as de
 from dtype_engine import Recipe, Rule, RunSettings
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import make_plan
-from dtype_engine.reports.document import build_report
+from dtype_engine.reports.document import Measured, build_report
 from dtype_engine.reports.html import as_fragment, as_html
 from dtype_engine.reports.markdown import as_markdown
 from dtype_engine.reports.notebook import drift_html
@@ -57,7 +57,7 @@ def measured() -> tuple[Any, DriftReport]:
 
 def report_of(measured: tuple[Any, DriftReport], **more: Any) -> Any:
     session, drift = measured
-    return build_report(session.tree, session.plan, "net", RunSettings(), drift, {}, **more)
+    return build_report(session.tree, session.plan, "net", RunSettings(), Measured(drift, **more), {})
 
 
 class Outline(html.parser.HTMLParser):
@@ -137,7 +137,9 @@ def test_verdict_has_a_word_figures_and_a_color(
 
 def test_missing_measurement_has_no_color_and_says_why() -> None:
     tree = Tree([TensorInfo("a.w", (4, 4), "float32")])
-    made = build_report(tree, make_plan(tree, Recipe()), "m", RunSettings(), None, {}, "it has no forward pass")
+    made = build_report(
+        tree, make_plan(tree, Recipe()), "m", RunSettings(), Measured(no_drift="it has no forward pass"), {}
+    )
     size, drift, parameters = Outline(as_html(made)).tiles
     assert size == ({"dtype-tile"}, ["size", "64 B", "as stored"])
     assert drift == ({"dtype-tile"}, ["drift", "not measured", "it has no forward pass"])
@@ -186,7 +188,7 @@ def test_summary_says_what_the_rules_cost(measured: Any) -> None:
         f"(50 % less); its drift from the {drift.reference} reference is "
     )
     many = make_plan(session.tree, Recipe(tuple(Rule(f"blocks.{index}", "bfloat16") for index in range(5))))
-    text = build_report(session.tree, many, "net", RunSettings(), drift, {}).summary
+    text = build_report(session.tree, many, "net", RunSettings(), Measured(drift), {}).summary
     assert "blocks.0=bfloat16, blocks.1=bfloat16, blocks.2=bfloat16 and 2 more, net takes" in text
 
 

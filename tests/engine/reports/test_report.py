@@ -22,7 +22,7 @@ from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.recipe.provenance import recipe_text
 from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table, Tile
-from dtype_engine.reports.document import build_report
+from dtype_engine.reports.document import Measured, build_report
 from dtype_engine.reports.render import render
 from dtype_engine.reports.versions import versions
 from dtype_engine.results.attribution import NonFiniteDiagnosis
@@ -86,7 +86,8 @@ class Page(html.parser.HTMLParser):
 def test_html_page_has_the_figures_of_the_run(measured: Any, tmp_path: Path) -> None:
     session, drift = measured
     text = render(
-        build_report(session.tree, session.plan, "TinyNet", RunSettings(), drift, versions()), tmp_path / "report.html"
+        build_report(session.tree, session.plan, "TinyNet", RunSettings(), Measured(drift), versions()),
+        tmp_path / "report.html",
     )
     page = Page(text)
     rows = {row[0]: row[1:] for row in page.rows if row}
@@ -111,7 +112,8 @@ def test_html_page_has_the_figures_of_the_run(measured: Any, tmp_path: Path) -> 
 def test_html_page_loads_and_runs_nothing(measured: Any, tmp_path: Path) -> None:
     session, drift = measured
     text = render(
-        build_report(session.tree, session.plan, "x", RunSettings(), drift, versions()), tmp_path / "report.html"
+        build_report(session.tree, session.plan, "x", RunSettings(), Measured(drift), versions()),
+        tmp_path / "report.html",
     )
     page = Page(text)
     assert page.reaching == []
@@ -167,7 +169,7 @@ def test_text_of_every_block_is_escaped(tmp_path: Path) -> None:
 
 def test_every_figure_of_the_html_is_in_the_markdown(measured: Any, tmp_path: Path) -> None:
     session, drift = measured
-    made = build_report(session.tree, session.plan, "TinyNet", RunSettings(), drift, versions())
+    made = build_report(session.tree, session.plan, "TinyNet", RunSettings(), Measured(drift), versions())
     page = Page(render(made, tmp_path / "r.html"))
     text = render(made, tmp_path / "r.md").replace("\\", "").replace("`", "")
     for row in page.rows:

@@ -14,7 +14,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe, make_plan
 from dtype_engine.recipe.provenance import recipe_text
-from dtype_engine.reports.document import build_report
+from dtype_engine.reports.document import Measured, build_report
 from dtype_engine.reports.html import as_html
 from dtype_engine.reports.markdown import as_markdown
 from dtype_engine.reports.notebook import drift_html, drift_repr
@@ -36,7 +36,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_text_json_reports_and_recipe_files_have_it() -> None:
     plan = make_plan(TREE, Recipe())
-    page = build_report(TREE, plan, "demo", RunSettings(), REPORT, {})
+    page = build_report(TREE, plan, "demo", RunSettings(), Measured(REPORT), {})
     assert f"\nmean/max   {SHOWN}\n" in drift_text(REPORT)
     assert as_json(REPORT)["output"]["mean_to_max"] == 2.5e-3
     assert f"<td>mean/max</td><td>{SHOWN}</td><td>how even the error is</td>" in as_html(page)

@@ -63,14 +63,14 @@ def llama(make_llama: Callable[..., Path]) -> Path:
 
 def test_over_memory_figures_equal_those_in_memory_and_weights_are_read_once(llama: Path) -> None:
     inside, over = opened(llama, None, reference_bytes=0), opened(llama, 1 << 21, reference_bytes=0)
-    visits = over.model.visits
-    assert visits is not None
-    assert len(visits.blocks) > 10
+    memory = over.model.memory
+    assert memory.limited
+    assert len(memory.blocks) > 10
     for rules in RECIPES:
         assert measured(over, rules) == measured(inside, rules)
         # The head is tied to the embedding, of which look-ups read a few rows. Small weights stay in memory.
-        assert 0.9 < visits.bytes_read / (2 * over.tree.stored_bytes) <= 1
-    assert inside.model.visits is None
+        assert 0.9 < memory.bytes_read / (2 * over.tree.stored_bytes) <= 1
+    assert not inside.model.memory.limited
     for session in (inside, over):
         session.undo()
         session.undo()
@@ -100,7 +100,7 @@ def test_stacked_experts_run_over_memory(tmp_path: Path) -> None:
     # Only the experts are read that tokens are sent to, one by one, so they are not computed by one grouped product.
     inside.model.module.set_experts_implementation("eager")  # type: ignore[operator]
     assert any("one by one" in notice for notice in over.model.notices)
-    assert any(name.endswith(".experts") for name in over.model.visits.blocks)  # type: ignore[union-attr]
+    assert any(name.endswith(".experts") for name in over.model.memory.blocks)
     for rules in (*RECIPES, ("*.kv_cache.k=fp8@head", "*.kv_cache.v=int4@token")):
         assert measured(over, rules) == measured(inside, rules)
     dtypes = ["float16", "nvfp4", "int8", "fp8@128x128"]
@@ -132,20 +132,20 @@ def test_cast_of_one_weight_can_be_cancelled(llama: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(row_blocks, "CHUNK", 1 << 11)  # so that this weight has as many blocks as a large one
     over = opened(llama, 1 << 21, (2,))
     over.cast("model.layers.0.mlp.up_proj", "nvfp4")
-    visits, asked = over.model.visits, [0]
+    memory, asked = over.model.memory, [0]
     weight = over.model.weights["model.layers.0.mlp.up_proj.weight"]
-    assert visits is not None
+    assert memory.limited
 
     def cancelled() -> bool:
         asked[0] += 1
         return asked[0] > 4  # once before the values are read, and once before the first blocks
 
-    visits.cancelled = cancelled
-    visits.enter(next(name for name in visits.blocks if "layers.0.mlp" in name))
+    memory.cancelled = cancelled
+    memory.enter(next(name for name in memory.blocks if "layers.0.mlp" in name))
     with pytest.raises(Cancelled):
         weight.current()
     assert asked[0] < 4 + 2 * torch.get_num_threads() + 2
-    visits.leave()
+    memory.leave()
 
 
 def test_scan_can_be_cancelled_while_casting_one_weight(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,13 +167,13 @@ def test_scan_can_be_cancelled_while_casting_one_weight(llama: Path, monkeypatch
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="only that is interrupted")
 def test_interrupt_stops_at_the_next_weight_of_a_block(llama: Path) -> None:
     over = opened(llama, 1 << 21)
-    visits, asked = over.model.visits, [0]
-    assert visits is not None
-    visits.use_blocks(blocks(over.model, 1 << 22))
-    assert "model.layers.1" in visits.blocks
+    memory, asked = over.model.memory, [0]
+    assert memory.limited
+    memory.use_blocks(blocks(over.model, 1 << 22))
+    assert "model.layers.1" in memory.blocks
 
     def cancelled() -> bool:
-        if visits.inside == "model.layers.1" or asked[0]:
+        if memory.inside == "model.layers.1" or asked[0]:
             asked[0] += 1
         if asked[0] == 1:
             os.kill(os.getpid(), signal.SIGINT)
@@ -222,16 +222,16 @@ def test_over_memory_scan_has_the_same_scores_and_resumes(
     dtypes = ["float16", "nvfp4", "int8@tensor"]
     inside, over = opened(llama, None, MORE), opened(llama, 1 << 21, MORE)
     expected = inside.scan(dtypes, draws=2).scores()
-    visits = over.model.visits
-    assert visits is not None
+    memory = over.model.memory
+    assert memory.limited
     found = over.scan(dtypes, draws=2, save=tmp_path / "scan.json").scores()
     # To the last bit, although fewer gradients are held at a time.
     assert found == expected
     # A forward pass, two backward passes, and a pass for a weight whose dtype the code reads.
-    assert visits.bytes_read / over.tree.stored_bytes < 5
-    before = visits.bytes_read
+    assert memory.bytes_read / over.tree.stored_bytes < 5
+    before = memory.bytes_read
     assert opened(llama, 1 << 21, MORE).scan(dtypes, draws=2, save=tmp_path / "scan.json").scores() == found
-    assert visits.bytes_read == before
+    assert memory.bytes_read == before
 
 
 def test_number_of_parallel_sequences_is_limited_by_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_first_picture_decides_how_many_run_in_parallel(tmp_path: Path, monkeypa
     options = de.Options(over_memory=True, max_memory={"cpu": 1 << 19})
     pictures = [{"pixel_values": torch.randn(1, 3, 64, 64)} for _ in range(6)]
     session, after = de.open(str(tmp_path), options=options, inputs=pictures), list[int]()
-    assert session.model.visits is not None
+    assert session.model.memory.limited
     monkeypatch.setattr(sequence_groups, "cache_budget", lambda device: 8_000_000)
     session.scan(["int8"], draws=1, on_estimate=lambda report: after.append(report.sequences))
     assert after == [1, 6]
@@ -281,8 +281,8 @@ def quantized(folder: Path) -> None:
 
 def test_backward_pass_loads_blocks_in_its_own_order(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = opened(llama, 1 << 21)
-    visits = session.model.visits
-    assert visits is not None
+    memory = session.model.memory
+    assert memory.limited
     asked = 0
 
     def advise(descriptor: int, start: int, nbytes: int, advice: int) -> None:
@@ -292,7 +292,7 @@ def test_backward_pass_loads_blocks_in_its_own_order(llama: Path, monkeypatch: p
     monkeypatch.setattr(os, "posix_fadvise", advise)
     session.scan(["int8"], draws=2)
     # Bytes that are asked for in vain would be read from the disk all the same.
-    assert asked <= 1.05 * visits.bytes_read
+    assert asked <= 1.05 * memory.bytes_read
 
 
 def test_over_memory_causes_for_stored_and_quantized_models(make_llama: Callable[..., Path]) -> None:
@@ -316,7 +316,7 @@ def test_over_memory_export_with_scales_and_codes(llama: Path, tmp_path: Path) -
     found = []
     for limit in (None, 1 << 20):
         session = opened(tmp_path / "coded", limit)
-        assert session.model.weights["model.layers.0.mlp.up_proj.weight"].visited is (limit is not None)
+        assert session.model.weights["model.layers.0.mlp.up_proj.weight"].blockwise is (limit is not None)
         results = [measured(session, ("*norm*=bfloat16",)), session.generate(3)[0].candidate.ids]
         results.append([(cause.name, cause.drift) for cause in session.causes().causes])
         results.append(session.scan(["float16"], draws=1).scores())
@@ -417,7 +417,7 @@ def test_pickled_weights_over_memory_are_refused_with_a_way_out(llama: Path, tmp
     with pytest.raises(NoForward, match="pickled weights can't be run in parts; dtype-engine export writes them as"):
         opened(llama, 1 << 20)
     de.open(str(llama)).export(tmp_path / "out")
-    assert opened(tmp_path / "out", 1 << 20).model.visits is not None
+    assert opened(tmp_path / "out", 1 << 20).model.memory.limited
 
 
 @pytest.mark.parametrize("limit", [100, 1000])

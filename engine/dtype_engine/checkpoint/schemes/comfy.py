@@ -26,7 +26,7 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.compressed_tensors import SCALED
 from dtype_engine.checkpoint.schemes.configuration import declared
 from dtype_engine.checkpoint.schemes.layout import FLOAT8, Config, Layout, PackedWeight, Shapes, Tensors
-from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe
+from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe, with_beside
 from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
 from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
@@ -67,9 +67,11 @@ def _read_weight(
             parts["input_scale"] = of_inputs
         settings |= {"code": "e2m1", "high_first": True}
         scales, shape = ("float8_e4m3fn",), (rows, 2 * columns)
-        return describe(name, SCHEME, kind, shape, (1, 16), parts, scales=scales, settings=settings, beside=(mark,))
+        return with_beside(describe(name, SCHEME, kind, shape, (1, 16), parts, scales=scales, settings=settings), mark)
     if kind == "mxfp8" and codes.dtype in FP8:
-        return describe(name, SCHEME, kind, shape, (1, 32), parts, scales=EXPONENTS, settings=settings, beside=(mark,))
+        return with_beside(
+            describe(name, SCHEME, kind, shape, (1, 32), parts, scales=EXPONENTS, settings=settings), mark
+        )
     settings = {}
     if codes.dtype == "int8" and kind == "int8_tensorwise":
         element = "int8"
@@ -83,7 +85,7 @@ def _read_weight(
     else:
         return None
     for block in ("tensor", "channel"):
-        weight = describe(name, SCHEME, element, shape, block, parts, settings=settings, beside=(mark,))
+        weight = with_beside(describe(name, SCHEME, element, shape, block, parts, settings=settings), mark)
         if weight is not None:
             return weight
     return None

@@ -22,7 +22,7 @@ from typing import Any
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import block_in, config_groups, declared, matches, size, sizes
 from dtype_engine.checkpoint.schemes.layout import BYTES, FLOAT8, WORDS, Config, Layout, PackedWeight, Shapes, Tensors
-from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid
+from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid, with_beside
 from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
 from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
@@ -116,7 +116,7 @@ def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> E
             return None
         parts["zero_point"], zero, kind = zero, None, f"u{kind}"
     scales = (*FLOATS, *(EXPONENTS if block == (1, 32) else ()))
-    return describe(name, SCHEME, kind, codes.shape, block, parts, scales=scales, beside=(zero,))
+    return with_beside(describe(name, SCHEME, kind, codes.shape, block, parts, scales=scales), zero)
 
 
 def _read_words(
@@ -159,7 +159,7 @@ def _read_words(
             return None
     settings = {"code": "words", "bits": bits, "dense": dense}
     kind = f"{'uint' if 'zero_point' in parts else 'int'}{bits}"
-    return describe(name, SCHEME, kind, shape, block, parts, settings=settings, beside=(held, *beside))
+    return with_beside(describe(name, SCHEME, kind, shape, block, parts, settings=settings), held, *beside)
 
 
 def _read_small_floats(

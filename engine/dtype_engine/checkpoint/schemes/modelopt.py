@@ -20,7 +20,7 @@ import msgspec
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared, matches, size
 from dtype_engine.checkpoint.schemes.layout import Config, Tensors
-from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe
+from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, with_beside
 from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
 from dtype_engine.checkpoint.weight_files import read_json
 
@@ -113,10 +113,8 @@ def _read_weight(name: str, settings: Mapping[str, Any], tensors: Tensors) -> En
         parts["tensor_scale"], of_tensor = of_tensor, None
     if of_inputs is not None:
         parts["input_scale"] = of_inputs
-    return describe(
-        name, SCHEME, layout.kind, shape, block, parts, scales=layout.scales, settings=layout.settings,
-        beside=(of_tensor,),
-    )  # fmt: skip
+    weight = describe(name, SCHEME, layout.kind, shape, block, parts, scales=layout.scales, settings=layout.settings)
+    return with_beside(weight, of_tensor)
 
 
 def _input_format(weight: EncodedWeight, settings: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared, matches, size, sizes
 from dtype_engine.checkpoint.schemes.layout import Config, Tensors
-from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid
+from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid, with_beside
 from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
 
 _IN_ORDER, _REORDERED = (0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 4, 6, 1, 3, 5, 7)
@@ -82,7 +82,7 @@ def _read_weight(name: str, settings: object, order: tuple[int, ...], tensors: T
         weight = describe(name, SCHEME, dtype, shape, block, {**parts, "scale": turned}, settings=words)
         return weight and replace(weight, parts={**weight.parts, "scale": scale})
     if dtype.startswith("fp8") and codes.dtype in FP8:
-        return describe(name, SCHEME, FP8[codes.dtype], codes.shape, block, parts, beside=(zero,))
+        return with_beside(describe(name, SCHEME, FP8[codes.dtype], codes.shape, block, parts), zero)
     if dtype == codes.dtype == "int8" and scheme != "per_group":
         if zero is not None:
             if zero.dtype not in ("int8", *FLOATS) or not same_grid(zero.shape, scale.shape):

@@ -7,6 +7,8 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+from msgspec.structs import replace
+
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.scheme import EncodedWeight, Scheme
 
@@ -88,15 +90,13 @@ def describe(
     *,
     scales: tuple[str, ...] = FLOATS,
     settings: Mapping[str, Any] | None = None,
-    beside: tuple[CheckpointTensor | None, ...] = (),
 ) -> EncodedWeight | None:
     """Return the description of a weight, or None if one of its tensors does not fit or is missing. A missing tensor is None in
     `parts`.
 
     kind: the type of a code, such as "int4". block: the rows and columns of a block, "channel" if each row has a scale, or
     "tensor" if there is a single scale. parts: the tensors by role. scales: the dtypes that the scales of blocks may have.
-    settings: what the decoder needs besides the tensors. beside: tensors that do not change the values. Those that are None are
-    left out.
+    settings: what the decoder needs besides the tensors.
     """
     found = {role: part for role, part in parts.items() if part is not None}
     scale, more = found.get("scale"), settings or {}
@@ -120,5 +120,10 @@ def describe(
         f"{scheme.name}:{kind}" + ("" if kind in ("nvfp4", "mxfp4", "mxfp8") else f"@{text}"),
         found,
         {"block": size, **more},
-        tuple(tensor for tensor in beside if tensor is not None),
     )
+
+
+def with_beside(weight: EncodedWeight | None, *tensors: CheckpointTensor | None) -> EncodedWeight | None:
+    """Return a weight together with tensors that do not change its values. Those that are None are left out."""
+    more = tuple(tensor for tensor in tensors if tensor is not None)
+    return replace(weight, beside=(*weight.beside, *more)) if weight is not None and more else weight

@@ -160,7 +160,7 @@ class Attribution:
             self._passes = 2 * len(self._bases)
 
             def here(parts: Sequence[Part]) -> Iterator[tuple[int, PartDrift]]:
-                size = 1 if self.model.visits is None else _SIDE_BY_SIDE
+                size = 1 if not self.model.memory.limited else _SIDE_BY_SIDE
                 for start in range(0, len(parts), size):
                     together = parts[start : start + size]
                     measured = runner.side_by_side([partial(self._part, runner, part) for part in together])
@@ -219,7 +219,7 @@ class Attribution:
     def _run_reference(self, runner: ForwardRunner) -> None:
         budget, positions = min(_BUDGET, self.model.cache_budget), 0
         runner.calibrate_caches(self.inputs.batches, run="reference")
-        batches, size = self.inputs.batches, 1 if self.model.visits is None else _SIDE_BY_SIDE
+        batches, size = self.inputs.batches, 1 if not self.model.memory.limited else _SIDE_BY_SIDE
         for start in range(0, len(batches), size):
             group = batches[start : start + size]
             run = partial(self._base, runner, budget=budget // len(group))

@@ -240,7 +240,7 @@ class DriftMeter:
         of a group take at most `working` bytes, as estimated from the largest dimension of a weight. most: the maximum number of
         steps in a group, or None if only the bytes limit it.
         """
-        over_memory = self.model.visits is not None
+        over_memory = self.model.memory.limited
         widest = max((dim for weight in self.model.weights.values() for dim in weight.info.shape), default=1)
         group, nbytes = list[Step](), 0
         for step in steps:

@@ -73,9 +73,8 @@ def install_output_hooks(module: nn.Module) -> None:
             maybe_install_capturing_hooks(part)
 
 
-def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, torch.dtype]]) -> Any:
-    """Return a subclass of `model_class` whose `from_pretrained` loads each tensor in the dtype that `dtypes_of(module)` gives for
-    its name.
+def with_dtypes(model_class: Any, dtypes: Mapping[str, torch.dtype]) -> Any:
+    """Return a subclass of `model_class` whose `from_pretrained` loads each tensor in the dtype that `dtypes` has for its name.
 
     If `_get_dtype_plan` is missing, return `model_class` itself, which loads all tensors in one dtype.
     """
@@ -85,7 +84,7 @@ def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, 
     class Stored(model_class):  # type: ignore[misc]
         def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
             names: dict[torch.dtype, list[str]] = {}
-            for name, stored in dtypes_of(self).items():
+            for name, stored in dtypes.items():
                 names.setdefault(stored, []).append(re.escape(name))
             return {f"^(?:{'|'.join(group)})$": stored for stored, group in names.items()}
 

@@ -41,10 +41,10 @@ from dtype_engine.runtime.model.torch_private import is_compiled, slots_of
 from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.overflow_underflow import all_losses, count_losses
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize
-from dtype_engine.runtime.weights.budget import BLOCKS, BlockVisits
+from dtype_engine.runtime.weights.blockwise import BlockwiseSource
+from dtype_engine.runtime.weights.budget import BLOCKS, MemoryBudget
 from dtype_engine.runtime.weights.plain import PlainSource
 from dtype_engine.runtime.weights.source import WeightSource, placeholder
-from dtype_engine.runtime.weights.visited import VisitedSource
 
 
 @dataclass(slots=True)
@@ -53,13 +53,13 @@ class Weight:
 
     info: TensorInfo
     tensor: torch.Tensor
-    """The tensor object in the module. It has placeholder data if the property `visited` is True."""
+    """The tensor object in the module. It has placeholder data if the property `blockwise` is True."""
     stored: WeightSource
     """The stored values, from which every cast starts. They are never written to."""
     dtype: str
     """The name of the current dtype, such as "bfloat16" or "nvfp4"."""
     scale: torch.Tensor | None = None
-    """The scales of the codes that the module holds, or None if it holds none. A placeholder if the property `visited` is True."""
+    """The scales of the codes that the module holds, or None if it holds none. A placeholder if `blockwise` is True."""
     decoded: bool = False
     """Whether each operation has to read or decode the stored values, because the module holds a placeholder for them."""
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
@@ -104,20 +104,20 @@ class Weight:
         return self.scale is not None or (self.decoded and self.stored.own)
 
     @property
-    def visited(self) -> bool:
+    def blockwise(self) -> bool:
         """True if the values are read from the file, and cast, each time that a forward pass reaches the weight, because the model
         is larger than memory.
         """
-        return isinstance(self.stored, VisitedSource)
+        return isinstance(self.stored, BlockwiseSource)
 
     def current(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the data and the scales of a weight that is cast, or that the module holds as stored. The scales are None for a
         dtype without scales.
         """
-        if not isinstance(self.stored, VisitedSource):
+        if not isinstance(self.stored, BlockwiseSource):
             return self.tensor.data, self.scale
         key = id(self), self.dtype, self.tensor.device
-        return self.stored.visits.once(key, self._cast_values, self.stored.inner)
+        return self.stored.memory.once(key, self._cast_values, self.stored.inner)
 
     def _cast_values(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         amax = max((weight.amax for weight in self._sharing), default=None)
@@ -131,7 +131,7 @@ class Weight:
         """Return whether a cast to `dtype` can be made for one index of the weight's first dimension alone, such as for one expert,
         because the model is larger than memory and no block of the format has values of two indexes.
         """
-        if not isinstance(self.stored, VisitedSource) or not self.stored.has_parts:
+        if not isinstance(self.stored, BlockwiseSource) or not self.stored.has_parts:
             return False
         blocks = dtypes.BY_NAME[dtype].blocks
         return blocks is None or blocks.rows == 1 or self.stored.shape[-1] >= blocks.columns
@@ -140,9 +140,9 @@ class Weight:
         """Return the current data and scales at one index of the first dimension, as `current` returns those of the whole weight:
         [1, ...]. The weight is cast, and `in_parts` is True for its dtype.
         """
-        assert isinstance(self.stored, VisitedSource)
+        assert isinstance(self.stored, BlockwiseSource)
         key = id(self), self.dtype, self.tensor.device, index
-        return self.stored.visits.once(key, lambda: self._cast_part(index, self.dtype), self.stored.inner)
+        return self.stored.memory.once(key, lambda: self._cast_part(index, self.dtype), self.stored.inner)
 
     def _cast_part(self, index: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         stored = self._part(index)
@@ -179,7 +179,7 @@ class Weight:
     def amax(self) -> float:
         """The largest finite |value| of the stored data. It is computed once."""
         if self._amax is None:
-            if isinstance(self.stored, VisitedSource) and self.stored.has_parts:
+            if isinstance(self.stored, BlockwiseSource) and self.stored.has_parts:
                 self._amax = max(finite_amax(self._part(index)) for index in range(self.stored.shape[0]))
             else:
                 self._amax = finite_amax(self.stored.read())
@@ -204,7 +204,7 @@ class Weight:
             self.losses.pop(dtype, None)
             self.part_losses = {key: loss for key, loss in self.part_losses.items() if key[0] != dtype}
         self.shares, self._sharing = shares, tuple(sharing)
-        if self.visited and dtype != self.info.dtype:
+        if self.blockwise and dtype != self.info.dtype:
             held = torch_dtype(dtype) if dtype in dtypes.COMPUTE_DTYPES else self.stored.holds
             self.tensor.data = placeholder(self.stored.shape, held, self.tensor.device)
             self.scale = None if dtype in dtypes.COMPUTE_DTYPES else torch.ones(1)
@@ -229,7 +229,7 @@ class Weight:
             if self.in_parts(dtype):
                 self.losses[dtype] = self._losses_of_parts(dtype, cancelled)
                 return self.losses[dtype]
-            if self.visited:
+            if self.blockwise:
                 held = self.current()[0] if cast else None  # reading the cast values may already count their losses
             else:
                 held = (self.tensor.data if self.stashed is None else self.stashed) if cast else None
@@ -241,7 +241,7 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """The number of bytes of the current data and scales."""
-        if self.decoded or self.visited:
+        if self.decoded or self.blockwise:
             return self.stored.nbytes
         held = self.tensor if self.stashed is None else self.stashed
         if held.layout is not torch.strided:
@@ -279,6 +279,44 @@ def _move(module: nn.Module, move: Callable[[], object], originals: dict[int, to
     originals.update(moved)  # not before the loop ends: a new object may have the `id` of an old one that is gone
 
 
+def _refuse_unobservable(module: nn.Module, title: str, device: torch.device) -> None:
+    """Raise UserError if a module can't be run and observed: tensors have no data, a part is compiled by TorchScript, or the device
+    lacks the dtype of a tensor. title: the name of the model.
+    """
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            where = f"{title}: {name}" if name else title
+            raise UserError(
+                f"{where} is compiled by TorchScript, so what runs in it can't be observed or cast; "
+                "open the model with the Python module that it was compiled from"
+            )
+    if not has_float64(device):
+        wide = next((name for name, tensor in module.state_dict().items() if tensor.dtype == torch.float64), None)
+        if wide is not None:
+            raise UserError(f"{title}: {wide} is in float64, which {device} does not have; use --device cpu")
+
+
+def _on_device(
+    module: nn.Module, device: torch.device, places: Places | None, sources: Mapping[str, WeightSource]
+) -> dict[int, torch.Tensor]:
+    """Move a module to `device`, or to several devices (`places`), with a placeholder for each weight in `sources`. Returns the
+    data that its tensors had before, keyed by the `id` of the tensor in the module.
+    """
+    originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
+    if device.type != "cpu" or places is not None:
+        for tensor in map(module.state_dict(keep_vars=True).__getitem__, sources):
+            tensor.data = tensor.new_empty(0)  # moving a placeholder would take memory for the whole weight
+        with enough_memory("the model", device):
+            move = partial(module.to, device) if places is None else partial(distribute, module, places, device)
+            _move(module, move, originals)
+    for name, tensor in module.state_dict(keep_vars=True).items() if sources else ():
+        if name in sources:
+            tensor.data = sources[name].held(tensor.device)
+    return originals
+
+
 @dataclass
 class LiveModel:
     """A model in memory: its `nn.Module`, the tree of its modules and tensors, and its weights, which are cast in place."""
@@ -314,7 +352,7 @@ class LiveModel:
     """
     coverage: Coverage | None = None
     """Which of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
-    visits: BlockVisits | None = None
+    memory: MemoryBudget = field(default_factory=MemoryBudget)
     """For a model that is larger than memory: the cache of the weights that a forward pass is using. Otherwise None."""
     by_id: dict[int, Weight] = field(default_factory=dict)
     """The weights, keyed by the `id` of the tensor object in the module."""
@@ -355,42 +393,20 @@ class LiveModel:
         """Prepare a module for casting: set it to evaluation mode without gradients, move it to `device`, and keep its tensors as
         the stored ones.
 
-        title: the name of the model. sources: the source of each weight for which the module has a placeholder, keyed by any of the
-        weight's names.
-        placements: maps the name of each tensor of the checkpoint to where it is loaded in the module. places: maps the
-        names of modules to their devices; None if all modules are on `device`. rest: values for other fields of `LiveModel`. Raises
-        UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the device.
+        title: the name of the model. sources: the source of each weight for which the module has a placeholder, keyed by any of its
+        names. placements: maps the name of each tensor of the checkpoint to where it is loaded in the module. places: maps names of
+        modules to their devices; None if all are on `device`. rest: values for other fields of `LiveModel`. Raises UserError if the
+        module can't be run and observed, or does not fit on the device.
         """
-        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
-        for name, child in module.named_modules():
-            if isinstance(child, torch.jit.ScriptModule):
-                where = f"{title}: {name}" if name else title
-                raise UserError(
-                    f"{where} is compiled by TorchScript, so what runs in it can't be observed or cast; "
-                    "open the model with the Python module that it was compiled from"
-                )
+        _refuse_unobservable(module, title, device)
         compiled = [name or "the model" for name, child in module.named_modules() if is_compiled(child)]
         if compiled:
             more = f" and {len(compiled) - 1} more" if len(compiled) > 1 else ""
             notice = f"compiled by torch.compile: {compiled[0]}{more}; what is compiled runs as it was written"
             rest["notices"] = (*rest.get("notices", ()), notice)
         module.eval().requires_grad_(False)
-        if not has_float64(device):
-            wide = next((name for name, tensor in module.state_dict().items() if tensor.dtype == torch.float64), None)
-            if wide is not None:
-                raise UserError(f"{title}: {wide} is in float64, which {device} does not have; use --device cpu")
         sources = sources or {}
-        originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
-        if device.type != "cpu" or places is not None:
-            for tensor in map(module.state_dict(keep_vars=True).__getitem__, sources):
-                tensor.data = tensor.new_empty(0)  # moving a placeholder would take memory for the whole weight
-            with enough_memory("the model", device):
-                move = partial(module.to, device) if places is None else partial(distribute, module, places, device)
-                _move(module, move, originals)
-        for name, tensor in module.state_dict(keep_vars=True).items() if sources else ():
-            if name in sources:
-                tensor.data = sources[name].held(tensor.device)
+        originals = _on_device(module, device, places, sources)
         infos, tensors = collect_tensors(module)
         sources = {info.name: sources[name] for info in infos for name in info.names if name in sources}
         for number, info in enumerate(infos):
@@ -431,7 +447,7 @@ class LiveModel:
         of the memory that a model larger than memory may take.
         """
         budget = cache_budget(self.device)
-        return budget if self.visits is None else min(budget, self.visits.most * BLOCKS // 4)
+        return budget if not self.memory.limited else min(budget, self.memory.most * BLOCKS // 4)
 
     def apply(
         self,

@@ -1,33 +1,22 @@
-"""Loads a model from a source and makes it ready to run, with transformers' loading code if there is a `config.json`.
-
-Every tensor comes from its source (`runtime/weights/`), usually memory-mapped from its file; `from_pretrained` gets them as a state
-dict. It changes some stored dtypes: it converts a checkpoint of several dtypes to one, and the modules in `_keep_in_fp32_modules`
-to float32. In these cases the stored tensors are restored afterwards, so that every weight has the dtype of its file.
-"""
+"""Loads a model from a source and makes it ready to run: a model of transformers or diffusers, or the module of the user's code."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from dtype_engine.checkpoint import ByteRange, Checkpoint, open_checkpoint
-from dtype_engine.checkpoint.completeness import what_is_missing
-from dtype_engine.checkpoint.kv_settings import is_cache_scale
 from dtype_engine.checkpoint.memory_fit import usable_memory, why_no_pass
 from dtype_engine.checkpoint.pickle_zip import is_compressed
 from dtype_engine.checkpoint.pickles import load_pickle
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.checkpoint.weight_sets import is_diffusers
-from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.heap import return_large_memory, trim_heap
@@ -37,9 +26,8 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.device import pick_device
-from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
-from dtype_engine.runtime.model.architecture import architecture, make, reason, without_quantization
-from dtype_engine.runtime.model.constructed_buffers import construct_buffers
+from dtype_engine.runtime.formats.dequantize import torch_dtype
+from dtype_engine.runtime.model.architecture import architecture, make, reason
 from dtype_engine.runtime.model.device_limits import limit_of, require_fit
 from dtype_engine.runtime.model.device_map import places_of
 from dtype_engine.runtime.model.diffusers_models import (
@@ -49,22 +37,18 @@ from dtype_engine.runtime.model.diffusers_models import (
     with_placeholders,
 )
 from dtype_engine.runtime.model.diffusers_pipeline import conversions, make_pipeline
-from dtype_engine.runtime.model.hf_private import with_dtypes
+from dtype_engine.runtime.model.filling import Loaded, load_into, loading_dtype
 from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.module_sources import inputs_notice, sources_of_module, state_to_load
 from dtype_engine.runtime.model.module_tree import collect_tensors
-from dtype_engine.runtime.model.name_mapping import Placement, map_names, restorable, stored_dtypes, without_place
+from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.python_source import load_python
-from dtype_engine.runtime.model.quantized_loading import refuse_unread
 from dtype_engine.runtime.model.shapes import refuse_misshapen
-from dtype_engine.runtime.model.silence_libraries import no_stderr, quiet, silence_transformers
-from dtype_engine.runtime.weights.budget import BLOCKS, BlockVisits, blocks_of
-from dtype_engine.runtime.weights.checkpoint_weights import read_stored
-from dtype_engine.runtime.weights.coded import CodedSource
+from dtype_engine.runtime.model.silence_libraries import quiet
+from dtype_engine.runtime.model.transformers_models import load_transformers
+from dtype_engine.runtime.weights.blockwise import BlockwiseSource
+from dtype_engine.runtime.weights.budget import BLOCKS, MemoryBudget, blocks_of
 from dtype_engine.runtime.weights.copies_ahead import copies_ahead
-from dtype_engine.runtime.weights.source import CPU, WeightSource
-from dtype_engine.runtime.weights.visited import VisitedSource
 
 OnStep = Callable[[str], None]
 
@@ -82,19 +66,9 @@ def load(source: Source, options: ModelOptions, on_step: OnStep = lambda step: N
         raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
     checkpoint = source.open()
     assert checkpoint is not None
-    visits = None
     if reason := why_no_pass(checkpoint, options):
         raise NoForward(reason)
-    if checkpoint.stored_bytes > usable_memory(options.max_memory):
-        visits = BlockVisits(_memory_for(options) // BLOCKS)
-        return_large_memory()  # passes run side by side in threads, and glibc has memory for each
-    elif (
-        device.type != "cpu"
-        and not options.device_map
-        and (most := limit_of(device, options.max_memory)) is not None
-        and checkpoint.stored_bytes > most
-    ):
-        visits = BlockVisits(most // BLOCKS, keeps_pages=True, copies=copies_ahead(device))
+    memory = _budget(checkpoint, device, options)
     if checkpoint.form == "pickle" and source.trust_pickle and checkpoint.path.is_file():
         whole = load_pickle(checkpoint.path, trust=True)
         if isinstance(whole, nn.Module):
@@ -105,7 +79,18 @@ def load(source: Source, options: ModelOptions, on_step: OnStep = lambda step: N
             return LiveModel.wrap(
                 whole, source.title, device, example_inputs=getattr(code, "example_inputs", None), places=places
             )
-    return _from_checkpoint(checkpoint, source, options, device, on_step, visits)
+    return _from_checkpoint(checkpoint, source, options, device, on_step, memory)
+
+
+def _budget(checkpoint: Checkpoint, device: torch.device, options: ModelOptions) -> MemoryBudget:
+    """Return the memory that the weights of a checkpoint may take: without a limit if they fit into memory and on the device."""
+    if checkpoint.stored_bytes > usable_memory(options.max_memory):
+        return_large_memory()  # passes run side by side in threads, and glibc has memory for each
+        return MemoryBudget(_memory_for(options) // BLOCKS)
+    most = limit_of(device, options.max_memory) if device.type != "cpu" and not options.device_map else None
+    if most is None or checkpoint.stored_bytes <= most:
+        return MemoryBudget()
+    return MemoryBudget(most // BLOCKS, keeps_pages=True, copies=copies_ahead(device))
 
 
 def _memory_for(options: ModelOptions) -> int:
@@ -131,10 +116,10 @@ def _from_checkpoint(
     options: ModelOptions,
     device: torch.device,
     on_step: OnStep,
-    visits: BlockVisits | None,
+    memory: MemoryBudget,
 ) -> LiveModel:
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    loaded = load_module(checkpoint, source.title, options, on_step, visits)
+    loaded = load_module(checkpoint, source.title, options, on_step, memory)
     if is_diffusers(checkpoint.config):
         run_decoder(loaded.module)
     on_step("listing the weights")
@@ -152,13 +137,13 @@ def _from_checkpoint(
         coverage=loaded.coverage,
         trust_remote_code=options.trust_remote_code,
         identities=checkpoint.identities,
-        visits=visits,
+        memory=memory,
         places=places_of(loaded.module, wanted, device, options.max_memory) if wanted else None,
     )
-    if visits is not None:
-        visits.use_blocks(blocks(live, visits.most))
-        stacks = (weight for weight in live.weights.values() if isinstance(weight.stored, VisitedSource))
-        large = any(len(weight.info.shape) > 2 and 4 * weight.info.numel > visits.most for weight in stacks)
+    if memory.limited:
+        memory.use_blocks(blocks(live, memory.most))
+        stacks = (weight for weight in live.weights.values() if isinstance(weight.stored, BlockwiseSource))
+        large = any(len(weight.info.shape) > 2 and 4 * weight.info.numel > memory.most for weight in stacks)
         choose: Any = getattr(live.module, "set_experts_implementation", None)
         if large and choose is not None:
             choose("eager")  # this implementation reads only the experts to which tokens are sent
@@ -176,132 +161,61 @@ def blocks(live: LiveModel, most: int) -> dict[str, tuple[ByteRange, ...]]:
     return blocks_of(live.module, {key: tensors for key, tensors in in_files.items() if tensors}, most)
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A module loaded from a checkpoint, with every weight in its stored dtype."""
-
-    module: nn.Module
-    sources: Mapping[str, WeightSource] = field(default_factory=dict)
-    """The source of each weight for which the module has a placeholder, keyed by the weight's name in the module."""
-    notices: tuple[str, ...] = ()
-    placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Maps the name of each tensor of the files to where it is loaded in the module."""
-    coverage: Coverage | None = None
-    """Which tensors of the module the files have, or None for a module that `load_into` filled."""
-
-
 def load_module(
     checkpoint: Checkpoint,
     title: str,
     options: ModelOptions,
     on_step: OnStep = lambda step: None,
-    visits: BlockVisits | None = None,
+    memory: MemoryBudget | None = None,
 ) -> Loaded:
-    """Load the module of a checkpoint on the CPU, with every tensor in the dtype of its file. transformers places the tensors, but
-    does not read them.
+    """Load the module of a checkpoint on the CPU, with every tensor in the dtype of its file.
 
-    title: the model's name, for errors. on_step: called with a description of each step. visits: for a model that is larger than
-    memory, the cache of the weights that a forward pass is using. Raises NoForward if the architecture is unknown or transformers
-    can't load the module.
+    title: the model's name, for errors. on_step: called with a description of each step. memory: what is kept of the weights that
+    a forward pass is using; by default, the model fits into memory. Raises NoForward if the architecture is unknown or the module
+    can't be loaded.
     """
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    if visits is not None and (checkpoint.form == "diffusers" or is_diffusers(checkpoint.config)):
-        raise NoForward(
-            f"{title}: no forward pass: it is larger than the memory to use, and models of diffusers can't be run in parts. "
-            "Planning, patterns, weights and export work"
-        )
-    if visits is not None and checkpoint.form == "pickle" and checkpoint.config is not None:
-        raise NoForward(
-            f"{title}: no forward pass: it is larger than the memory to use, and a model with pickled weights can't be run in "
-            "parts; dtype-engine export writes them as safetensors, which can"
-        )
+    memory = MemoryBudget() if memory is None else memory
+    if why := _why_not_loaded(checkpoint, memory):
+        raise NoForward(f"{title}: no forward pass{why}")
     if checkpoint.form == "diffusers":
         return _load_pipeline(checkpoint, title, options, on_step)
-    if checkpoint.form in _NO_ARCHITECTURE and (checkpoint.form != "gguf" or checkpoint.config is None):
-        raise NoForward(f"{title}: no forward pass: {_NO_ARCHITECTURE[checkpoint.form]}; planning works")
-    if checkpoint.config is None:
-        raise NoForward(
-            f"{title}: no forward pass: no config.json next to the weights says which architecture they belong to. Open the "
-            f"model's own code with file.py:Name --weights {printable(checkpoint.path.name)} to run it; planning works"
-        )
-    if checkpoint.lost:
-        raise NoForward(
-            f"{title}: no forward pass: {checkpoint.why_another_model}; open the checkpoint that it was made from to run it. "
-            "Planning and weights work"
-        )
-    if checkpoint.form == "pickle" and any(map(is_compressed, checkpoint.files)):
-        raise NoForward(
-            f"{title}: no forward pass, because its weights are in a compressed archive, which transformers would map as if it "
-            "were not; save them again with torch.save. Planning, weights and export work"
-        )
     if is_diffusers(checkpoint.config):
         on_step(f"loading {printable(str((checkpoint.config or {})['_class_name']))}")
         return _load_diffusers(checkpoint, title)
-    on_step("importing transformers")
-    with quiet(), ExitStack() as meanwhile:
-        import transformers
+    return load_transformers(checkpoint, title, options, on_step, memory)
 
-        meanwhile.enter_context(offline(options))
-        silence_transformers()
-        on_step("reading the configuration")
-        chosen = architecture(transformers, checkpoint, options)
-        # On the meta device: what can't be loaded is refused before memory is taken for it.
-        made, places = make(chosen, checkpoint)
-        refuse_misshapen(made, checkpoint, places, folder)
-        refuse_unread(title, checkpoint, made, places)
-        if not options.architecture and (strange := without_place(checkpoint, places)):
-            raise NoForward(
-                f"{title}: no forward pass: the tensor {printable(strange[0])} has no place in {type(made).__name__}"
-            )
-        sources = sources_of_module(title, checkpoint, made, places, visits)
-        model_class = type(made)
-        on_step(f"loading {model_class.__name__}")
-        # This program decodes weights itself, and rounds KV caches only by rules, so transformers must not use another package for
-        # it.
-        config = without_quantization(chosen.config)
-        state = state_to_load(checkpoint, places, sources, over_memory=visits is not None)
-        placements: dict[str, Placement] = {}
-        with failures_as(NoForward, f"{title}: transformers can't load {model_class.__name__}", reason), no_stderr():
-            module, loading_info = as_stored(model_class, checkpoint, placements, sources).from_pretrained(
-                None,
-                config=config,
-                state_dict=state,
-                dtype=torch_dtype(loading_dtype(checkpoint)),
-                output_loading_info=True,
-            )
-            module.config.name_or_path = str(folder)
-            if module.can_generate() and (folder / "generation_config.json").is_file():
-                module.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-        if type(module).__mro__[1:2] == (model_class,):
-            module.__class__ = model_class
-        of_buffers = construct_buffers(module, torch_dtype(loading_dtype(checkpoint)))
-    module.requires_grad_(False)
-    placements = placements or map_names(module, checkpoint.weights)
-    held = module.state_dict(keep_vars=True)
-    for name, source in sources.items():
-        held[name].data = source.held(CPU)
-    others = {name: place for name, place in restorable(checkpoint, placements).items() if place.name not in sources}
-    _restore_stored(module, checkpoint, others)
-    notices = [*checkpoint.notices, *chosen.notices, *of_buffers, *inputs_notice(checkpoint)]
-    persistent = sum(info.persistent for info in collect_tensors(module)[0])
-    coverage = Coverage(persistent, tuple(sorted(loading_info.get("missing_keys") or ())))
-    if coverage.missing:
-        first = printable(coverage.missing[0])
-        if not options.random_weights:
-            why = "".join(f"{sentence}; " for sentence in what_is_missing(checkpoint.index, None, ""))
-            raise NoForward(
-                f"{title}: no forward pass: {coverage}: {why}{plural(len(coverage.missing), 'weight')} would be made at random, "
-                f"first {first}; --random-weights runs the model so (in Python: Options(random_weights=True))"
-            )
-        notices.append(
-            f"{plural(len(coverage.missing), 'weight')} not in the checkpoint, made at random, first {first}"
+
+def _why_not_loaded(checkpoint: Checkpoint, memory: MemoryBudget) -> str:
+    """Return why no module can be loaded from a checkpoint, as a clause with its punctuation, or "" if nothing is known against
+    it.
+    """
+    if memory.limited and (checkpoint.form == "diffusers" or is_diffusers(checkpoint.config)):
+        return (
+            ": it is larger than the memory to use, and models of diffusers can't be run in parts. Planning, patterns, weights and "
+            "export work"
         )
-    unexpected = {name for name in loading_info.get("unexpected_keys") or () if not is_cache_scale(name)}
-    if unused := sorted(unexpected):
-        notices.append(
-            f"{plural(len(unused), 'tensor')} of the checkpoint not used by {type(module).__name__}, first {unused[0]}"
+    if memory.limited and checkpoint.form == "pickle" and checkpoint.config is not None:
+        return (
+            ": it is larger than the memory to use, and a model with pickled weights can't be run in parts; dtype-engine export "
+            "writes them as safetensors, which can"
         )
-    return Loaded(module, sources, tuple(notices), placements, coverage)
+    if checkpoint.form == "diffusers":
+        return ""
+    if checkpoint.form in _NO_ARCHITECTURE and (checkpoint.form != "gguf" or checkpoint.config is None):
+        return f": {_NO_ARCHITECTURE[checkpoint.form]}; planning works"
+    if checkpoint.config is None:
+        return (
+            ": no config.json next to the weights says which architecture they belong to. Open the model's own code with "
+            f"file.py:Name --weights {printable(checkpoint.path.name)} to run it; planning works"
+        )
+    if checkpoint.lost:
+        return f": {checkpoint.why_another_model}; open the checkpoint that it was made from to run it. Planning and weights work"
+    if checkpoint.form == "pickle" and any(map(is_compressed, checkpoint.files)):
+        return (
+            ", because its weights are in a compressed archive, which transformers would map as if it were not; save them again "
+            "with torch.save. Planning, weights and export work"
+        )
+    return ""
 
 
 def _load_diffusers(checkpoint: Checkpoint, title: str) -> Loaded:
@@ -370,36 +284,6 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Mode
     return module.eval()
 
 
-def load_into(
-    module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement] = MappingProxyType({})
-) -> Loaded:
-    """Fill a given module with the tensors of a checkpoint, memory-mapped from the files and in their stored dtypes. A weight that
-    is stored as codes gets a placeholder, and its source is in the result.
-
-    placements: maps names of tensors of the files to where they are loaded in the module. A tensor without an entry is loaded into
-    the tensor of the same name. Raises UserError unless the checkpoint and the module have tensors of the same names and shapes.
-    """
-    module.requires_grad_(False)
-    infos, tensors = collect_tensors(module)
-    by_any_name = {name: info for info in infos for name in info.names if info.persistent}
-    sources = {}
-    filled = set()
-    for name, stored in checkpoint.weights.items():
-        info = by_any_name.get(placements[name].name if name in placements else name)
-        if info is None or info.shape != stored.shape:
-            problem = "is not in this model" if info is None else f"has the shape {list(info.shape)} in this model"
-            raise UserError(f"{checkpoint.path}: tensor {printable(name)} {problem}")
-        filled.add(info.name)
-        if name in checkpoint.encoded:
-            source = sources[info.name] = CodedSource(checkpoint.encoded[name], tensors[info.name].dtype)
-            tensors[info.name].data = source.held(CPU)
-        else:
-            tensors[info.name].data = read_stored(checkpoint, stored)
-    if missing := [info.name for info in infos if info.persistent and info.name not in filled]:
-        raise UserError(f"{checkpoint.path} lacks {len(missing)} tensors of this model, first {missing[0]}")
-    return Loaded(module, sources)
-
-
 def build_on_meta(checkpoint: Checkpoint, options: ModelOptions) -> tuple[nn.Module, Mapping[str, Placement]]:
     """Build a checkpoint's architecture on the meta device, without data. Returns the module, and a mapping from the name of each
     tensor of the checkpoint to where it is loaded in the module. The shapes of the two may differ (see `shapes.py`).
@@ -417,46 +301,3 @@ def build_on_meta(checkpoint: Checkpoint, options: ModelOptions) -> tuple[nn.Mod
 
         with offline(options):
             return make(architecture(transformers, checkpoint, options), checkpoint)
-
-
-def loading_dtype(checkpoint: Checkpoint) -> str:
-    """Return the name of the widest float dtype that a checkpoint stores. Loading in this dtype rounds no value."""
-    return dtypes.widest(checkpoint.dtype(name) for name in checkpoint.weights)
-
-
-def as_stored(
-    model_class: Any, checkpoint: Checkpoint, placements: dict[str, Placement], sources: Mapping[str, WeightSource]
-) -> Any:
-    """Return a subclass of `model_class` that loads every tensor in its stored dtype, if the installed transformers supports this.
-    If it does not, return `model_class` itself, which loads all tensors in one dtype.
-
-    placements: an empty dictionary, which loading fills with the place of each tensor of the files in the module. sources: the
-    sources of the weights for which the module gets placeholders, keyed by their names in the module.
-    """
-
-    def stored(module: nn.Module) -> dict[str, torch.dtype]:
-        placements.update(map_names(module, checkpoint.weights))
-        wanted = stored_dtypes(checkpoint, restorable(checkpoint, placements))
-        found = {name: torch_dtype(dtype) for name, dtype in wanted.items() if dtype in dtypes.COMPUTE_DTYPES}
-        return found | {name: source.holds for name, source in sources.items()}
-
-    return with_dtypes(model_class, stored)
-
-
-def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
-    """Give every tensor of a loaded module whose dtype changed on loading its stored data again, memory-mapped from the file.
-
-    A tensor that loading packed from several stored tensors is cast back to their dtype instead. This is exact, since loading only
-    widened it. placements: maps the name of each tensor of the files to where it is loaded in the module.
-    """
-    tensors = dict((*module.named_parameters(), *module.named_buffers()))
-    wanted = stored_dtypes(checkpoint, placements)
-    for name, placement in placements.items():
-        tensor, dtype = tensors.get(placement.name), wanted[placement.name]
-        if tensor is None or dtype_name(tensor.dtype) == dtypes.BY_NAME[dtype].torch_name:
-            continue
-        stored = checkpoint.weights[name]
-        if not placement.part and stored.shape == tuple(tensor.shape):
-            tensor.data = read_stored(checkpoint, stored)
-        elif dtype in dtypes.COMPUTE_DTYPES:
-            tensor.data = tensor.data.to(torch_dtype(dtype))

@@ -19,13 +19,13 @@ from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.model.hf_private import turned_names
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.packed_parts import in_rows
-from dtype_engine.runtime.weights.budget import SMALLEST, BlockVisits
+from dtype_engine.runtime.weights.blockwise import BlockwiseSource
+from dtype_engine.runtime.weights.budget import SMALLEST, MemoryBudget
 from dtype_engine.runtime.weights.checkpoint_weights import read_stored
 from dtype_engine.runtime.weights.coded import CodedSource
 from dtype_engine.runtime.weights.plain import FileSource, PlainSource
 from dtype_engine.runtime.weights.source import CPU, WeightSource
 from dtype_engine.runtime.weights.stacked import StackedSource
-from dtype_engine.runtime.weights.visited import VisitedSource
 
 
 def decoded_dtype(checkpoint: Checkpoint) -> str:
@@ -46,18 +46,18 @@ def sources_of_module(
     checkpoint: Checkpoint,
     module: nn.Module,
     placements: Mapping[str, Placement],
-    visits: BlockVisits | None = None,
+    memory: MemoryBudget,
 ) -> dict[str, WeightSource]:
     """Return the sources of the module's weights that the files store as codes, keyed by the weights' names in the module. This
     includes a weight that loading packs from several tensors of the files, if any of them is stored as codes.
 
     title: the model's name, for errors. module: the model, which may be on the meta device. placements: maps the name of each
-    tensor of the files to where it is loaded in the module. visits: for a model that is larger than memory, the cache of the
-    weights that a forward pass is using; all large weights are then in the result. Raises NoForward if a weight has another shape
-    in the module than in the files, or if its tensors in the files are not simply stacked along its rows.
+    tensor of the files to where it is loaded in the module. memory: what is kept of the weights that a forward pass is using; if
+    the model is larger than memory, all large weights are in the result. Raises NoForward if a weight has another shape in the
+    module than in the files, or if its tensors in the files are not simply stacked along its rows.
     """
-    turned = turned_names(module, checkpoint.encoded if visits is None else checkpoint.weights)
-    if visits is None:
+    turned = turned_names(module, checkpoint.weights if memory.limited else checkpoint.encoded)
+    if not memory.limited:
         names = set(checkpoint.encoded)
     else:
         names = {name for name in checkpoint.weights if _stays_in_file(checkpoint, name, turned)}
@@ -76,7 +76,7 @@ def sources_of_module(
             rows = in_rows(parts, {part: checkpoint.weights[part].shape for part in parts}, shape)
             if rows is None:
                 raise NoForward(f"{title}: no forward pass: {name} is not its parts in the files, one below the other")
-            among = [_source(checkpoint, part, holds, False, visits) for names in rows for part in names]
+            among = [_source(checkpoint, part, holds, False, memory.limited) for names in rows for part in names]
             coded = any(part.format for part in among)
             found[name] = StackedSource(among, shape, holds if coded else among[0].dtype)
             continue
@@ -87,8 +87,8 @@ def sources_of_module(
             raise NoForward(
                 f"{title}: no forward pass: config.json makes {printable(stored)} {list(shape)}, and the files have {list(own)}"
             )
-        found[name] = _source(checkpoint, stored, holds, is_turned, visits)
-    return found if visits is None else {name: VisitedSource(source, visits) for name, source in found.items()}
+        found[name] = _source(checkpoint, stored, holds, is_turned, memory.limited)
+    return {name: BlockwiseSource(source, memory) for name, source in found.items()} if memory.limited else found
 
 
 def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -> bool:
@@ -103,13 +103,11 @@ def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -
     return plain and name not in turned and stored.nbytes >= SMALLEST
 
 
-def _source(
-    checkpoint: Checkpoint, name: str, holds: torch.dtype, turned: bool, visits: BlockVisits | None
-) -> WeightSource:
+def _source(checkpoint: Checkpoint, name: str, holds: torch.dtype, turned: bool, in_files: bool) -> WeightSource:
     if name in checkpoint.encoded:
         weight = checkpoint.encoded[name]
         return CodedSource(weight, holds, turned, input_format(weight, checkpoint.config))
-    if visits is not None:
+    if in_files:
         return FileSource(checkpoint.weights[name], "mapped")
     return PlainSource(read_stored(checkpoint, checkpoint.weights[name]))
 

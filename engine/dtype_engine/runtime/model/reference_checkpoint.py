@@ -22,7 +22,7 @@ from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.load import OnStep, blocks, load
 from dtype_engine.runtime.model.module_tree import tree_of
 from dtype_engine.runtime.model.side_settings import side_settings
-from dtype_engine.runtime.weights.visited import VisitedSource
+from dtype_engine.runtime.weights.blockwise import BlockwiseSource
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -72,14 +72,15 @@ def use_reference(live: LiveModel, source: Source, options: ModelOptions, on_ste
         elif name in buffers:
             weight.other_reference = other.weights[name].stored
     live.tree = tree_of(live.module, infos.values())
-    live.visits = visits = live.visits or other.visits
-    if visits is not None:
+    if not live.memory.limited:
+        live.memory = other.memory
+    if live.memory.limited:
         for weight in live.weights.values():
-            if isinstance(weight.other_reference, VisitedSource):
-                weight.other_reference.visits = visits
+            if isinstance(weight.other_reference, BlockwiseSource):
+                weight.other_reference.memory = live.memory
         # A pass reads the files of only one of the two checkpoints. Which one is known when a weight is used, so the blocks have no
         # ranges in advance.
-        visits.use_blocks(dict.fromkeys(blocks(live, visits.most), ()))
+        live.memory.use_blocks(dict.fromkeys(blocks(live, live.memory.most), ()))
     live.reference = options.reference
     live.notices += tuple(f"of the reference: {notice}" for notice in other.notices if notice not in live.notices)
     live.files += other.files

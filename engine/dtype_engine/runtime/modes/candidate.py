@@ -31,7 +31,7 @@ class CandidateMode(WeightMode):
         rounding: ActivationRounding | None = None,
     ) -> None:
         replaced = (
-            key for key, weight in weights.items() if weight.scale is not None or weight.decoded or weight.visited
+            key for key, weight in weights.items() if weight.scale is not None or weight.decoded or weight.blockwise
         )
         super().__init__(weights, device, replaced, compute, rounding)
 

@@ -80,11 +80,9 @@ class ForwardRunner:
         """The duration in seconds of the last pass by `under`, without the time in which it waited for passes that ran side by side
         with it.
         """
-        if model.visits is not None:
-            model.visits.cancelled = cancelled
-        blocks = model.visits.blocks if model.visits is not None else ()
+        model.memory.cancelled = cancelled
         autocast_on = model.device.type if settings.autocast else None
-        self._calls = ModuleCalls(model.module, cancelled, autocast_on, blocks, self.enter_block)
+        self._calls = ModuleCalls(model.module, cancelled, autocast_on, model.memory.blocks, self.enter_block)
 
     def __enter__(self) -> ForwardRunner:
         (self._calls.watch if self.watch else self._calls.only_stop)()
@@ -100,11 +98,10 @@ class ForwardRunner:
         one pass changes state on which another depends, or if reference and candidate have different settings
         (`LiveModel.side_settings`), all passes run one after the other instead. Raises what the functions raise.
         """
-        visits = self.model.visits
         one = len(works) < 2 or self.behavior.stateful or self._together is not None or bool(self.model.side_settings)
-        if visits is None or one:
+        if one or not self.model.memory.limited:
             return [work() for work in works]
-        together = self._together = SideBySide(visits, self._suspended)
+        together = self._together = SideBySide(self.model.memory, self._suspended)
         try:
             results = together.run(works)
         except NotIndependent:
@@ -129,10 +126,9 @@ class ForwardRunner:
         """Begin to use the weights of the block `name`, a module of a model that is larger than memory. If passes take turns, this
         waits for the turn of the current pass.
         """
-        run, visits = self._calls.under_way, self.model.visits
+        run = self._calls.under_way
         if self._together is None:
-            assert visits is not None
-            visits.enter(name)
+            self.model.memory.enter(name)
             return
         waited = self._together.enter(name)
         if run is not None:
@@ -441,8 +437,8 @@ class ForwardRunner:
             self._calls.under_way = None
             for settings in model.side_settings:
                 settings.use(False)
-            if self._together is None and model.visits is not None:
-                model.visits.leave()
+            if self._together is None:
+                model.memory.leave()
         return PassResult(
             output=output,
             seconds=seconds,

@@ -19,7 +19,7 @@ from dtype_engine.core.callbacks import Fixed
 from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.runtime.modes.weight_mode import WeightMode
-from dtype_engine.runtime.weights.budget import BlockVisits
+from dtype_engine.runtime.weights.budget import MemoryBudget
 
 T = TypeVar("T")
 _ALWAYS = Fixed("always", True)
@@ -35,7 +35,7 @@ class SideBySide:
     """Runs several forward passes that take turns. Before each block (a module, such as a layer), the running pass stops and
     another one is resumed.
 
-    visits: is told which block begins. suspend: called when a pass stops before a block. It returns a function, which is called
+    memory: is told which block begins. suspend: called when a pass stops before a block. It returns a function, which is called
     when this pass is resumed.
 
     Attributes:
@@ -43,10 +43,10 @@ class SideBySide:
         kept: tensors of the model that the modes of all passes watch for changes (`WeightMode.kept`).
     """
 
-    def __init__(self, visits: BlockVisits, suspend: Callable[[], Callable[[], None]]) -> None:
+    def __init__(self, memory: MemoryBudget, suspend: Callable[[], Callable[[], None]]) -> None:
         self.changed: Callable[[], bool] = never
         self.kept: Sequence[torch.Tensor] = ()
-        self._visits = visits
+        self._memory = memory
         self._suspend = suspend
         self._shared = ExitStack()
         self._entered: dict[str, Any] = {}
@@ -107,10 +107,10 @@ class SideBySide:
                     thread.join()
             except BaseException as error:  # such as an interrupt, which only the main thread gets
                 self._errors.insert(0, error)
-                self._visits.cancelled = _ALWAYS  # so that the running pass stops at its next weight
+                self._memory.cancelled = _ALWAYS  # so that the running pass stops at its next weight
             for thread in threads:
                 thread.join()
-            self._visits.leave()
+            self._memory.leave()
         if self._errors:
             raise self._errors[0]
         return results
@@ -131,7 +131,7 @@ class SideBySide:
         if self._errors:
             raise Cancelled
         resume()
-        self._visits.enter(block)
+        self._memory.enter(block)
         return time.perf_counter() - started
 
     def _hand_over(self) -> None:
@@ -140,7 +140,7 @@ class SideBySide:
         """
         if not self._waiting:
             return
-        inside = self._visits.inside
+        inside = self._memory.inside
 
         def rank(number: int) -> tuple[bool, int, int, int]:
             calls, order, block = self._waiting[number]

@@ -60,7 +60,7 @@ class GraphMemory:
         self, model: LiveModel, rereads: bool, enter_block: Callable[[str], None], file: ActivationFile | None
     ) -> None:
         self.model = model
-        self.rereads = rereads or model.visits is not None
+        self.rereads = rereads or model.memory.limited
         self.enter_block = enter_block
         self.file = file
         self._views: dict[int, WeightView] = {}
@@ -69,7 +69,7 @@ class GraphMemory:
     @property
     def block(self) -> str:
         """The name of the block (such as a decoder layer) that is running, or "" if the model is not larger than memory."""
-        return "" if self.model.visits is None else self.model.visits.inside
+        return "" if not self.model.memory.limited else self.model.memory.inside
 
     def saving(self) -> AbstractContextManager[object]:
         """Return a context manager for the forward pass. Under it, a graph that is to hold no weights remembers which weights it

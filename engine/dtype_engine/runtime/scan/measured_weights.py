@@ -51,7 +51,7 @@ class CastWeightsMode(ReferenceMode):
         changed = dict(weights)
         for key, weight in weights.items():
             if (dtype := cast.get(weight.info.name)) is not None:
-                if weight.visited:
+                if weight.blockwise:
                     self._given[key] = dtype
                 else:
                     self._values[key] = errors.cast(weight.info.name, dtype)

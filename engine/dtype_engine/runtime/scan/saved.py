@@ -30,8 +30,8 @@ from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.scan.routing import Key, TopKSample
 from dtype_engine.runtime.scan.scores import SequenceScores
+from dtype_engine.runtime.weights.blockwise import BlockwiseSource
 from dtype_engine.runtime.weights.files import read_range
-from dtype_engine.runtime.weights.visited import VisitedSource
 
 _VERSION = 4
 _SAMPLED = 1024
@@ -60,9 +60,9 @@ class Fingerprint:
         for name, weight in model.weights.items():
             weights.update(f"{name} {weight.info.shape} {weight.info.dtype}\n".encode())
             for values in (weight.stored, weight.other_reference):
-                for stored in values.in_files if isinstance(values, VisitedSource) else ():
+                for stored in values.in_files if isinstance(values, BlockwiseSource) else ():
                     _digest(_first_bytes(stored), weights)  # every n-th value, as below, would read most of the file
-                for tensor in () if values is None or isinstance(values, VisitedSource) else values.tensors:
+                for tensor in () if values is None or isinstance(values, BlockwiseSource) else values.tensors:
                     flat = tensor.reshape(-1)
                     _digest(flat[:: max(1, flat.numel() // _SAMPLED)], weights)
         for batch in inputs.batches:

@@ -194,7 +194,7 @@ class SequenceScan:
                 with memory.saving(), differentiable_recurrence(self.model.module, self.model.device):
                     output = self.runner.under(mode, call, caches)
             except NoForward:
-                if not self.rereads or self.model.visits is not None:
+                if not self.rereads or self.model.memory.limited:
                     raise
                 self.rereads = False  # torch.func.grad, for example, does not allow hooks on what a graph keeps
                 continue
@@ -210,7 +210,7 @@ class SequenceScan:
                 self.file.clear()
 
     def _enter_block(self, name: str) -> None:
-        if self.file is not None and self.model.visits is not None and self.model.visits.inside != name:
+        if self.file is not None and self.model.memory.limited and self.model.memory.inside != name:
             self.file.end_block()  # other sequences may run before this one goes on
         self.runner.enter_block(name)
 

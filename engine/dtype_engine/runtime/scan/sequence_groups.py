@@ -40,7 +40,7 @@ class SequenceGroups:
     @property
     def most(self) -> int:
         """The maximum number of sequences that are scanned side by side."""
-        return 1 if self.model.visits is None else _SIDE_BY_SIDE
+        return 1 if not self.model.memory.limited else _SIDE_BY_SIDE
 
     def all(self, pending: list[int], backward_passes: int) -> Iterator[tuple[list[int], bool]]:
         """Yield the groups of the sequences with the indexes `pending`, one after the other (see `next`)."""
@@ -57,7 +57,7 @@ class SequenceGroups:
         the free memory is for those that are not in a file. With a file more sequences run side by side, but it must also be
         written, and read in each backward pass. What reads and writes fewer bytes for each sequence is chosen.
         """
-        if self.model.visits is None:
+        if not self.model.memory.limited:
             return pending[:1], False
         one_by_one = self.behavior.stateful or bool(self.model.side_settings)
         room, most = cache_budget(self.model.device), pending[: 1 if one_by_one else self.most]
@@ -92,12 +92,11 @@ class SequenceGroups:
         """Return about how many bytes of memory a sequence takes whose activations are in a file: those of two blocks, and what is
         in proportion to its output.
         """
-        assert self.model.visits is not None
         per_element = self._outputs_per_element
         if per_element is None:
             per_element = max(weight.info.shape[0] for weight in self.model.weights.values() if weight.info.shape)
         output = _OUTPUT_BYTES * per_element * self._longest(index)
-        return output + 2 * self.graph_bytes(index) / max(1, len(self.model.visits.blocks))
+        return output + 2 * self.graph_bytes(index) / max(1, len(self.model.memory.blocks))
 
     def _longest(self, index: int) -> int:
         tensors = self.inputs.batches[index].named_tensors()

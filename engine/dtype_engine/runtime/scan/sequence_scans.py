@@ -122,7 +122,7 @@ class SequenceScans:
             batch = keeping_cache(batch)
         started = time.perf_counter()
         seconds = None
-        if self.model.visits is None and (self._pace is None or index % TIMED == 0):
+        if not self.model.memory.limited and (self._pace is None or index % TIMED == 0):
             seconds = runner.reference(partial(batch.run, self.model.module)).seconds
         rereads = self._can_reread and copied_bytes(self.model) > self.budget
         budget = self.budget // self.groups.most
@@ -132,7 +132,7 @@ class SequenceScans:
             )
             scores = one.run(batch, index, len(self.inputs.batches))
         self._can_reread = self._can_reread and one.rereads == rereads
-        if self.model.visits is not None:
+        if self.model.memory.limited:
             self.groups.note(index, one.graph_bytes, one.elements)
             seconds = one.forward_seconds  # another pass would read all weights again
         if self._pace is None or seconds is not None:

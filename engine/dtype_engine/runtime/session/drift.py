@@ -60,7 +60,7 @@ class DriftMeasurements:
         if self.meter is None:
             budget = budget_for(self.model, self.options.reference_bytes)
             self.meter = DriftMeter(self.model, need_inputs(), budget=budget, behavior=self.behavior)
-        meter, visits = self.meter, self.model.visits
+        meter = self.meter
         meter.settings = settings
         listener = dataclasses.replace(
             listener,
@@ -68,8 +68,7 @@ class DriftMeasurements:
             all_modules=listener.all_modules or (lambda: self.options.modules == "exact"),
         )
         reset_peaks(self.model.device)
-        if visits is not None:
-            visits.bytes_read = 0
+        self.model.memory.bytes_read = 0
         if save is None:
             totals = meter.measure(listener)
         else:
@@ -79,7 +78,7 @@ class DriftMeasurements:
         throttle, on_progress = Throttle(), listener.on_progress
 
         def on_weights(done: int, total: int) -> None:
-            if visits is not None and throttle.due():
+            if self.model.memory.limited and throttle.due():
                 on_progress("values that casts lose", done, total)
 
         memory = memory_stats(self.model, plan, self.kept_outputs, self.options.max_memory)

@@ -89,7 +89,7 @@ def memory_stats(
         peak_rss_bytes=process.peak_rss,
         kept_bytes=kept,
         kept_budget_bytes=budget,
-        read_bytes=None if model.visits is None or model.visits.keeps_pages else model.visits.bytes_read,
+        read_bytes=None if not model.memory.limited or model.memory.keeps_pages else model.memory.bytes_read,
     )
     if plan.caches:
         context = default_context(model.tree)

@@ -404,7 +404,7 @@ class Session:
 
         contents = self.export_contents(cancelled)
         # Weights that stay on the disk are read only once, so losses are counted while they are written.
-        lost = self.lost_values(cancelled) if self.model.visits is None else None
+        lost = self.lost_values(cancelled) if not self.model.memory.limited else None
         return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, lost, incomplete)
 
     @reading_weights

@@ -46,20 +46,20 @@ class _InFiles(Protocol):
         """Drop the mappings of the files. Reading the values maps them again."""
 
 
-class BlockVisits:
+class MemoryBudget:
     """Keeps the weights that the current block has read or computed, and reads the next block's pages ahead. A block is a module,
-    such as a layer, of a model that is larger than memory.
+    such as a layer, of a model that is larger than memory. A model that fits into memory has no blocks, and is not limited.
 
     Attributes:
         blocks: the ranges of the files that each block reads, keyed by the name of its module. `use_blocks` sets it.
-        most: how many bytes a block takes at most, in float32.
+        most: how many bytes a block takes at most, in float32, or 0 without a limit.
         keeps_pages: True if the files stay in memory, because only an accelerator's memory is too small for the weights.
         copies: copies what the next block read last time to the accelerator ahead, or None if the device can't do so.
         cancelled: called before a block reads values. If it returns True, Cancelled is raised.
         bytes_read: how many bytes all blocks have read since the last measurement began; a block counts each time that it runs.
     """
 
-    def __init__(self, most: int, keeps_pages: bool = False, copies: CopiesAhead | None = None) -> None:
+    def __init__(self, most: int = 0, keeps_pages: bool = False, copies: CopiesAhead | None = None) -> None:
         self.blocks: dict[str, tuple[ByteRange, ...]] = {}
         self.most = most
         self.keeps_pages = keeps_pages
@@ -79,6 +79,11 @@ class BlockVisits:
         self._asked = ""
         self._ahead: Future[None] | None = None
         self._reader: ThreadPoolExecutor | None = None
+
+    @property
+    def limited(self) -> bool:
+        """Whether the model is larger than memory, and runs block by block."""
+        return self.most > 0
 
     @property
     def inside(self) -> str:

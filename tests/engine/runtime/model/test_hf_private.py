@@ -75,7 +75,7 @@ def test_class_loads_each_tensor_in_its_own_dtype() -> None:
             return {}
 
     stored = {"a.weight": torch.bfloat16, "a.bias": torch.float32, "b.weight": torch.bfloat16}
-    made = hf_private.with_dtypes(Model, lambda module: stored)
+    made = hf_private.with_dtypes(Model, stored)
     plan = made()._get_dtype_plan(torch.float32)
     assert issubclass(made, Model)
     assert (made.__name__, made.__module__) == (Model.__name__, Model.__module__)
@@ -83,7 +83,7 @@ def test_class_loads_each_tensor_in_its_own_dtype() -> None:
         name: [dtype] for name, dtype in stored.items()
     }
     assert not any(re.search(pattern, "aXweight") for pattern in plan)
-    assert hf_private.with_dtypes(nn.Linear, lambda module: stored) is nn.Linear, "without the name: the class itself"
+    assert hf_private.with_dtypes(nn.Linear, stored) is nn.Linear, "without the name: the class itself"
 
 
 def test_names_are_kept_without_the_renaming_functions(monkeypatch: pytest.MonkeyPatch) -> None:

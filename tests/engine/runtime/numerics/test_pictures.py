@@ -17,7 +17,7 @@ from scipy.ndimage import gaussian_filter
 from torch import nn
 
 import dtype_engine as de
-from dtype_engine.reports.document import build_report
+from dtype_engine.reports.document import Measured, build_report
 from dtype_engine.reports.render import render
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.pictures import MOST_PICTURES, Picture, PicturePair
@@ -132,7 +132,7 @@ def test_both_pictures_are_in_report_and_events(tmp_path: Path, capsys: pytest.C
         assert (held(pair.reference) - 255 * wanted).abs().max() <= 0.51
     assert (held(report.pictures[1].candidate) - 255 * rough[0].float().sigmoid()).abs().max() <= 1.51
     assert as_json(report)["pictures"][0]["reference"] == {"width": 16, "height": 12}
-    made = build_report(session.tree, session.plan, "Painter", session.settings, report, {})
+    made = build_report(session.tree, session.plan, "Painter", session.settings, Measured(report), {})
     page = render(made, tmp_path / "report.html")
     embedded = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
     wanted_pixels = [each.pixels for pair in report.pictures for each in (pair.reference, pair.candidate)]

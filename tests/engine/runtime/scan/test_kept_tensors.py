@@ -190,8 +190,8 @@ def test_activation_file_is_used_if_fewer_bytes_are_read(
 ) -> None:
     """The graphs of four texts do not fit. Those of short texts are smaller than the weights, those of long ones are larger."""
     session = opened(make_llama(dtype="bfloat16", **SIZES), 1 << 21, (length,) * 4)
-    visits = session.model.visits
-    assert visits is not None
+    memory = session.model.memory
+    assert memory.limited
     groups = scan.Scan(session.model, session.inputs, ("int8",), draws=1)._scans.groups
     room = 1.9 * groups.graph_bytes(0)
     monkeypatch.setattr(sequence_groups, "cache_budget", lambda device: room)
@@ -225,7 +225,7 @@ def test_accelerator_activations_are_written_to_the_file(
     monkeypatch.setattr(ActivationFile, "_append", noting)
     for in_file in (False, True):
         session = de.open(str(folder), options=de.Options(device=DEVICE, max_memory={DEVICE: 1 << 19}), inputs=ids)
-        assert session.model.visits is not None
+        assert session.model.memory.limited
         monkeypatch.setattr(sequence_groups, "cache_budget", lambda device, room=1 if in_file else 1 << 40: room)
         scores.append(session.scan(["int8"], draws=2).scores())
         assert bool(sizes) == in_file
