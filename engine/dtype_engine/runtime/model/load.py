@@ -31,7 +31,7 @@ from dtype_engine.checkpoint.weight_sets import is_diffusers
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
-from dtype_engine.core.heap import return_large_memory, trim_heap
+from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.options import Options
 from dtype_engine.core.system_memory import free_memory
 from dtype_engine.core.text import printable
@@ -87,7 +87,6 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
         raise NoForward(reason)
     if checkpoint.stored_bytes > usable_memory(options.max_memory):
         visits = BlockVisits(_memory_for(options) // BLOCKS)
-        return_large_memory()  # passes run side by side in threads, and glibc has memory for each
     elif (
         device.type != "cpu"
         and not options.device_map
