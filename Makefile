@@ -24,6 +24,7 @@ lint: $(VENV)/.tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.lint.private_names
+	$(BIN)/python -m tests.lint.mechanisms
 
 # Side by side, but in no more processes than have the memory for it.
 unit: $(VENV)/.tests
