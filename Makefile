@@ -25,6 +25,7 @@ lint: $(VENV)/.tests
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.lint.private_names
 	$(BIN)/python -m tests.lint.sizes engine/dtype_engine tui/dtype_tui
+	$(BIN)/python -m tests.lint.mechanisms
 
 # Side by side, but in no more processes than have the memory for it.
 unit: $(VENV)/.tests

@@ -19,7 +19,7 @@ from dtype_engine.checkpoint.source import Source
 from dtype_engine.checkpoint.weight_sets import is_diffusers
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
-from dtype_engine.core.heap import return_large_memory, trim_heap
+from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.system_memory import free_memory
 from dtype_engine.core.text import printable
@@ -85,7 +85,6 @@ def load(source: Source, options: ModelOptions, on_step: OnStep = lambda step: N
 def _budget(checkpoint: Checkpoint, device: torch.device, options: ModelOptions) -> MemoryBudget:
     """Return the memory that the weights of a checkpoint may take: without a limit if they fit into memory and on the device."""
     if checkpoint.stored_bytes > usable_memory(options.max_memory):
-        return_large_memory()  # passes run side by side in threads, and glibc has memory for each
         return MemoryBudget(_memory_for(options) // BLOCKS)
     most = limit_of(device, options.max_memory) if device.type != "cpu" and not options.device_map else None
     if most is None or checkpoint.stored_bytes <= most:

@@ -18,6 +18,7 @@ from torch import nn
 from dtype_engine.checkpoint import ByteRange, CheckpointTensor
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
+from dtype_engine.core.heap import trim_heap
 from dtype_engine.runtime.formats.row_blocks import stopping
 from dtype_engine.runtime.weights.copies_ahead import CopiesAhead
 
@@ -142,6 +143,7 @@ class MemoryBudget:
         self._inside = ""
         if not self.keeps_pages:
             _each_file(ranges, _forget)
+            trim_heap()  # passes run side by side in threads, and glibc keeps freed memory for each
 
     def once(self, key: Any, make: Callable[[], T], values: _InFiles, ahead: bool = False) -> T:
         """Return the result of `make`. Inside a block, the result is kept under `key`, so that `make` is called only once until the
