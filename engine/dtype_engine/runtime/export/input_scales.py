@@ -47,7 +47,7 @@ def with_quantised_inputs(
         alike[kind] = max(largest, alike.get(kind, 0.0))
     found = []
     for item in items:
-        kept = source.encoded.get(item.name) if item.dtype == item.stored else None
+        kept = source.coded.get(item.name) if item.dtype == item.stored else None
         kept = kept if kept is not None and kept.own else None
         module = item.name.removesuffix(".weight")
         said = kept is not None and (module in before or all_experts(expert_layer(module)) in before)

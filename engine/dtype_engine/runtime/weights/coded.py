@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from dtype_engine.checkpoint.schemes import EncodedWeight
+from dtype_engine.checkpoint.schemes import CodedWeight
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
@@ -32,7 +32,7 @@ class CodedSource(WeightSource):
     dtype = torch.float32
 
     def __init__(
-        self, weight: EncodedWeight, holds: torch.dtype = torch.float32, turned: bool = False, inputs: str = ""
+        self, weight: CodedWeight, holds: torch.dtype = torch.float32, turned: bool = False, inputs: str = ""
     ) -> None:
         self.weight, self.turned, self._inputs = weight, turned, inputs
         self.shape = (*weight.shape[:-2], *weight.shape[:-3:-1]) if turned else weight.shape
