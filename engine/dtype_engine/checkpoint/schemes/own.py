@@ -17,7 +17,7 @@ from dtype_engine.core.block_formats import INPUT_SCALE, SCALE, Part, parts
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
-SCHEME = Scheme("dtype-tui", "own", own=True)
+SCHEME = Scheme("dtype-tui", "own", of_inputs=(INPUT_SCALE,), own=True)
 """`Checkpoint` reads its weights by `read`, before those of other schemes."""
 SCALED_KEY = "dtype_engine.scaled."
 """Prefix of metadata keys in an exported file. A key is this prefix and the name of a tensor with codes. The value is the format of
