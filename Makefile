@@ -26,6 +26,7 @@ lint: $(VENV)/.tests
 	$(BIN)/python -m tests.lint.private_names
 	$(BIN)/python -m tests.lint.sizes engine/dtype_engine tui/dtype_tui
 	$(BIN)/python -m tests.lint.mechanisms
+	$(BIN)/python -m tests.lint.rooms
 
 # Side by side, but in no more processes than have the memory for it.
 unit: $(VENV)/.tests

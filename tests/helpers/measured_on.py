@@ -24,7 +24,7 @@ CPU_ONLY = {
     "it looks into the memory of the process": (
         "test_live.py::test_undo_restores_the_same_storage", "test_live.py::test_stored_values_are_never_overwritten",
         "test_reference.py::test_shared_widening_memory_changes_no_bit",
-        "test_encoded_weights.py::test_pass_holds_at_most_two_decoded_layers",
+        "test_coded_weights.py::test_pass_holds_at_most_two_decoded_layers",
         "test_session.py::test_undo_of_a_whole_model_cast_frees",
     ),
     "its model makes tensors on the CPU in the middle of a pass": (

@@ -12,7 +12,7 @@ from dtype_engine.checkpoint.file_identity import FileIdentity
 from dtype_engine.checkpoint.kv_cache import kv_cache
 from dtype_engine.checkpoint.packed_weights import NOT_CODES, parameters_meant, quantized_parts
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.checkpoint.schemes.own import read as read_own
 from dtype_engine.checkpoint.weight_sets import WeightSet, is_diffusers, several_sets
 from dtype_engine.core.errors import UserError
@@ -104,7 +104,7 @@ class Checkpoint:
         )
 
     @cached_property
-    def encoded(self) -> dict[str, EncodedWeight]:
+    def coded(self) -> dict[str, CodedWeight]:
         """The weights that the files store as codes and that this program can decode. The keys are the names that the weights have
         in the unquantized checkpoint, such as `model.layers.0.mlp.down_proj.weight`. Empty for pickles.
 
@@ -115,13 +115,13 @@ class Checkpoint:
             return self._of_gguf[0]
         found = dict(self._own)
         if self.form == "safetensors" and any(tensor.dtype not in NOT_CODES for tensor in self.foreign.values()):
-            from dtype_engine.checkpoint.schemes.registry import read_encoded  # most checkpoints are shown without it
+            from dtype_engine.checkpoint.schemes.registry import read_coded  # most checkpoints are shown without it
 
-            found |= read_encoded(self.foreign, self.config, self.metadata)
+            found |= read_coded(self.foreign, self.config, self.metadata)
         return found | {alias: found[first] for alias, first in self.aliases.items() if first in found}
 
     @cached_property
-    def _own(self) -> dict[str, EncodedWeight]:
+    def _own(self) -> dict[str, CodedWeight]:
         return read_own(self.path, self.tensors, self.metadata)
 
     @property
@@ -132,7 +132,7 @@ class Checkpoint:
         return self._of_gguf[1]
 
     @cached_property
-    def _of_gguf(self) -> tuple[dict[str, EncodedWeight], dict[str, str]]:
+    def _of_gguf(self) -> tuple[dict[str, CodedWeight], dict[str, str]]:
         if self.form != "gguf":
             return {}, {}
         from dtype_engine.checkpoint.gguf_model import read  # the first screen of other checkpoints does not need it
@@ -155,7 +155,7 @@ class Checkpoint:
         """
         besides = self.owners.keys() | self.in_config
         of_codes: dict[str, list[CheckpointTensor]] = {}
-        for tensor, weight in self._headers_of_encoded().values():
+        for tensor, weight in self._headers_of_coded().values():
             of_codes.setdefault(weight.parts[CODES].name, []).append(tensor)
         found, renamed = {}, self.renamed
         for name, tensor in self.tensors.items():
@@ -173,22 +173,22 @@ class Checkpoint:
 
     @cached_property
     def owners(self) -> dict[str, str]:
-        """Maps the name of each tensor that belongs to a weight in `encoded`, such as its codes or scales, to the name of this
+        """Maps the name of each tensor that belongs to a weight in `coded`, such as its codes or scales, to the name of this
         weight. A tensor that several weights share maps to the first of them.
         """
         found: dict[str, str] = {}
-        for name, weight in self.encoded.items():
+        for name, weight in self.coded.items():
             for tensor in weight.tensors:
                 found.setdefault(tensor.name, name)
         return found
 
-    def _headers_of_encoded(self) -> dict[str, tuple[CheckpointTensor, EncodedWeight]]:
-        """A mapping from the name of each weight in `encoded` to a pair. The first item is a header that
+    def _headers_of_coded(self) -> dict[str, tuple[CheckpointTensor, CodedWeight]]:
+        """A mapping from the name of each weight in `coded` to a pair. The first item is a header that
         describes the weight as one tensor in its format, the second is the weight itself. If several weights share a tensor, only
         the first weight counts its bytes.
         """
         found, seen = {}, set[tuple[str, int | None]]()
-        for name, weight in self.encoded.items():
+        for name, weight in self.coded.items():
             if name in self.aliases:
                 continue
             nbytes = 0
@@ -214,7 +214,7 @@ class Checkpoint:
         """Return the module tree, built from the tensor names. Module classes are unknown, and ties are known only from
         `aliases`.
         """
-        unread, own = self.unread, {name for name, weight in self.encoded.items() if weight.own}
+        unread, own = self.unread, {name for name, weight in self.coded.items() if weight.own}
         parts = quantized_parts(unread, self.config)
         further: dict[str, tuple[str, ...]] = {}
         for alias, first in self.aliases.items():
@@ -249,7 +249,7 @@ class Checkpoint:
 
     @property
     def unread(self) -> dict[str, CheckpointTensor]:
-        """The tensors in `foreign` that belong to no weight in `encoded`. They are plain tensors, or codes and scales of weights
+        """The tensors in `foreign` that belong to no weight in `coded`. They are plain tensors, or codes and scales of weights
         that are incomplete or have an unknown scheme.
         """
         return {name: tensor for name, tensor in self.foreign.items() if name not in self.owners}

@@ -21,7 +21,7 @@ from dtype_engine.checkpoint.gguf_rope import FIELDS as ROPE_FIELDS
 from dtype_engine.checkpoint.gguf_rope import describe_rope
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.gguf import ROPE_FACTORS, SCHEME
-from dtype_engine.checkpoint.schemes.scheme import CODES, MOST_EXPERTS, EncodedWeight
+from dtype_engine.checkpoint.schemes.scheme import CODES, MOST_EXPERTS, CodedWeight
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 
@@ -244,7 +244,7 @@ def _config(
 
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any] | None
-) -> tuple[dict[str, EncodedWeight], dict[str, str]]:
+) -> tuple[dict[str, CodedWeight], dict[str, str]]:
     """Return two mappings. The first has the weights of a GGUF file that must be decoded, keyed by their names in transformers.
     The second has the tensors that need no decoding, and maps their names in the file to their names in transformers. A tensor
     that transformers does not have keeps its name.
@@ -252,7 +252,7 @@ def read(
     tensors: the tensors of the file by name. config: the model's configuration, or None if its architecture is not known.
     """
     family = _BY_MODEL_TYPE[config["model_type"]] if config is not None else None
-    encoded: dict[str, EncodedWeight] = {}
+    coded: dict[str, CodedWeight] = {}
     renamed: dict[str, str] = {}
     for own, tensor in tensors.items():
         if tensor.refusal is not None:
@@ -262,17 +262,17 @@ def read(
             name, local = _name(own, family, config["num_hidden_layers"])
         if name is None or family is None or config is None:
             if tensor.packed:
-                encoded[own] = EncodedWeight(own, tensor.shape, SCHEME, _format(tensor), {CODES: tensor})
+                coded[own] = CodedWeight(own, tensor.shape, SCHEME, _format(tensor), {CODES: tensor})
             continue
         settings = _changes(local, family, config)
         if "{}" in name:
-            encoded |= _experts(name, tensor)
+            coded |= _experts(name, tensor)
         elif tensor.packed or settings or name.endswith("shared_expert_gate.weight"):
             shape = (1, *tensor.shape) if len(tensor.shape) == 1 and "shared_expert_gate" in name else tensor.shape
-            encoded[name] = EncodedWeight(name, shape, SCHEME, _format(tensor), {CODES: tensor}, settings)
+            coded[name] = CodedWeight(name, shape, SCHEME, _format(tensor), {CODES: tensor}, settings)
         else:
             renamed[own] = name
-    return encoded, renamed
+    return coded, renamed
 
 
 def _name(own: str, family: _Family, blocks: int) -> tuple[str | None, str]:
@@ -302,7 +302,7 @@ def _changes(local: str, family: _Family, config: Mapping[str, Any]) -> dict[str
     return {"offset": -1.0} if family.shifted_norms and local.endswith("norm") else {}
 
 
-def _experts(name: str, tensor: CheckpointTensor) -> dict[str, EncodedWeight]:
+def _experts(name: str, tensor: CheckpointTensor) -> dict[str, CodedWeight]:
     """Return a weight for each expert of a tensor [experts, out, in]. In the file, the bytes of the
     experts lie one after the other. name: the weights' name, with `{}` in place of the expert's number.
     """
@@ -310,7 +310,7 @@ def _experts(name: str, tensor: CheckpointTensor) -> dict[str, EncodedWeight]:
     if not 0 < count <= MOST_EXPERTS or tensor.nbytes % count or tensor.start is None:
         return {}
     found = {name.format(expert): tensor.at(expert) for expert in range(count)}
-    return {one: EncodedWeight(one, own.shape, SCHEME, _format(tensor), {CODES: own}) for one, own in found.items()}
+    return {one: CodedWeight(one, own.shape, SCHEME, _format(tensor), {CODES: own}) for one, own in found.items()}
 
 
 def _format(tensor: CheckpointTensor) -> str:

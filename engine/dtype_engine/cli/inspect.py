@@ -200,7 +200,8 @@ def weights(request: RunRequest, against: str | None, save: Path | None, as_obje
         raise UserError("weights --save goes with --against: casts are computed in seconds")
     source = request.locate()
     from dtype_engine.checkpoint import unchanged
-    from dtype_engine.runtime.measure.weight_errors import round_trips, round_trips_of_live, skipped
+    from dtype_engine.runtime.measure.planned_casts import casts_in_files, casts_of_model
+    from dtype_engine.runtime.measure.weight_errors import round_trips, skipped
 
     def on_progress(done: int, total: int) -> None:
         say_share("weights", done, total, f"weights: {done} of {total}")
@@ -211,15 +212,15 @@ def weights(request: RunRequest, against: str | None, save: Path | None, as_obje
         live = load(source, request.options)
         recipe = request.with_preset(live.tree)
         tree, plan, remarks = live.tree, require_matches(live.tree, recipe), live.notices
-        with unchanged(live.identities):
-            errors = list(round_trips_of_live(live, plan.dtypes, on_progress))
+        identities, casts = live.identities, casts_of_model(live, plan.dtypes)
     else:
         planned = request.plan(source)
         assert planned.checkpoint is not None
         tree, plan, remarks = planned.tree, planned.plan, planned.checkpoint.remarks
-        with unchanged(planned.checkpoint.identities):
-            errors = list(round_trips(planned.checkpoint, tree, plan.dtypes, on_progress))
+        identities, casts = planned.checkpoint.identities, casts_in_files(planned.checkpoint, tree.order, plan.dtypes)
         note(planned.checkpoint.of_sets)
+    with unchanged(identities):
+        errors = list(round_trips(casts, identities, on_progress))
     say("")
     note(remarks)
     left_out = skipped(tree)

@@ -236,16 +236,14 @@ class InspectTensor(msgspec.Struct, array_like=True, frozen=True):
 
 def _inspect(work: Work[None], wanted: InspectTensor) -> dtype_engine.results.weights.WeightStats:
     from dtype_engine.checkpoint import unchanged
-    from dtype_engine.runtime.measure.weight_errors import inspect_live_weight, inspect_weight
+    from dtype_engine.runtime.measure.weight_errors import inspect_weight
 
     model, name, targets = work.model, wanted.tensor, wanted.targets
     work.on_progress(f"reading {printable(name, 60)}", 0, 1)
-    if model.session is not None:
-        with unchanged(model.session.model.identities):
-            return inspect_live_weight(model.session.model, name, targets, work.token)
-    assert model.checkpoint is not None
-    with unchanged(model.checkpoint.identities):
-        return inspect_weight(model.checkpoint, name, targets, work.token)
+    opened = model.session.model if model.session is not None else model.checkpoint
+    assert opened is not None
+    with unchanged(opened.identities):
+        return inspect_weight(opened, name, targets, work.token)
 
 
 def _check_values(stats: dtype_engine.results.weights.WeightStats) -> None:

@@ -101,9 +101,9 @@ def test_small_describing_tensors_are_read_from_the_hub(tmp_path: Path, serve: S
         hub.repositories[f"org/case{number}"] = tmp_path / str(number)
         here, there = open_checkpoint(tmp_path / str(number)), locate(f"hf://org/case{number}").open()
         assert there is not None
-        assert here.encoded.keys() == there.encoded.keys() != set(), name
-        for weight, found in there.encoded.items():
-            expected = here.encoded[weight]
+        assert here.coded.keys() == there.coded.keys() != set(), name
+        for weight, found in there.coded.items():
+            expected = here.coded[weight]
             assert (found.format, found.shape, found.settings) == (expected.format, expected.shape, expected.settings)
             assert found.parts["codes"].bytes is None, name
 

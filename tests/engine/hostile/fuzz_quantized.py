@@ -229,7 +229,7 @@ def run_case(content: bytes, folder: Path, seed: int) -> int:
         assert text.replace("\n", "").isprintable(), f"{command[0]} said {text[:300]!a}"
         statuses.append(status)
     with contextlib.suppress(UserError):
-        for weight in open_checkpoint(path).encoded.values():
+        for weight in open_checkpoint(path).coded.values():
             with contextlib.suppress(UserError):
                 values = CodedSource(weight).read()
                 assert tuple(values.shape) == weight.shape, (

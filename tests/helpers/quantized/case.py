@@ -56,7 +56,7 @@ class Case:
         """Write and open the checkpoint, and compare each weight's format, shape and values with what it was made from: all rows,
         and rows that begin and end inside words, blocks and tiles.
         """
-        found = self.open(folder).encoded
+        found = self.open(folder).coded
         assert found.keys() == self.right.keys()
         for name, right in self.right.items():
             weight = found[name]

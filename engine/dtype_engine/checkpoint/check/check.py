@@ -23,7 +23,7 @@ from dtype_engine.checkpoint.packed_weights import (
     quantized_parts,
 )
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.checkpoint.schemes.layout import PackedWeight
 from dtype_engine.checkpoint.weight_files import read_index, read_json
 from dtype_engine.checkpoint.weight_sets import is_second_set
@@ -68,7 +68,7 @@ def check(
     parts = names_of_parts(weights, tensors)
     findings = [*_of_sets(checkpoint), *_of_index(checkpoint), *_of_prefix(checkpoint)]
     findings += find_unpaired(tensors, weights, parts)
-    read = {weight.parts[CODES].name for weight in checkpoint.encoded.values()}
+    read = {weight.parts[CODES].name for weight in checkpoint.coded.values()}
     findings += find_misshapen(tensors, [weight for weight in weights if weight.codes not in read], config)
     reported = {finding.tensor.rpartition(".")[0] for finding in findings}
     findings += find_unread(tensors, weights, read, reported, checkpoint.metadata)
@@ -251,9 +251,9 @@ def _bad_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: P
     return read, findings
 
 
-def _own(checkpoint: Checkpoint) -> dict[str, EncodedWeight]:
+def _own(checkpoint: Checkpoint) -> dict[str, CodedWeight]:
     """Return the weights that an export of this program stored with scales, by name."""
-    return {name: weight for name, weight in checkpoint.encoded.items() if weight.own}
+    return {name: weight for name, weight in checkpoint.coded.items() if weight.own}
 
 
 def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
@@ -263,7 +263,7 @@ def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broke
     weights: the weights that other programs quantized. broken: names of modules that already have a finding. Groups with such a
     module are skipped, because its finding explains the difference.
     """
-    if not all(weight.scheme.fused for weight in checkpoint.encoded.values()):
+    if not all(weight.scheme.fused for weight in checkpoint.coded.values()):
         return  # runtimes that fuse nothing mix formats on purpose
     tensors = checkpoint.tensors
     formats = {name: tensor.dtype for name, tensor in tensors.items() if name.endswith(".weight")}
@@ -335,7 +335,7 @@ def _of_ties(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Find
 
 def _of_groups(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield a finding for each tensor of GPTQ that puts a column into a group that has no scale."""
-    for weight in checkpoint.encoded.values():
+    for weight in checkpoint.coded.values():
         index, scale = weight.parts.get("g_idx"), weight.parts.get("scale")
         found = integer_range(index) if index is not None and scale is not None else None
         if index is None or scale is None or found is None:

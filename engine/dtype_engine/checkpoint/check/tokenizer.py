@@ -38,7 +38,7 @@ def tokenizer_findings(checkpoint: Checkpoint, endings: tuple[str, ...]) -> Iter
 
 
 def _has_rows(checkpoint: Checkpoint, name: str) -> bool:
-    return name in checkpoint.encoded or checkpoint.dtype(name) in dtypes.COMPUTE_DTYPES
+    return name in checkpoint.coded or checkpoint.dtype(name) in dtypes.COMPUTE_DTYPES
 
 
 def _largest_id(tokenizer: Mapping[str, Any]) -> int:

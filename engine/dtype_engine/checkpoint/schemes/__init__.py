@@ -6,6 +6,6 @@ dtypes and shapes that the scheme requires. Tensors that no scheme recognizes ar
 `check` reports those that seem to belong to a weight. The decoders are in `runtime/formats/schemes`.
 """
 
-from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight
 
-__all__ = ["CODES", "EncodedWeight"]
+__all__ = ["CODES", "CodedWeight"]

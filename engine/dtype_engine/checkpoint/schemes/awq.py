@@ -29,7 +29,7 @@ from dtype_engine.checkpoint.schemes.configuration import (
 )
 from dtype_engine.checkpoint.schemes.layout import Config, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, packed_words
-from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
 
 _GEMM = {"layout": "gemm", "code": "row words", "order": (0, 2, 4, 6, 1, 3, 5, 7), "signed": False}
 
@@ -48,7 +48,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
             packing, rows, columns, size = layout
             form, packing = f"{method}:int4@{block_name(size, columns)}", {"block": (1, size), **packing}
             parts = {CODES: codes, "scale": scale, "zero_point": zero}
-            yield EncodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, packing)
+            yield CodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, packing)
     yield from _read_fast(tensors, method, sizes)
 
 
@@ -66,7 +66,7 @@ def _read_fast(tensors: Tensors, method: str, sizes: set[int]) -> Weights:
             form = f"{method}:int4@{block_name(size, columns)}"
             parts = {CODES: codes, "scale": scale, "offset": offset}
             settings = {"block": (1, size), "layout": "gemv fast"}
-            yield EncodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, settings)
+            yield CodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, settings)
 
 
 def _padded_size(sizes: set[int], columns: int, places: int) -> int | None:

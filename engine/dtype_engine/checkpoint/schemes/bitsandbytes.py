@@ -17,7 +17,7 @@ from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.layout import Config, Layout, PackedWeight, Shapes, Tensors
-from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
 from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -37,7 +37,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
             yield _eight_bits(name, tensors)
 
 
-def _four_bits(name: str, tensors: Tensors) -> EncodedWeight | None:
+def _four_bits(name: str, tensors: Tensors) -> CodedWeight | None:
     stem, _, kind = name.partition(_STATE)
     ends = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
     parts = {role: tensors[f"{stem}.{role}"] for role in ends if f"{stem}.{role}" in tensors}
@@ -62,12 +62,12 @@ def _four_bits(name: str, tensors: Tensors) -> EncodedWeight | None:
         return None
     if any(part.dtype != "float32" for part in parts.values() if part.dtype != "uint8" or part is not scale):
         return None
-    return EncodedWeight(
+    return CodedWeight(
         stem, shape, SCHEME, f"{SCHEME.name}:{kind}@{block}", {CODES: codes} | parts, settings, (tensors[name],)
     )
 
 
-def _eight_bits(name: str, tensors: Tensors) -> EncodedWeight | None:
+def _eight_bits(name: str, tensors: Tensors) -> CodedWeight | None:
     stem = name.removesuffix("SCB")
     codes, scale, order = tensors.get(f"{stem}weight"), tensors[name], tensors.get(f"{stem}weight_format")
     if codes is None or codes.dtype != "int8" or len(codes.shape) != 2 or scale.dtype != "float32":
@@ -76,7 +76,7 @@ def _eight_bits(name: str, tensors: Tensors) -> EncodedWeight | None:
         return None
     beside = () if order is None else (order,)
     parts = {CODES: codes, "scale": scale}
-    return EncodedWeight(codes.name, codes.shape, SCHEME, f"{SCHEME.name}:int8@channel", parts, beside=beside)
+    return CodedWeight(codes.name, codes.shape, SCHEME, f"{SCHEME.name}:int8@channel", parts, beside=beside)
 
 
 def _read_state(tensor: CheckpointTensor) -> Mapping[str, Any]:

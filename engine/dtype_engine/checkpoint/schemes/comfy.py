@@ -27,7 +27,7 @@ from dtype_engine.checkpoint.schemes.compressed_tensors import SCALED
 from dtype_engine.checkpoint.schemes.configuration import declared
 from dtype_engine.checkpoint.schemes.layout import FLOAT8, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe, with_beside
-from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
 from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
 _MARK, _OLD_MARK = "comfy_quant", "scaled_fp8"
@@ -51,7 +51,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 def _read_weight(
     name: str, codes: CheckpointTensor, about: Mapping[str, Any] | None, tensors: Tensors
-) -> EncodedWeight | None:
+) -> CodedWeight | None:
     kind = None if about is None else about.get("format")
     mark = tensors.get(_mark(name))
     old = tensors.get(f"{name.removesuffix('weight')}scale_weight")

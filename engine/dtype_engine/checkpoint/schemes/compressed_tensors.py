@@ -23,7 +23,7 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import block_in, config_groups, declared, matches, size, sizes
 from dtype_engine.checkpoint.schemes.layout import BYTES, FLOAT8, WORDS, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid, with_beside
-from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
 from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
 _UNREAD = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
@@ -94,7 +94,7 @@ def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Ma
     return named or of_classes + others
 
 
-def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> EncodedWeight | None:
+def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> CodedWeight | None:
     block = _block(arguments)
     if block is None:
         return None
@@ -121,7 +121,7 @@ def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> E
 
 def _read_words(
     name: str, packed: CheckpointTensor, arguments: Mapping[str, Any], block: tuple[int, int] | str, tensors: Tensors
-) -> EncodedWeight | None:
+) -> CodedWeight | None:
     bits, held = size(arguments.get("num_bits")), tensors.get(f"{name}_shape")
     if bits is None or bits > 8 or arguments.get("type") != "int" or held is None or held.dtype not in _INTEGERS:
         return None
@@ -164,7 +164,7 @@ def _read_words(
 
 def _read_small_floats(
     name: str, packed: CheckpointTensor, arguments: Mapping[str, Any], block: tuple[int, int] | str, tensors: Tensors
-) -> EncodedWeight | None:
+) -> CodedWeight | None:
     bits = arguments.get("num_bits")
     if packed.dtype != "uint8" or arguments.get("type") != "float" or bits not in (4, 6) or not packed.shape:
         return None
@@ -208,7 +208,7 @@ def _group_indices(index: CheckpointTensor, columns: int) -> set[int]:
     return set(struct.unpack(f"<{columns}{_INTEGERS[index.dtype]}", read_small(index)))
 
 
-def _input_format(weight: EncodedWeight, settings: Config) -> str:
+def _input_format(weight: CodedWeight, settings: Config) -> str:
     """Return the format to which runtimes round the inputs of a weight's module, or "" if they do not. A group of `config_groups`
     that names the module has precedence over groups that name a class.
     """

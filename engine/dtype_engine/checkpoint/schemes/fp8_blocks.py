@@ -15,7 +15,7 @@ from typing import Any
 from dtype_engine.checkpoint.schemes.configuration import block_in, declared, quant_method, sizes
 from dtype_engine.checkpoint.schemes.layout import FLOAT8, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe
-from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
 
 SCALES = (*FLOATS, *EXPONENTS)
 """The dtypes that scales may have."""
@@ -45,7 +45,7 @@ def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | str | None:
     return sizes(block) if block is not None else "channel" if method == "fbgemm_fp8" else "tensor"
 
 
-def input_format(weight: EncodedWeight, settings: Mapping[str, Any]) -> str:
+def input_format(weight: CodedWeight, settings: Mapping[str, Any]) -> str:
     """Return the format to which runtimes round the inputs of a weight's layer, or "". settings: the quantization settings in
     config.json.
     """

@@ -18,7 +18,7 @@ from dtype_engine.checkpoint.schemes.configuration import (
 )
 from dtype_engine.checkpoint.schemes.layout import WORDS, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import packed_words
-from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
 
 _ADDED = {
     ("gptq", "gptq"): 1, ("gptq", "gptq_v2"): 0,
@@ -51,7 +51,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
             continue
         form, numbers = f"{method}:int{bits}@{block_name(size, columns)}", {"bits": bits, "group": size, "added": added}
         parts = {CODES: codes, "scale": scale, "zero": zero} | ({} if order is None else {"g_idx": order})
-        yield EncodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, numbers)
+        yield CodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, numbers)
 
 
 def _is_padded(codes: CheckpointTensor, scale: CheckpointTensor) -> bool:

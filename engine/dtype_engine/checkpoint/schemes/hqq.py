@@ -15,7 +15,7 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import block_name
 from dtype_engine.checkpoint.schemes.layout import BYTES, WORDS, Config, Layout, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
-from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
 from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
 _PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
@@ -29,7 +29,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     return (_weight(name.removesuffix("W_q"), tensors) for name in tensors if name.endswith(".W_q"))
 
 
-def _weight(stem: str, tensors: Tensors) -> EncodedWeight | None:
+def _weight(stem: str, tensors: Tensors) -> CodedWeight | None:
     own = {end: tensors[stem + end] for end in ("W_q", "scale", *_LAYOUT.more) if stem + end in tensors}
     if any(end not in own for end in ("scale", "zero", *_NEEDED)):
         return None
@@ -55,7 +55,7 @@ def _weight(stem: str, tensors: Tensors) -> EncodedWeight | None:
         return None
     form = f"{SCHEME.name}:int{bits}@{block_name(size, columns) if axis else f'g{size}'}"
     parts, settings = {CODES: codes, "scale": scale, "zero": zero}, {"bits": bits, "together": together, "axis": axis}
-    return EncodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, settings, tuple(own.values()))
+    return CodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, settings, tuple(own.values()))
 
 
 def _number(tensor: CheckpointTensor) -> int:

@@ -20,7 +20,7 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared
 from dtype_engine.checkpoint.schemes.layout import Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
-from dtype_engine.checkpoint.schemes.scheme import CODES, MOST_EXPERTS, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, MOST_EXPERTS, CodedWeight, Metadata, Scheme, Weights
 
 _AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
 _FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
@@ -57,7 +57,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
             parts["global_scale"] = whole
         kind = f"affine{bits}@g{size}" if mode == "affine" else mode
         shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits)
-        weight = EncodedWeight(codes.name, shape, SCHEME, f"{SCHEME.name}:{kind}", parts, {"mode": mode, "bits": bits})
+        weight = CodedWeight(codes.name, shape, SCHEME, f"{SCHEME.name}:{kind}", parts, {"mode": mode, "bits": bits})
         stacked = _STACKED in name and len(shape) == 3 and shape[0] <= MOST_EXPERTS
         yield from _experts(weight) if stacked else (weight,)
 
@@ -94,7 +94,7 @@ def _described(
     return (mode, bits, size) if 32 * codes.shape[-1] == scale.shape[-1] * size * bits else None
 
 
-def _experts(stacked: EncodedWeight) -> Iterator[EncodedWeight]:
+def _experts(stacked: CodedWeight) -> Iterator[CodedWeight]:
     """Yield a weight for each expert in a weight that stacks all experts of a layer. The expert's tensors are ranges of bytes of
     the stacked tensors.
     """

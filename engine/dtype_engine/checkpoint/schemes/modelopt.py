@@ -21,7 +21,7 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared, matches, size
 from dtype_engine.checkpoint.schemes.layout import Config, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, with_beside
-from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
 from dtype_engine.checkpoint.weight_files import read_json
 
 _BESIDE_CONFIG = "hf_quant_config.json"
@@ -94,7 +94,7 @@ def _of_layer(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return entry if isinstance(entry, Mapping) else {}
 
 
-def _read_weight(name: str, settings: Mapping[str, Any], tensors: Tensors) -> EncodedWeight | None:
+def _read_weight(name: str, settings: Mapping[str, Any], tensors: Tensors) -> CodedWeight | None:
     layout, codes = _LAYOUTS.get(str(settings.get("quant_algo")).upper()), tensors.get(name)
     if layout is None or codes is None or codes.dtype not in layout.dtypes or len(codes.shape) != 2:
         return None
@@ -117,7 +117,7 @@ def _read_weight(name: str, settings: Mapping[str, Any], tensors: Tensors) -> En
     return with_beside(weight, of_tensor)
 
 
-def _input_format(weight: EncodedWeight, settings: Mapping[str, Any]) -> str:
+def _input_format(weight: CodedWeight, settings: Mapping[str, Any]) -> str:
     if weight.format == "modelopt:nvfp4":
         return "nvfp4" if weight.input_scale is not None else ""
     return _INPUTS.get(weight.format, "")

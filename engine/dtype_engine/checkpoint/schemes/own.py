@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Scheme
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Scheme
 from dtype_engine.core import block_formats, dtypes
 from dtype_engine.core.block_formats import INPUT_SCALE, SCALE, Part, parts
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
-SCHEME = Scheme("dtype-tui", "own", own=True)
+SCHEME = Scheme("dtype-tui", "own", of_inputs=(INPUT_SCALE,), own=True)
 """`Checkpoint` reads its weights by `read`, before those of other schemes."""
 SCALED_KEY = "dtype_engine.scaled."
 """Prefix of metadata keys in an exported file. A key is this prefix and the name of a tensor with codes. The value is the format of
@@ -33,12 +33,12 @@ named `weight`, other loaders would silently read them as values.
 """
 
 
-def read(path: Path, tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, EncodedWeight]:
+def read(path: Path, tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, CodedWeight]:
     """Return the weights that this program's export stored with scales, under the names that the model gives them.
 
     Raises UserError if the file's metadata does not match its tensors. tensors, metadata: those of the file's header.
     """
-    weights: dict[str, EncodedWeight] = {}
+    weights: dict[str, CodedWeight] = {}
     owners: dict[str, str] = {}
     for key, dtype in metadata.items():
         if not key.startswith(SCALED_KEY):
@@ -60,7 +60,7 @@ def read(path: Path, tensors: Mapping[str, CheckpointTensor], metadata: Mapping[
 
 def _read_weight(
     name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
-) -> EncodedWeight | None:
+) -> CodedWeight | None:
     """Return the weight `name`, or None if a tensor that its dtype requires is missing or has the wrong dtype or size. tensors: all
     tensors of the file, by name. packed_shape: the weight's shape as the file's metadata gives it. Packed codes need it, because
     they have another shape.
@@ -85,7 +85,7 @@ def _read_weight(
     of_inputs = tensors.get(input_scale_name(name)) if row.blocks is not None and row.blocks.tensor_scale else None
     if of_inputs is not None and (of_inputs.dtype, of_inputs.shape) != ("float32", (1,)):
         return None
-    return EncodedWeight(name, shape, SCHEME, dtype, found, beside=() if of_inputs is None else (of_inputs,))
+    return CodedWeight(name, shape, SCHEME, dtype, found, beside=() if of_inputs is None else (of_inputs,))
 
 
 def _read_shape(text: str | None) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import block_name, size
 from dtype_engine.checkpoint.schemes.layout import BYTES, FLOAT8, Config, Layout, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, FP8
-from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
 
 _CODES = {"int8": "int8", "float8_e4m3fnuz": "e4m3fnuz", **FP8}
 
@@ -30,16 +30,16 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
             yield _bytes(name.removesuffix("._data"), codes, tensors.get(f"{name.removesuffix('data')}scale"))
 
 
-def _bytes(name: str, codes: CheckpointTensor, scale: CheckpointTensor | None) -> EncodedWeight | None:
+def _bytes(name: str, codes: CheckpointTensor, scale: CheckpointTensor | None) -> CodedWeight | None:
     if scale is None or codes.dtype not in _CODES or scale.dtype not in FLOATS:
         return None
     if len(codes.shape) < 2 or not codes.nbytes or scale.shape != (codes.shape[0], *(1 for _ in codes.shape[1:])):
         return None
     form = f"{SCHEME.name}:{_CODES[codes.dtype]}@channel"
-    return EncodedWeight(name, codes.shape, SCHEME, form, {CODES: codes, "scale": scale})
+    return CodedWeight(name, codes.shape, SCHEME, form, {CODES: codes, "scale": scale})
 
 
-def _bits(name: str, codes: CheckpointTensor, tensors: Tensors, config: Config) -> EncodedWeight | None:
+def _bits(name: str, codes: CheckpointTensor, tensors: Tensors, config: Config) -> CodedWeight | None:
     scale, shift = tensors.get(f"{name}._scale"), tensors.get(f"{name}._shift")
     if scale is None or shift is None or codes.dtype != "uint8" or len(codes.shape) != 2 or not codes.nbytes:
         return None
@@ -63,7 +63,7 @@ def _bits(name: str, codes: CheckpointTensor, tensors: Tensors, config: Config) 
     if bias is not None and bias.shape != shape[:1]:
         return None
     form = f"{SCHEME.name}:int{bits}@{block_name(width, shape[1])}"
-    return EncodedWeight(name, shape, SCHEME, form, {CODES: codes, "scale": scale, "shift": shift}, {"bits": bits})
+    return CodedWeight(name, shape, SCHEME, form, {CODES: codes, "scale": scale, "shift": shift}, {"bits": bits})
 
 
 def _columns(name: str, config: Config) -> int | None:

@@ -21,7 +21,7 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared, matches, size, sizes
 from dtype_engine.checkpoint.schemes.layout import Config, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid, with_beside
-from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
 
 _IN_ORDER, _REORDERED = (0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 4, 6, 1, 3, 5, 7)
 _PACKED = {
@@ -46,7 +46,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
         yield _read_weight(name, entry.get("weight") if isinstance(entry, Mapping) else None, order, tensors)
 
 
-def _read_weight(name: str, settings: object, order: tuple[int, ...], tensors: Tensors) -> EncodedWeight | None:
+def _read_weight(name: str, settings: object, order: tuple[int, ...], tensors: Tensors) -> CodedWeight | None:
     """Return the quantized weight `name`, or None if its tensors are not those that the settings of its layer require. order: for
     each of the eight integers in a word, from the lowest bits on, its row among the word's eight rows.
     """

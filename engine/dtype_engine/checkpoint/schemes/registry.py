@@ -14,7 +14,7 @@ from dtype_engine.checkpoint import schemes as package
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import declared
 from dtype_engine.checkpoint.schemes.layout import Layout
-from dtype_engine.checkpoint.schemes.scheme import EncodedWeight, Scheme
+from dtype_engine.checkpoint.schemes.scheme import CodedWeight, Scheme
 from dtype_engine.core.dtypes import PER_TENSOR
 from dtype_engine.core.gc_pause import gc_paused
 
@@ -36,16 +36,16 @@ def layouts() -> tuple[Layout, ...]:
     return tuple(sorted(found, key=lambda layout: not layout.mark))
 
 
-def read_encoded(
+def read_coded(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any] | None, metadata: Mapping[str, str]
-) -> dict[str, EncodedWeight]:
+) -> dict[str, CodedWeight]:
     """Return the weights that other programs quantized. The keys are the names that the weights have in the unquantized
     checkpoint.
 
     tensors: all tensors of the files, by name. config: the content of config.json, or None. metadata: the metadata of the files'
     headers. Raises UserError if a small tensor that describes a weight can't be read.
     """
-    found: dict[str, EncodedWeight] = {}
+    found: dict[str, CodedWeight] = {}
     with gc_paused():
         for scheme in schemes():
             read = scheme.read(tensors, config or {}, metadata)
@@ -55,8 +55,8 @@ def read_encoded(
 
 
 def _with_beside(
-    weights: dict[str, EncodedWeight], tensors: Mapping[str, CheckpointTensor], ends: tuple[str, ...]
-) -> dict[str, EncodedWeight]:
+    weights: dict[str, CodedWeight], tensors: Mapping[str, CheckpointTensor], ends: tuple[str, ...]
+) -> dict[str, CodedWeight]:
     """Return weights together with the tensors in their modules whose names have one of the given ends."""
     beside: dict[str, tuple[CheckpointTensor, ...]] = {}
     for name, tensor in tensors.items():
@@ -69,7 +69,7 @@ def _with_beside(
     return weights
 
 
-def input_format(weight: EncodedWeight, config: Mapping[str, Any] | None) -> str:
+def input_format(weight: CodedWeight, config: Mapping[str, Any] | None) -> str:
     """Return the format of `core.dtypes`, such as "int8", to which runtimes round the inputs of a weight's layer, or "". If it ends
     with "@tensor", all inputs have the scale in `weight.input_scale`. config: the content of config.json.
     """

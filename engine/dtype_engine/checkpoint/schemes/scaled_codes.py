@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.scheme import EncodedWeight, Scheme
+from dtype_engine.checkpoint.schemes.scheme import CodedWeight, Scheme
 
 FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 """Maps torch's names of the float8 dtypes in which weights are read to their short names."""
@@ -90,7 +90,7 @@ def describe(
     *,
     scales: tuple[str, ...] = FLOATS,
     settings: Mapping[str, Any] | None = None,
-) -> EncodedWeight | None:
+) -> CodedWeight | None:
     """Return the description of a weight, or None if one of its tensors does not fit or is missing. A missing tensor is None in
     `parts`.
 
@@ -113,7 +113,7 @@ def describe(
     if of_inputs is not None and (of_inputs.dtype not in FLOATS or of_inputs.shape != shape[-1:]):
         return None
     size, text = described
-    return EncodedWeight(
+    return CodedWeight(
         name,
         shape,
         scheme,
@@ -123,7 +123,7 @@ def describe(
     )
 
 
-def with_beside(weight: EncodedWeight | None, *tensors: CheckpointTensor | None) -> EncodedWeight | None:
+def with_beside(weight: CodedWeight | None, *tensors: CheckpointTensor | None) -> CodedWeight | None:
     """Return a weight together with tensors that do not change its values. Those that are None are left out."""
     more = tuple(tensor for tensor in tensors if tensor is not None)
     return replace(weight, beside=(*weight.beside, *more)) if weight is not None and more else weight

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.schemes.layout import Config, Layout, Tensors
 
 CODES = "codes"
-"""The key in `EncodedWeight.parts` of the tensor that has a code for each value. Every encoded weight has such a tensor."""
+"""The key in `CodedWeight.parts` of the tensor that has a code for each value. Every coded weight has such a tensor."""
 MOST_EXPERTS = 4096
 """The maximum number of experts in a tensor that is split into a weight for each expert."""
 Metadata = Mapping[str, str]
@@ -54,7 +54,7 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     """
     of_inputs: tuple[str, ...] = (".input_scale", ".input_global_scale", ".activation_scale")
     """The ends of the names of those tensors in `beside` that hold one scale for all inputs of the layer."""
-    input_format: Callable[[EncodedWeight, Config], str] = lambda weight, settings: ""
+    input_format: Callable[[CodedWeight, Config], str] = lambda weight, settings: ""
     """Takes a weight and the quantization settings in config.json. Returns the format of `core.dtypes` to which runtimes round the
     inputs of the weight's layer, such as "int8", or "". If it ends with "@tensor", the files have the scale.
     """
@@ -80,7 +80,7 @@ class Scheme(msgspec.Struct, frozen=True, eq=False):
     """Whether an export of this program stores weights so, whose formats are formats of `core.dtypes`, such as `int8`."""
 
 
-class EncodedWeight(msgspec.Struct, frozen=True, gc=False):
+class CodedWeight(msgspec.Struct, frozen=True, gc=False):
     """A weight that the files store as codes, with the scales and other tensors that turn codes into values."""
 
     name: str
@@ -126,4 +126,4 @@ class EncodedWeight(msgspec.Struct, frozen=True, gc=False):
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-Weights = Iterator[EncodedWeight | None]
+Weights = Iterator[CodedWeight | None]

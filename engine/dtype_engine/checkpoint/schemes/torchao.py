@@ -22,7 +22,7 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import block_name, sizes
 from dtype_engine.checkpoint.schemes.layout import CODES_DTYPES, Config, Layout, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, FP8, describe
-from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
 
 _MX = {"float8_e4m3fn": "mxfp8", "float8_e5m2": "mxfp8_e5m2", "uint8": "mxfp4"}
 _NAMES = tuple(f"int{bits}" for bits in range(1, 9))
@@ -33,7 +33,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     return (_weight(name, text, tensors) for name, text in metadata.items() if '"_type"' in text)
 
 
-def _weight(name: str, text: str, tensors: Tensors) -> EncodedWeight | None:
+def _weight(name: str, text: str, tensors: Tensors) -> CodedWeight | None:
     kind, data = _description(text)
     module, _, local = name.rpartition(".")
     roles = {
@@ -69,7 +69,7 @@ def _weight(name: str, text: str, tensors: Tensors) -> EncodedWeight | None:
 
 def _int4(
     name: str, block: object, codes: CheckpointTensor, scale: CheckpointTensor, offset: CheckpointTensor | None
-) -> EncodedWeight | None:
+) -> CodedWeight | None:
     pair, (rows, columns) = sizes(block), (codes.shape[0], 2 * codes.shape[1])
     if pair is None or pair[0] != 1 or offset is None or codes.dtype not in ("int8", "uint8"):
         return None
@@ -83,7 +83,7 @@ def _int4(
         return None
     parts = {CODES: codes, "scale": scale, "offset": offset}
     form = f"{SCHEME.name}:int4@{block_name(pair[1], columns)}"
-    return EncodedWeight(name, (rows, columns), SCHEME, form, parts, {"block": pair})
+    return CodedWeight(name, (rows, columns), SCHEME, form, parts, {"block": pair})
 
 
 def _word(kind: str, data: Mapping[str, Any], codes: CheckpointTensor, scale: CheckpointTensor) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dtype_engine.checkpoint import ByteRange, CheckpointTensor, FileIdentity
-from dtype_engine.checkpoint.schemes import EncodedWeight
+from dtype_engine.checkpoint.schemes import CodedWeight
 from dtype_engine.checkpoint.schemes.own import codes_names, input_scale_name, parts_in
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
@@ -102,7 +102,7 @@ class ExportTensor:
     packed_into: str = ""
     """The name of the live model's weight into which loading packs this weight and others; "" if this weight is not packed."""
 
-    encoded: EncodedWeight | None = None
+    coded: CodedWeight | None = None
     """How the source stores the weight, if another program quantized it, for example by GPTQ. None if the source stores plain
     values, or codes that an export of this program wrote.
     """
@@ -116,7 +116,7 @@ class ExportTensor:
     @property
     def copied(self) -> bool:
         """Whether the export copies this weight's tensors unchanged from a source that another program quantized."""
-        return self.encoded is not None and self.dtype == self.stored
+        return self.coded is not None and self.dtype == self.stored
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:

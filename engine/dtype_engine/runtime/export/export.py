@@ -119,8 +119,8 @@ def _write_other_files(
     """
     notices, layout = tuple[str, ...](), contents.layout
     if layout.kind == "model" and contents.folder is not None and contents.config is not None:
-        encoded = [item for item in contents.items if item.encoded is not None]
-        notices = copy_sidecars(contents.folder, stage, bool(encoded) and all(item.copied for item in encoded))
+        coded = [item for item in contents.items if item.coded is not None]
+        notices = copy_sidecars(contents.folder, stage, bool(coded) and all(item.copied for item in coded))
     for part in layout.parts:
         (stage / part.folder).mkdir(parents=True, exist_ok=True)
     for file, path in layout.copied:

@@ -20,7 +20,7 @@ from dtype_engine.recipe.schemes import DESCRIBED, keeps_input_scale
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, InputScale
 from dtype_engine.runtime.export.experts import all_experts, expert_layer
 from dtype_engine.runtime.formats.nvfp4 import tensor_scale
-from dtype_engine.runtime.weights.files import read_part
+from dtype_engine.runtime.weights.coded import stored_scale
 
 _NUMBER = re.compile(r"\d+")
 
@@ -47,7 +47,7 @@ def with_quantised_inputs(
         alike[kind] = max(largest, alike.get(kind, 0.0))
     found = []
     for item in items:
-        kept = source.encoded.get(item.name) if item.dtype == item.stored else None
+        kept = source.coded.get(item.name) if item.dtype == item.stored else None
         kept = kept if kept is not None and kept.own else None
         module = item.name.removesuffix(".weight")
         said = kept is not None and (module in before or all_experts(expert_layer(module)) in before)
@@ -55,8 +55,8 @@ def with_quantised_inputs(
         if quantised and (said or settings.quantize_activations == "weights"):
             if not keeps_input_scale(item.dtype):
                 item = dataclasses.replace(item, quantised_inputs=True)
-            elif kept is not None and kept.beside:
-                scale = InputScale(float(read_part(kept.beside[0])))
+            elif kept is not None and kept.input_scale is not None:
+                scale = InputScale(stored_scale(kept.input_scale))
                 item = dataclasses.replace(item, quantised_inputs=True, input_scale=scale)
             elif not item.packed_into:
                 item = dataclasses.replace(item, quantised_inputs=True, input_scale=_scale(item, ranges, alike))

@@ -21,8 +21,8 @@ from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, make_plan, require_matches
 from dtype_engine.recipe.schemes import layout as named_layout
 from dtype_engine.results.coverage import Coverage
+from dtype_engine.runtime.export.coded import copies_of, decoded_notice, exported_config, layout_beside
 from dtype_engine.runtime.export.contents import Contents, ExportTensor
-from dtype_engine.runtime.export.encoded import copies_of, decoded_notice, exported_config, layout_beside
 from dtype_engine.runtime.export.experts import experts_notices
 from dtype_engine.runtime.export.input_scales import activation_notices, with_quantised_inputs
 from dtype_engine.runtime.export.layout import layout_of
@@ -208,7 +208,7 @@ def _items_of_files(
                 tied[name] = first  # a tied weight is written once, even if its file holds it twice
                 continue
         changed = dtype != checkpoint.dtype(name)
-        coded = checkpoint.encoded.get(name)
+        coded = checkpoint.coded.get(name)
         has_scales = (coded is not None and coded.own) or (dtype in dtypes.STORAGE_DTYPES and changed)
         is_layer = info is not None and _is_layer(tree, info, name, tensor.shape, placement)
         portable = is_layer and _expressible(tensor.shape, dtype)
@@ -240,7 +240,7 @@ def _item(
     checkpoint: Checkpoint, name: str, tensor: CheckpointTensor, dtype: str, has_scales: bool, portable: bool
 ) -> ExportTensor:
     stored = checkpoint.dtype(name)
-    coded = checkpoint.encoded.get(name)
+    coded = checkpoint.coded.get(name)
     of_others = coded if coded is not None and not coded.own else None
     copies = copies_of(checkpoint, of_others) if of_others is not None and dtype == stored else ()
     own_parts = (tensor,) if coded is None else tuple(coded.parts.values())
@@ -255,7 +255,7 @@ def _item(
         has_scales and portable,
         source_bytes,
         source_of(checkpoint, name, "copied"),
-        encoded=of_others,
+        coded=of_others,
         copies=copies,
     )
 

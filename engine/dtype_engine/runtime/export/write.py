@@ -21,8 +21,7 @@ import torch
 from dtype_engine.checkpoint import ByteRange, FileIdentity, Watch
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled
-from dtype_engine.core.errors import Cancelled, UserError
-from dtype_engine.core.regular_files import reading
+from dtype_engine.core.errors import Cancelled
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.contents import ExportTensor, TensorEntry
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
@@ -33,6 +32,7 @@ from dtype_engine.runtime.formats.row_blocks import single_intraop_thread
 from dtype_engine.runtime.formats.scales import Scales
 from dtype_engine.runtime.numerics.overflow_underflow import LossCounter
 from dtype_engine.runtime.numerics.quantize import quantize_in_blocks
+from dtype_engine.runtime.weights.files import read_range
 from dtype_engine.runtime.weights.pieces import Pieces
 
 OnBytes = Callable[[int, int], None]
@@ -277,17 +277,8 @@ def _write_blocks(
 
 def _copy(source: ByteRange, out: _Target, at: int) -> None:
     """Copy the bytes of a tensor from a source file to the file offset `at` of `out`. Raises Cancelled, UserError and OSError."""
-    with reading(source.file):
-        file = open(source.file, "rb", buffering=0)  # noqa: SIM115
-    with file:
-        start, left = source.start, source.nbytes
-        while left:
-            data = os.pread(file.fileno(), min(left, _BLOCK), start)
-            if not data:
-                raise UserError(f"{source.file} was cut short while it was read")
-            _write(out.file, data, at)
-            start, at, left = start + len(data), at + len(data), left - len(data)
-            out.progress.wrote(len(data))
+    for start in range(0, source.nbytes, _BLOCK):
+        out.put(read_range(source, torch.uint8, start, min(_BLOCK, source.nbytes - start)), at + start)
 
 
 def copy_file(source: Path, target: Path, progress: Progress) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.results.losses import ValueLoss
+from dtype_engine.runtime.measure.planned_casts import casts_in_files
 from dtype_engine.runtime.numerics.overflow_underflow import Counted, count_losses
-from dtype_engine.runtime.weights.checkpoint_weights import source_of
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint import Checkpoint
@@ -33,21 +33,15 @@ def losses_in_files(
     be read, and Cancelled.
     """
     counted = {} if counted is None else counted
-    changed = [
-        (tensor.name if len(names) == 1 else name, name, planned[tensor.name])
-        for tensor in tree.tensors.values()
-        if planned[tensor.name] != tensor.dtype
-        for names in [checkpoint.names_of(tensor)]
-        for name in names
-    ]
+    casts = casts_in_files(checkpoint, tree.tensors.values(), planned)
     losses = []
-    for done, (shown, name, dtype) in enumerate(changed):
-        key = shown, dtype
+    for done, cast in enumerate(casts):
+        key = cast.name, cast.dtype
         if key not in counted:
             if cancelled():
                 raise Cancelled
-            on_progress(done, len(changed))
-            counted[key] = count_losses(shown, source_of(checkpoint, name).read(), dtype, cancelled=cancelled)
+            on_progress(done, len(casts))
+            counted[key] = count_losses(cast.name, cast.source.read(), cast.dtype, cancelled=cancelled)
         loss = counted[key]
         if loss is not None:
             losses.append(loss)

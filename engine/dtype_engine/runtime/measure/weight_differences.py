@@ -159,10 +159,10 @@ def _stored(checkpoint: Checkpoint, name: str) -> tuple[object, list[ByteRange]]
     """Return how a checkpoint stores a weight (for example its format and shape), and the byte ranges of its tensors in the files.
     Weights that are stored alike with equal bytes have equal values. Returns None if a tensor's bytes are not contiguous in a file.
     """
-    encoded = checkpoint.encoded.get(name)
-    if encoded is not None:
-        form: object = encoded.format, encoded.shape, sorted(encoded.parts), dict(encoded.settings)
-        tensors = tuple(encoded.parts[role] for role in sorted(encoded.parts))
+    coded = checkpoint.coded.get(name)
+    if coded is not None:
+        form: object = coded.format, coded.shape, sorted(coded.parts), dict(coded.settings)
+        tensors = tuple(coded.parts[role] for role in sorted(coded.parts))
     else:
         form, tensors = "values", (checkpoint.weights[name],)
     ranges = [tensor.bytes for tensor in tensors]

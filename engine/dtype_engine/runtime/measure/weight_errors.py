@@ -1,15 +1,13 @@
-"""Computes the round-trip errors of a checkpoint's tensors: how much casting them by a plan changes their values. The tensors are
-read from the files, without loading the model.
-"""
+"""Computes the round-trip errors of weights: how much casting them by a plan changes their values. No pass is run."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from dtype_engine.checkpoint import Checkpoint, Watch, refuse_changed
+from dtype_engine.checkpoint import Checkpoint, FileIdentity, Watch, refuse_changed
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.text import printable
@@ -17,6 +15,7 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.weights import SkippedTensor, WeightError, WeightStats
 from dtype_engine.runtime.device import has_float64
+from dtype_engine.runtime.measure.planned_casts import PlannedCast
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.modes.candidate import candidate_value
 from dtype_engine.runtime.numerics.compare.element_sums import element_sums
@@ -26,47 +25,21 @@ from dtype_engine.runtime.weights.checkpoint_weights import source_of
 
 
 def round_trips(
-    checkpoint: Checkpoint,
-    tree: Tree,
-    planned: Mapping[str, str],
+    casts: Sequence[PlannedCast],
+    identities: Sequence[FileIdentity],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[WeightError]:
-    """Yield the round-trip error (of casting and casting back) of every tensor whose dtype the plan changes, in the order of the
-    tree.
+    """Yield the round-trip error (of casting and casting back) of every weight that a plan casts.
 
-    planned: the dtype of each tensor, by name. If the files store a tensor of the model as several tensors, each of these has its
-    own entry, under its name in the files. Tensors that are not in the files are omitted. `on_progress(done, total)` is called with
-    the numbers of finished tensors and of all tensors. Raises UserError if a file can't be read or has changed since it was opened.
+    identities: those of the files from which the weights are read. `on_progress(done, total)` is called with the numbers of
+    finished weights and of all. Raises UserError if a file can't be read or has changed since it was opened.
     """
-    watch = Watch(checkpoint.identities)
-    changed = [
-        (tensor if len(names) == 1 else dataclasses.replace(tensor, name=name), name, planned[tensor.name])
-        for tensor in tree.order
-        if planned[tensor.name] != tensor.dtype
-        for names in [checkpoint.names_of(tensor)]
-        for name in names
-    ]
-    for done, (tensor, name, dtype) in enumerate(changed):
-        on_progress(done, len(changed))
+    watch = Watch(identities)
+    for done, cast in enumerate(casts):
+        on_progress(done, len(casts))
         watch.look()
-        error = round_trip(tensor.name, source_of(checkpoint, name).read(), dtype)
-        yield dataclasses.replace(error, stored=checkpoint.dtype(name))
-    refuse_changed(checkpoint.identities)
-
-
-def round_trips_of_live(
-    model: LiveModel,
-    planned: Mapping[str, str],
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Iterator[WeightError]:
-    """Yield the round-trip error (of casting and casting back) of every tensor whose dtype the plan changes in a live model, such
-    as one built in Python. planned: the dtype of each tensor, by name. `on_progress(done, total)` is called with the numbers of
-    finished tensors and of all tensors.
-    """
-    changed = [weight for name, weight in model.weights.items() if planned[name] != weight.info.dtype]
-    for done, weight in enumerate(changed):
-        on_progress(done, len(changed))
-        yield round_trip(weight.info.name, weight.stored.read(), planned[weight.info.name])
+        yield dataclasses.replace(round_trip(cast.name, cast.source.read(), cast.dtype), stored=cast.stored)
+    refuse_changed(identities)
 
 
 def skipped(tree: Tree) -> list[SkippedTensor]:
@@ -79,27 +52,20 @@ def skipped(tree: Tree) -> list[SkippedTensor]:
 
 
 def inspect_weight(
-    checkpoint: Checkpoint, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never
+    of: Checkpoint | LiveModel, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never
 ) -> WeightStats:
-    """Read a tensor from a checkpoint. Returns the histogram of its exponents, and the round-trip error of casting it to each dtype
-    of `targets` and back. Raises UserError, Cancelled.
+    """Return the histogram of exponents of a tensor of a checkpoint or of an open model, and the round-trip error of casting it to
+    each dtype of `targets` and back. The values are the stored ones, which are read from the checkpoint if it stores the tensor in
+    one piece. Raises UserError, Cancelled.
     """
-    if name not in checkpoint.weights:
+    if isinstance(of, LiveModel):
+        stats = _inspected(of, name, targets, cancelled)
+        weight = of.weights.get(name)
+        return stats if weight is None else dataclasses.replace(stats, reference=_from_reference(weight))
+    if name not in of.weights:
         raise UserError(f"{printable(name)} is not in the checkpoint's files: the model created it during loading")
-    refuse_changed(checkpoint.identities)
-    return _reading(name, source_of(checkpoint, name).read(), checkpoint.dtype(name), targets, cancelled)
-
-
-def inspect_live_weight(
-    model: LiveModel, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never
-) -> WeightStats:
-    """Return the histogram of exponents of a tensor in an open model, and the round-trip error of casting it to each dtype of
-    `targets` and back. The stored values are read from the checkpoint if it stores the tensor in one piece. Raises UserError,
-    Cancelled.
-    """
-    weight = model.weights.get(name)
-    stats = _inspected(model, name, targets, cancelled)
-    return stats if weight is None else dataclasses.replace(stats, reference=_from_reference(weight))
+    refuse_changed(of.identities)
+    return _reading(name, source_of(of, name).read(), of.dtype(name), targets, cancelled)
 
 
 def _inspected(model: LiveModel, name: str, targets: tuple[str, ...], cancelled: IsCancelled) -> WeightStats:

@@ -54,8 +54,8 @@ def load_into(
             problem = "is not in this model" if info is None else f"has the shape {list(info.shape)} in this model"
             raise UserError(f"{checkpoint.path}: tensor {printable(name)} {problem}")
         filled.add(info.name)
-        if name in checkpoint.encoded:
-            source = sources[info.name] = CodedSource(checkpoint.encoded[name], tensors[info.name].dtype)
+        if name in checkpoint.coded:
+            source = sources[info.name] = CodedSource(checkpoint.coded[name], tensors[info.name].dtype)
             tensors[info.name].data = source.held(CPU)
         else:
             tensors[info.name].data = read_stored(checkpoint, stored)

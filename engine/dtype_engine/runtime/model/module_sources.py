@@ -56,9 +56,9 @@ def sources_of_module(
     the model is larger than memory, all large weights are in the result. Raises NoForward if a weight has another shape in the
     module than in the files, or if its tensors in the files are not simply stacked along its rows.
     """
-    turned = turned_names(module, checkpoint.weights if memory.limited else checkpoint.encoded)
+    turned = turned_names(module, checkpoint.weights if memory.limited else checkpoint.coded)
     if not memory.limited:
-        names = set(checkpoint.encoded)
+        names = set(checkpoint.coded)
     else:
         names = {name for name in checkpoint.weights if _stays_in_file(checkpoint, name, turned)}
     live = {placements[name].name for name in names if name in placements}
@@ -96,7 +96,7 @@ def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -
     Other weights stay in memory. turned: the names of the weights that loading transposes; these stay in memory unless they are
     quantized.
     """
-    if name in checkpoint.encoded:
+    if name in checkpoint.coded:
         return True
     stored = checkpoint.weights[name]
     plain = stored.dtype in dtypes.COMPUTE_DTYPES and stored.bytes is not None
@@ -104,8 +104,8 @@ def _stays_in_file(checkpoint: Checkpoint, name: str, turned: Collection[str]) -
 
 
 def _source(checkpoint: Checkpoint, name: str, holds: torch.dtype, turned: bool, in_files: bool) -> WeightSource:
-    if name in checkpoint.encoded:
-        weight = checkpoint.encoded[name]
+    if name in checkpoint.coded:
+        weight = checkpoint.coded[name]
         return CodedSource(weight, holds, turned, input_format(weight, checkpoint.config))
     if in_files:
         return FileSource(checkpoint.weights[name], "mapped")
@@ -116,7 +116,7 @@ def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return notices for the user if config.json says that runtimes round the inputs of quantized layers, and otherwise an empty
     tuple. A notice says whether measurements can round these inputs, too. They do so only on request, and not for every format.
     """
-    others = [weight for weight in checkpoint.encoded.values() if not weight.own]
+    others = [weight for weight in checkpoint.coded.values() if not weight.own]
     if any(input_format(weight, checkpoint.config) for weight in others):
         return (
             "this checkpoint declares that runtimes round the inputs of its quantized layers; --quantize-activations weights "
@@ -142,6 +142,6 @@ def state_to_load(
     others = {
         name: read_stored(checkpoint, tensor, alone=over_memory and tensor.nbytes < SMALLEST)
         for name, tensor in checkpoint.weights.items()
-        if name not in checkpoint.encoded and (name not in placements or placements[name].name not in sources)
+        if name not in checkpoint.coded and (name not in placements or placements[name].name not in sources)
     }
     return others | {name: each.held(CPU) for name, each in sources.items()}

@@ -82,7 +82,7 @@ def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -
     placements: maps the name of each tensor of the files to where it is loaded in the module.
     """
     by_live_name: dict[str, str] = {}
-    formats = {weight.format for weight in checkpoint.encoded.values()}
+    formats = {weight.format for weight in checkpoint.coded.values()}
     for name, placement in placements.items():
         stored = checkpoint.dtype(name)
         before = by_live_name.get(placement.name)

@@ -59,8 +59,8 @@ def _load_weights(
     if len(mismatch.missing_keys) == len(own):
         raise UserError(f"{file} has none of the tensors of {title}: it has {', '.join(list(values)[:3])}, ...")
     notices = list(checkpoint.notices)
-    if checkpoint.encoded:
-        notices.append(f"decoded to float32: {plural(len(checkpoint.encoded), 'quantized weight')} of {file.name}")
+    if checkpoint.coded:
+        notices.append(f"decoded to float32: {plural(len(checkpoint.coded), 'quantized weight')} of {file.name}")
     tied = _tie_again(module, ties, values)
     missing = tuple(name for name in mismatch.missing_keys if name not in tied)
     coverage = Coverage(sum(info.persistent for info in collect_tensors(module)[0]), missing)

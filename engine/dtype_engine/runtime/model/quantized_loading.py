@@ -42,7 +42,7 @@ def refuse_unread(title: str, checkpoint: Checkpoint, module: nn.Module, placeme
             "`dtype-engine check` lists what is missing. Open the checkpoint that this one was made from to measure"
         )
     # A float dtype says nothing: bitsandbytes can store the bytes of codes as bfloat16 beside plain weights in bfloat16.
-    others = [weight for weight in checkpoint.encoded.values() if not weight.own]
+    others = [weight for weight in checkpoint.coded.values() if not weight.own]
     held = {weight.parts[CODES].dtype for weight in others} - set(dtypes.COMPUTE_DTYPES)
     floats = _floating_parameters(module)
     for name, tensor in tensors.items():

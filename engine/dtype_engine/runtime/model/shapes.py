@@ -65,7 +65,7 @@ def refuse_misshapen(
 
 def _has_shape(checkpoint: Checkpoint, name: str) -> bool:
     """Return whether the shape of a tensor of the files is that of the weight, and not of codes that this program can't read."""
-    if name in checkpoint.encoded:
+    if name in checkpoint.coded:
         return True
     return checkpoint.dtype(name) in dtypes.COMPUTE_DTYPES and not checkpoint.weights[name].packed
 

@@ -77,7 +77,7 @@ def with_files(
             continue
         files = [headers[name] for name in sources[held] if name in headers]
         dtype = info.dtype if own_dtypes else stored[held]
-        is_encoded = any(name in checkpoint.encoded for name in sources[held])
+        is_encoded = any(name in checkpoint.coded for name in sources[held])
         uncastable_reason = next(
             (header.uncastable_reason for header in files if header.uncastable_reason), info.uncastable_reason
         )
@@ -96,7 +96,7 @@ def with_files(
             dtype=dtype,
             uncastable_reason=uncastable_reason,
             own_codes=info.own_codes
-            or any(checkpoint.encoded[name].own for name in sources[held] if name in checkpoint.encoded),
+            or any(checkpoint.coded[name].own for name in sources[held] if name in checkpoint.coded),
             logical_numel=files[0].logical_numel if len(files) == 1 else info.logical_numel,
             stored_as=() if set(sources[held]) <= set(info.names) else tuple(sources[held]),
         )

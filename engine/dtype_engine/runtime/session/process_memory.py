@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import mmap
+import resource
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -124,7 +124,7 @@ def _mapped(files: Iterable[Path]) -> int | None:
     number itself, but takes 3 to 6 times as long to read, because the kernel then also counts the pages of every library.
     """
     wanted = {str(path.resolve()) for path in files}
-    page, pages = mmap.PAGESIZE, 0
+    page, pages = resource.getpagesize(), 0
     try:
         with Path("/proc/self/pagemap").open("rb") as pagemap:
             for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():

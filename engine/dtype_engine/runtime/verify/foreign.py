@@ -67,7 +67,7 @@ def _of_checkpoint(checkpoint: Checkpoint, trust: bool) -> _Side:
     reasons = quantized_parts(checkpoint.unread, checkpoint.config)
     stored = {name: (checkpoint.dtype(name), tensor.shape) for name, tensor in weights.items()}
     of_part = {name: weight.name for weight in packed_weights(checkpoint.unread) for name in weight.names}
-    decoded = checkpoint.encoded.keys()
+    decoded = checkpoint.coded.keys()
     in_files = {name: own for own, name in checkpoint.renamed.items()} | dict(checkpoint.aliases)
 
     def read(name: str) -> torch.Tensor:

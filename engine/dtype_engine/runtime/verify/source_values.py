@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dtype_engine.checkpoint.file_kind import kind_of
-from dtype_engine.checkpoint.schemes import EncodedWeight
+from dtype_engine.checkpoint.schemes import CodedWeight
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.system_memory import free_memory
 from dtype_engine.core.units import plural
@@ -52,9 +52,7 @@ def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_co
         raise UserError(f"the source can't be read to compare with it: {one_line(error, with_type=True)}") from None
 
 
-def with_decoded(
-    values: SourceValues, decoded: Mapping[str, EncodedWeight], renamed: Mapping[str, str]
-) -> SourceValues:
+def with_decoded(values: SourceValues, decoded: Mapping[str, CodedWeight], renamed: Mapping[str, str]) -> SourceValues:
     """Return the values of a source, with those weights decoded that another program quantized. A decoded weight replaces its
     stored tensors, such as codes and scales.
 

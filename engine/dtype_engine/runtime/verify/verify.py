@@ -272,7 +272,7 @@ def _of_checkpoint(
     contents = of_checkpoint(checkpoint, source.title, recipe, options)
     names = frozenset(item.name for item in contents.items)
     values = of_files(checkpoint.files, names, source.trust_pickle, checkpoint.form == "diffusers")
-    decoded = {item.name: item.encoded for item in contents.items if item.encoded is not None and not item.copied}
+    decoded = {item.name: item.coded for item in contents.items if item.coded is not None and not item.copied}
     if checkpoint.in_config:
         values = dataclasses.replace(values, names=values.names - checkpoint.in_config)
     return contents, with_decoded(values, decoded, checkpoint.renamed) if decoded or checkpoint.renamed else values

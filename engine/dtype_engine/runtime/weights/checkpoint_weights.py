@@ -22,8 +22,8 @@ def source_of(checkpoint: Checkpoint, name: str, how: Literal["mapped", "copied"
     name: a key in `checkpoint.weights`. how: how plain values in files are read, as in `FileSource`. Raises UserError if the weight
     has no values that can be read (sparse, without data, ...).
     """
-    if name in checkpoint.encoded:
-        return CodedSource(checkpoint.encoded[name])
+    if name in checkpoint.coded:
+        return CodedSource(checkpoint.coded[name])
     stored = checkpoint.weights[name]
     if (
         stored.refusal is None

@@ -7,7 +7,8 @@ from functools import cached_property
 
 import torch
 
-from dtype_engine.checkpoint.schemes import EncodedWeight
+from dtype_engine.checkpoint import CheckpointTensor
+from dtype_engine.checkpoint.schemes import CodedWeight
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
@@ -32,7 +33,7 @@ class CodedSource(WeightSource):
     dtype = torch.float32
 
     def __init__(
-        self, weight: EncodedWeight, holds: torch.dtype = torch.float32, turned: bool = False, inputs: str = ""
+        self, weight: CodedWeight, holds: torch.dtype = torch.float32, turned: bool = False, inputs: str = ""
     ) -> None:
         self.weight, self.turned, self._inputs = weight, turned, inputs
         self.shape = (*weight.shape[:-2], *weight.shape[:-3:-1]) if turned else weight.shape
@@ -49,7 +50,7 @@ class CodedSource(WeightSource):
         dtype, stored = self._inputs, self.weight.input_scale
         if not dtype.endswith((dtypes.PER_TENSOR, "nvfp4")) or stored is None:
             return InputFormat(dtype) if dtype else None
-        scale = float(read_part(stored).float().max())
+        scale = stored_scale(stored)
         if not 0 < scale < math.inf:
             raise NoForward(f"{printable(stored.name)} is {scale}, which can't be a scale of inputs")
         return InputFormat(dtype, 1 / scale if self.weight.scheme.reciprocal_scales and dtype == "nvfp4" else scale)
@@ -108,3 +109,8 @@ class CodedSource(WeightSource):
     def release(self) -> None:
         self.__dict__.pop("_parts", None)
         self._moved.clear()
+
+
+def stored_scale(stored: CheckpointTensor) -> float:
+    """Return the scale of all inputs of a layer, or the largest if the tensor has several."""
+    return float(read_part(stored).float().max())

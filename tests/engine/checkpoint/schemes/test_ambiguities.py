@@ -23,13 +23,13 @@ from dtype_engine.runtime.weights.coded import CodedSource
 
 def assert_unread(checkpoint: Checkpoint) -> None:
     """No weight is read, and every tensor has a reason why it can't be cast."""
-    assert not checkpoint.encoded
+    assert not checkpoint.coded
     assert all(tensor.uncastable_reason for tensor in checkpoint.tree().tensors.values())
 
 
 def values_of(case: Case, folder: Path) -> np.ndarray[Any, Any]:
     """The values of a case's only weight, as they are read."""
-    (weight,) = open_checkpoint(case.save(folder)).encoded.values()
+    (weight,) = open_checkpoint(case.save(folder)).coded.values()
     return CodedSource(weight).read().numpy()
 
 
@@ -56,7 +56,7 @@ def test_weights_with_input_transforms_are_not_decoded(location: str, read: bool
     case.config["quantization_config"]["transform_config"] = transforms
     checkpoint = open_checkpoint(case.save(tmp_path))
     if read:
-        assert checkpoint.encoded
+        assert checkpoint.coded
     else:
         assert_unread(checkpoint)
 
@@ -84,7 +84,7 @@ def test_weight_with_scales_along_the_wrong_dimension_is_not_decoded(
     if shape == (1, 48):  # as many columns as rows, so that the number of scales tells nothing
         case.tensors["x.weight"] = torch.zeros(48, 48).to(torch.float8_e4m3fn)
         case.tensors[part] = torch.ones(48)
-        assert open_checkpoint(case.save(tmp_path)).encoded
+        assert open_checkpoint(case.save(tmp_path)).coded
     case.tensors[part] = case.tensors[part].reshape(shape)
     assert_unread(open_checkpoint(case.save(tmp_path)))
 
@@ -106,7 +106,7 @@ def test_torchao_input_factors_scale_the_columns(tmp_path: Path) -> None:
 def test_torchao_weight_with_one_input_factor_is_not_decoded(tmp_path: Path) -> None:
     made = torchao_blocks()
     made.tensors["m._weight_act_pre_scale"] = torch.tensor(2.0)
-    assert not made.open(tmp_path).encoded
+    assert not made.open(tmp_path).coded
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_lists_instead_of_numbers_in_settings_are_ignored(
 ) -> None:
     changed = made()
     changed.config["quantization_config"] |= settings
-    assert bool(changed.open(tmp_path).encoded) is ("dynamic" in settings)
+    assert bool(changed.open(tmp_path).coded) is ("dynamic" in settings)
 
 
 def test_check_ignores_unused_bits_of_packed_awq_words(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_check_ignores_unused_bits_of_packed_awq_words(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_stack_of_too_many_experts_is_not_split(tmp_path: Path) -> None:
     made = mlx_affine(name="l.switch_mlp.up_proj", shape=(4097, 1, 32))
-    assert made.open(tmp_path).encoded.keys() == {"l.switch_mlp.up_proj.weight"}
+    assert made.open(tmp_path).coded.keys() == {"l.switch_mlp.up_proj.weight"}
 
 
 def test_control_characters_in_quant_method_are_escaped(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_unread_layer_descriptions_are_parsed_once(tmp_path: Path, monkeypatch: 
     layers = {f"{place}.x": {"format": "asym_w4a8_int8"} for place in range(50)}
     case.metadata["_quantization_metadata"] = json.dumps({"layers": {**layers, "x": {"format": "float8_e4m3fn"}}})
     checkpoint = open_checkpoint(case.save(tmp_path))
-    assert checkpoint.encoded.keys() == {"x.weight"}
+    assert checkpoint.coded.keys() == {"x.weight"}
     parsed = []
     monkeypatch.setattr("dtype_engine.checkpoint.schemes.comfy.json.loads", lambda text: parsed.append(text) or {})
     assert not [finding for finding in check(checkpoint, "model").findings if finding.kind != "part-shape"]
@@ -159,11 +159,11 @@ def test_unquantized_vision_tower_is_read_as_plain(tmp_path: Path) -> None:
     plain = {"model.visual.blocks.0.attn.qkv.weight": torch.ones(6, 2), "model.visual.logit_scale": torch.ones(())}
     case.tensors |= plain
     checkpoint = open_checkpoint(case.save(tmp_path))
-    assert checkpoint.encoded.keys() == {f"{prefix}.weight"}
+    assert checkpoint.coded.keys() == {f"{prefix}.weight"}
     reasons = {tensor.name: tensor.uncastable_reason for tensor in checkpoint.tree().tensors.values()}
     assert reasons == dict.fromkeys((*plain, f"{prefix}.weight"))
     np.testing.assert_array_equal(
-        CodedSource(checkpoint.encoded[f"{prefix}.weight"]).read().numpy(), case.right["x.weight"]
+        CodedSource(checkpoint.coded[f"{prefix}.weight"]).read().numpy(), case.right["x.weight"]
     )
 
 
@@ -237,7 +237,7 @@ def test_floats_of_undecoded_weights_are_not_plain_values(name: str, method: str
     checkpoint = open_checkpoint(
         Case(UNREAD[name], {}, "", {"quantization_config": declared} if method else {}).save(tmp_path)
     )
-    assert not checkpoint.encoded
+    assert not checkpoint.coded
     floats = [tensor for tensor in checkpoint.tree().tensors.values() if tensor.dtype.startswith(("float", "bfloat"))]
     assert floats
     assert all(tensor.uncastable_reason for tensor in floats)

@@ -41,12 +41,12 @@ def test_damaged_weight_is_not_decoded_and_check_names_it(name: str, tmp_path: P
     case = CASES[name]()
     case.tensors = _with_twin(case)
     sound = open_checkpoint(case.save(tmp_path))
-    assert sound.encoded.keys() > case.right.keys()
+    assert sound.coded.keys() > case.right.keys()
     assert not check(sound, "model").findings
     for what, tensors in _damages(dict(case.tensors)):
         case.tensors = tensors
         checkpoint = open_checkpoint(case.save(tmp_path))
-        lost = sound.encoded.keys() - checkpoint.encoded.keys()
+        lost = sound.coded.keys() - checkpoint.coded.keys()
         assert len(lost) == 1, what
         of_module = {weight.rpartition(".")[0] for weight in lost}
         findings = check(checkpoint, "model").findings
@@ -58,13 +58,13 @@ def test_weight_with_an_impossible_column_order_is_not_decoded(index: list[int],
     case = CASES["ct int4 with ordered columns"]()
     case.tensors["x.weight_g_idx"] = torch.tensor(index, dtype=torch.int32).repeat_interleave(32)
     checkpoint = open_checkpoint(case.save(tmp_path))
-    assert not checkpoint.encoded
+    assert not checkpoint.coded
 
 
 def test_missing_column_order_means_identity(tmp_path: Path) -> None:
     case = CASES["ct int4 in groups"]()
     case.tensors["x.weight_g_idx"] = torch.full((160,), -1, dtype=torch.int32)
-    (weight,) = open_checkpoint(case.save(tmp_path)).encoded.values()
+    (weight,) = open_checkpoint(case.save(tmp_path)).coded.values()
     assert "columns" not in weight.parts
     assert "x.weight_g_idx" in [tensor.name for tensor in weight.beside]
 
@@ -84,7 +84,7 @@ def test_group_applies_to_the_modules_that_it_targets(targets: list[str], read: 
         "targets": targets, "format": "float-quantized", "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
     }  # fmt: skip
     case.config = ct(other, own)
-    assert bool(open_checkpoint(case.save(tmp_path)).encoded) is read
+    assert bool(open_checkpoint(case.save(tmp_path)).coded) is read
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_useless_quantization_config_decodes_no_weight(declared: object, tmp_pat
         (folder := tmp_path / name).mkdir()
         case = CASES[name]()
         case.config, case.hf_quant_config = {"quantization_config": declared}, None
-        assert not open_checkpoint(case.save(folder)).encoded
+        assert not open_checkpoint(case.save(folder)).coded
 
 
 @pytest.mark.parametrize(
@@ -130,16 +130,16 @@ def test_useless_quantization_config_decodes_no_weight(declared: object, tmp_pat
 def test_comfy_layer_in_an_unknown_format_is_not_decoded(about: str, tmp_path: Path) -> None:
     case = CASES["comfy int8"]()
     case.tensors["x.comfy_quant"] = torch.tensor(list(about.encode()), dtype=torch.uint8)
-    assert not open_checkpoint(case.save(tmp_path)).encoded
+    assert not open_checkpoint(case.save(tmp_path)).coded
 
 
 def test_comfy_file_written_by_modelopt_is_not_decoded(tmp_path: Path) -> None:
     case = CASES["comfy nvfp4"]()
     del case.tensors["x.comfy_quant"]
     case.metadata = {"_quantization_metadata": '{"layers": {"x": {"format": "nvfp4"}}}'}
-    assert open_checkpoint(case.save(tmp_path)).encoded
+    assert open_checkpoint(case.save(tmp_path)).coded
     case.metadata["quantization_config"] = '{"quant_algo": "NVFP4"}'
-    assert not open_checkpoint(case.save(tmp_path)).encoded
+    assert not open_checkpoint(case.save(tmp_path)).coded
 
 
 @pytest.mark.parametrize("name", CASES)

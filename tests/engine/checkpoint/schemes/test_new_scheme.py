@@ -26,7 +26,7 @@ from dtype_engine.runtime.formats import schemes as decoders
 
 SCHEME = """
 from dtype_engine.checkpoint.schemes.layout import Layout
-from dtype_engine.checkpoint.schemes.scheme import CODES, EncodedWeight, Scheme
+from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Scheme
 from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
 
@@ -37,7 +37,7 @@ def _read(tensors, config, metadata):
         if stem != name and step is not None and sign is not None and step.shape == codes.shape[:1]:
             settings = {"sign": int.from_bytes(read_small(sign), "little", signed=True)}
             parts = {CODES: codes, "step": step}
-            yield EncodedWeight(f"{stem}weight", codes.shape, SCHEME, "toy:int8@channel", parts, settings, (sign,))
+            yield CodedWeight(f"{stem}weight", codes.shape, SCHEME, "toy:int8@channel", parts, settings, (sign,))
 
 
 _LAYOUT = Layout(
@@ -150,7 +150,7 @@ def test_of_a_hub_its_small_tensors_and_settings_are_fetched(folders: tuple[Path
     with hub_of(tmp_path / "cache", org__name=coded) as hub:
         there = locate("hf://org/name").open()
         assert there is not None
-        weight = there.encoded[WEIGHT]
+        weight = there.coded[WEIGHT]
         assert any(path.endswith("/toy_settings.json") for path in hub.paths())
     assert (weight.format, weight.settings) == ("toy:int8@channel", {"sign": -1})
     assert (weight.parts["codes"].absent, weight.beside[0].absent) == (True, False)

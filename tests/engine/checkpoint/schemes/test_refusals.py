@@ -163,7 +163,7 @@ LARGE = torch.zeros((1 << 20) + 1, dtype=torch.uint8)
 def test_inconsistent_weight_is_not_decoded(tmp_path: Path, made: Callable[[], Case], change: Change) -> None:
     changed = made()
     change(changed)
-    assert changed.open(tmp_path).encoded == {}
+    assert changed.open(tmp_path).coded == {}
 
 
 @pytest.mark.parametrize("settings", [{"group_size": 64}, {"bits": 8}, {"m": {"bits": 4, "group_size": 16}}])
@@ -182,4 +182,4 @@ def test_a_description_that_is_too_large_is_refused_by_name(
     changed = made()
     changed.tensors[name] = LARGE
     with pytest.raises(UserError, match="too many for what it describes"):
-        _ = changed.open(tmp_path).encoded
+        _ = changed.open(tmp_path).coded

@@ -200,7 +200,7 @@ def test_export_of_an_export_keeps_scaled_weights(make_llama: Any, tmp_path: Pat
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         assert same_bits(two[name], tensor.half() if "q_proj" in name else tensor), name
-    assert open_checkpoint(tmp_path / "two").encoded.keys() == open_checkpoint(tmp_path / "one").encoded.keys()
+    assert open_checkpoint(tmp_path / "two").coded.keys() == open_checkpoint(tmp_path / "one").coded.keys()
     groups = json.loads((tmp_path / "two" / "config.json").read_text())["quantization_config"]["config_groups"]
     assert len(groups["group_0"]["targets"]) == 6
 
@@ -278,7 +278,7 @@ def test_export_equals_the_plan_for_any_recipe(sources: Path, rules: Any, tied: 
         data, scale = (
             (before[item.name], None) if item.dtype == item.stored else cast_or_quantize(before[item.name], item.dtype)
         )
-        name = exported.encoded[item.name].parts[CODES].name if item.has_scales else item.name
+        name = exported.coded[item.name].parts[CODES].name if item.has_scales else item.name
         assert same_bits(after[name], data), item.name
         if scale is not None:
             assert torch.equal(after[f"{item.name}_scale"].reshape(-1), scale)

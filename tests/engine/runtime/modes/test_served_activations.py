@@ -91,4 +91,4 @@ def test_inputs_are_rounded_as_the_config_declares(scheme: str, tmp_path: Path) 
 )  # fmt: skip
 def test_input_format_is_the_declared_one(scheme: str, form: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(forms.CASES[scheme]().save(tmp_path))
-    assert {input_format(weight, checkpoint.config) for weight in checkpoint.encoded.values()} == {form}
+    assert {input_format(weight, checkpoint.config) for weight in checkpoint.coded.values()} == {form}

@@ -13,7 +13,7 @@ from dtype_engine.runtime.weights.coded import CodedSource
 
 @pytest.mark.parametrize("name", CASES)
 def test_single_rows_equal_those_of_the_whole_weight(name: str, tmp_path: Path) -> None:
-    for weight in CASES[name]().open(tmp_path / "model").encoded.values():
+    for weight in CASES[name]().open(tmp_path / "model").coded.values():
         for turned in (False, True):
             values = CodedSource(weight, torch.bfloat16, turned=turned)
             whole = values.read()

@@ -11,18 +11,18 @@ from importlib import import_module
 
 import torch
 
-from dtype_engine.checkpoint.schemes import EncodedWeight
+from dtype_engine.checkpoint.schemes import CodedWeight
 from dtype_engine.runtime.formats.schemes.parts import Parts
 
 __all__ = ["Parts", "decode"]
 
 
-def decode(weight: EncodedWeight, parts: Parts, first: int = 0, last: int | None = None) -> torch.Tensor:
+def decode(weight: CodedWeight, parts: Parts, first: int = 0, last: int | None = None) -> torch.Tensor:
     """Return a weight's values, computed in float32 and not rounded to a narrower dtype. They are the rows from `first` up to
     `last`, by default all. A row is everything at one index of the first dimension.
 
     parts: the tensors that the files store for the weight, keyed by role, such as "codes" and "scale".
     """
-    decoder: Callable[[EncodedWeight, Parts, int, int], torch.Tensor]
+    decoder: Callable[[CodedWeight, Parts, int, int], torch.Tensor]
     decoder = import_module(f"{__name__}.{weight.scheme.decoder}").decode
     return decoder(weight, parts, first, (weight.shape or (1,))[0] if last is None else last)

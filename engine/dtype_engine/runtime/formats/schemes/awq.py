@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import torch
 
-from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.runtime.formats.schemes import block_scaled
 from dtype_engine.runtime.formats.schemes.parts import Parts
 from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_groups, unpack
 
 
-def _decode_words(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+def _decode_words(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight [out, in]: (code - zero point) times scale, in float32. parts: its
     stored tensors, keyed by role.
     """
@@ -27,7 +27,7 @@ def _decode_words(weight: EncodedWeight, parts: Parts, first: int, last: int) ->
     return decode_rows(first, last, weight.shape[1], fill)
 
 
-def _decode_fast(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+def _decode_fast(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight [out, in] in the "gemv_fast" layout: code times scale plus offset, in
     float32. parts: the weight's stored tensors, keyed by role.
 
@@ -52,6 +52,6 @@ def _decode_fast(weight: EncodedWeight, parts: Parts, first: int, last: int) -> 
 _DECODERS = {"gemm": block_scaled.decode, "gemv": _decode_words, "gemv fast": _decode_fast}
 
 
-def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight [out, in] in float32. parts: its stored tensors, keyed by role."""
     return _DECODERS[weight.settings["layout"]](weight, parts, first, last)

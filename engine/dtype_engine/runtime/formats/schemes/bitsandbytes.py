@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.runtime.formats.schemes.parts import Parts
 from dtype_engine.runtime.formats.schemes.unpack import decode_rows, look_up, pairs, scale_groups, write_plain
 
@@ -14,7 +14,7 @@ _LARGEST = 127
 """The int8 code of the largest |value| of a row. That |value| is stored as the row's scale."""
 
 
-def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight in float32. A row is everything at one index of the first dimension.
     parts: the weight's stored tensors, keyed by role.
 
@@ -44,7 +44,7 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
     return decode_rows(first, last, columns, fill).view(-1, *weight.shape[1:])
 
 
-def _factors(weight: EncodedWeight, parts: Parts, low: int, high: int) -> torch.Tensor:
+def _factors(weight: CodedWeight, parts: Parts, low: int, high: int) -> torch.Tensor:
     """Return the scales of the blocks from `low` up to `high` in float32. With nested quantization, the stored scales are codes,
     which are decoded.
     """

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.runtime.formats.schemes.parts import Parts
 from dtype_engine.runtime.formats.schemes.unpack import (
     decode_rows,
@@ -35,7 +35,7 @@ from dtype_engine.runtime.formats.schemes.unpack import (
 Settings = Mapping[str, Any]
 
 
-def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight [out, in] in float32. For stacked experts, return the experts from
     `first` up to `last`. parts: the weight's stored tensors, keyed by role.
 

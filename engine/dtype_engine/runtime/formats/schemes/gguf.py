@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.text import printable
@@ -19,7 +19,7 @@ _VALUES_AT_ONCE = 1 << 20
 """Number of values that are dequantized at once. The gguf package allocates several float32 arrays of this size."""
 
 
-def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight in float32, in transformers' order of rows.
 
     parts: the weight's stored tensor, under the role "codes". For F32, F16 and BF16, it holds the values. For other GGUF types,
@@ -51,7 +51,7 @@ def _rows_of_halves(rows: int, heads: int, first: int, last: int) -> torch.Tenso
     return head * 2 * half + row % half * 2 + row // half
 
 
-def _dequantize(weight: EncodedWeight, rows: torch.Tensor) -> torch.Tensor:
+def _dequantize(weight: CodedWeight, rows: torch.Tensor) -> torch.Tensor:
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     part = weight.parts[CODES]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.formats.schemes.parts import Parts
 from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_groups, unpack
 
 
-def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight [out, in]: (code - zero point) times scale, in float32. parts: its
     stored tensors, keyed by role.
 
@@ -33,7 +33,7 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
     return decode_rows(first, last, weight.shape[1], fill)
 
 
-def _zero_points(weight: EncodedWeight, packed: torch.Tensor, first: int, last: int) -> torch.Tensor:
+def _zero_points(weight: CodedWeight, packed: torch.Tensor, first: int, last: int) -> torch.Tensor:
     """Return the zero points of the rows from `first` up to `last`: float32 [rows, groups]. packed: the file's zero points, int32
     [groups, out * bits / 32].
 
@@ -54,7 +54,7 @@ def _zero_points(weight: EncodedWeight, packed: torch.Tensor, first: int, last: 
     return zero[:, first - low : last - low].t().contiguous()
 
 
-def _order(weight: EncodedWeight, parts: Parts) -> torch.Tensor | None:
+def _order(weight: CodedWeight, parts: Parts) -> torch.Tensor | None:
     """Return the index of each column's group, int64 [in]. Returns None if each group consists of successive columns, and all
     groups have the same size. Raises UserError if `g_idx`, the stored index of each column's group, contains a group that has no
     scale.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.runtime.formats.schemes.parts import Parts
 from dtype_engine.runtime.formats.schemes.unpack import (
     decode_rows,
@@ -20,7 +20,7 @@ _LARGEST_NVFP4 = 448.0 * 6.0
 """The largest e2m1 value (6) times the largest e4m3 scale (448). MLX stores a tensor's `global_scale` multiplied by this number."""
 
 
-def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight [out, in] in float32. For a weight [experts, out, in], return the
     experts from `first` up to `last`. parts: the weight's stored tensors, keyed by role.
 

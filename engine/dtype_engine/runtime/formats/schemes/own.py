@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import (
     SCALE,
@@ -23,7 +23,7 @@ from dtype_engine.runtime.formats.dequantize import dequantize
 from dtype_engine.runtime.formats.schemes.parts import Parts
 
 
-def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """As `schemes.decode`. Only the blocks that contain the rows are dequantized."""
     shape, blocks = weight.shape, dtypes.BY_NAME[weight.format].blocks
     if blocks is None:
@@ -49,7 +49,7 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
 
 
 def _decode_rows(
-    weight: EncodedWeight,
+    weight: CodedWeight,
     parts: Parts,
     blocks: Blocks,
     rows: slice,

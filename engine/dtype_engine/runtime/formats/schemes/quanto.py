@@ -6,12 +6,12 @@ import math
 
 import torch
 
-from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
+from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.runtime.formats.schemes.parts import Parts
 from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_groups, write_plain
 
 
-def _decode_bytes(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+def _decode_bytes(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the channels from `first` up to `last` of a weight [out, in, ...] in float32. A value is its code times its channel's
     scale. parts: the weight's stored tensors, keyed by role.
     """
@@ -24,7 +24,7 @@ def _decode_bytes(weight: EncodedWeight, parts: Parts, first: int, last: int) ->
     return decode_rows(first, last, math.prod(weight.shape[1:]), fill).view(-1, *weight.shape[1:])
 
 
-def _decode_bits(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+def _decode_bits(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight [out, in] of 4 or 2 bits in float32. If the shifts are
     floating-point numbers, a value is code * scale - shift. If they are integers, it is (code - shift) * scale. Scale and shift are
     those of the value's group. parts: the weight's stored tensors, keyed by role.
@@ -47,6 +47,6 @@ def _decode_bits(weight: EncodedWeight, parts: Parts, first: int, last: int) -> 
     return decode_rows(first, last, weight.shape[1], fill)
 
 
-def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
+def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
     """Return the rows from `first` up to `last` of a weight in float32. parts: its stored tensors, keyed by role."""
     return (_decode_bits if "bits" in weight.settings else _decode_bytes)(weight, parts, first, last)

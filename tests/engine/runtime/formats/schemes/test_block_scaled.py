@@ -18,16 +18,16 @@ from dtype_engine.runtime.weights.coded import CodedSource
 def test_block_scaled_values_equal_code_times_scale(case: str, tmp_path: Path) -> None:
     made = CASES[case]()
     checkpoint = open_checkpoint(made.save(tmp_path))
-    assert checkpoint.encoded.keys() == made.right.keys()
+    assert checkpoint.coded.keys() == made.right.keys()
     for name, right in made.right.items():
-        weight = checkpoint.encoded[name]
+        weight = checkpoint.coded[name]
         assert weight.shape == right.shape
         values, rows = CodedSource(weight).read().numpy(), len(right)
         np.testing.assert_array_equal(values, right)
         for first, last in ((0, 1), (1, rows), (rows // 2, rows // 2 + 1), (rows, rows)):
             np.testing.assert_array_equal(CodedSource(weight).rows(first, last).numpy(), values[first:last])
-    assert next(iter(checkpoint.encoded.values())).format == made.format
-    parts = [tensor.name for weight in checkpoint.encoded.values() for tensor in weight.tensors]
+    assert next(iter(checkpoint.coded.values())).format == made.format
+    parts = [tensor.name for weight in checkpoint.coded.values() for tensor in weight.tensors]
     assert sorted(parts) == sorted(name for name in made.tensors)
 
 
@@ -36,7 +36,7 @@ def test_rows_decoded_in_pieces_equal_the_whole(monkeypatch: pytest.MonkeyPatch,
     for case in ("ct fp8 in blocks", "ct int4 with zero points", "modelopt int4", "comfy nvfp4", "quark int4"):
         (folder := tmp_path / case).mkdir()
         made = CASES[case]()
-        weight = open_checkpoint(made.save(folder)).encoded["x.weight"]
+        weight = open_checkpoint(made.save(folder)).coded["x.weight"]
         np.testing.assert_array_equal(CodedSource(weight).rows(1, weight.shape[0]).numpy(), made.right["x.weight"][1:])
 
 
@@ -58,7 +58,7 @@ def test_every_exponent_is_the_power_of_two_of_torch() -> None:
 def test_decoding_in_threads_ignores_the_default_dtype(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("dtype_engine.runtime.formats.schemes.unpack.CHUNK", 1)
     made = CASES["comfy nvfp4"]()
-    weight = open_checkpoint(made.save(tmp_path)).encoded["x.weight"]
+    weight = open_checkpoint(made.save(tmp_path)).coded["x.weight"]
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     torch.set_default_dtype(torch.bfloat16)
     torch.set_num_threads(2)

@@ -33,7 +33,7 @@ def test_fp8_block_values_equal_code_times_block_scale(tmp_path: Path, rows: int
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(_BLOCK)}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     checkpoint = open_checkpoint(tmp_path)
-    weight = checkpoint.encoded["x.weight"]
+    weight = checkpoint.coded["x.weight"]
     right = np.array(
         [[E4M3[codes[i, j]] * scales[i // 128, j // 128] for j in range(columns)] for i in range(rows)],
         np.float32,
@@ -53,7 +53,7 @@ def test_stacked_experts_with_partial_blocks_are_decoded(tmp_path: Path) -> None
     save_file(tensors, tmp_path / "model.safetensors")
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(_BLOCK)}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    weight = open_checkpoint(tmp_path).encoded[name]
+    weight = open_checkpoint(tmp_path).coded[name]
     right = E4M3[codes] * scales.repeat(128, 1).repeat(128, 2)[:, :130, :140]
     np.testing.assert_array_equal(CodedSource(weight).read().numpy(), right)
     np.testing.assert_array_equal(CodedSource(weight).rows(1, 2).numpy(), right[1:2])
@@ -66,4 +66,4 @@ def test_scales_that_do_not_cover_all_blocks_are_not_decoded(tmp_path: Path) -> 
     )
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(_BLOCK)}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert not open_checkpoint(tmp_path).encoded
+    assert not open_checkpoint(tmp_path).coded

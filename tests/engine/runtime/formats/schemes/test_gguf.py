@@ -102,7 +102,7 @@ def test_gguf_weights_equal_those_that_transformers_reads(tmp_path: Path, arch: 
     _write(path, arch, model, gguf.GGMLQuantizationType[kind])
     checkpoint = open_checkpoint(path)
     assert checkpoint.config is not None
-    ours = {name: CodedSource(weight).read() for name, weight in checkpoint.encoded.items()}
+    ours = {name: CodedSource(weight).read() for name, weight in checkpoint.coded.items()}
     ours |= {name: read_mapped(checkpoint.tensors[own]) for own, name in checkpoint.renamed.items()}
     theirs = _read_by_transformers(path, model)
     for name, right in theirs.items():
@@ -134,7 +134,7 @@ def test_rows_decoded_alone_equal_those_of_the_whole(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**_SIZES))
     path = tmp_path / "model.gguf"
     _write(path, "llama", model, gguf.GGMLQuantizationType.Q8_0)
-    weight = open_checkpoint(path).encoded["model.layers.1.self_attn.q_proj.weight"]
+    weight = open_checkpoint(path).coded["model.layers.1.self_attn.q_proj.weight"]
     assert torch.equal(CodedSource(weight).rows(5, 23), CodedSource(weight).read()[5:23])
 
 
@@ -148,7 +148,7 @@ def test_unknown_gguf_architecture_keeps_its_names(tmp_path: Path) -> None:
     writer.close()
     checkpoint = open_checkpoint(path)
     assert checkpoint.config is None
-    assert not checkpoint.encoded
+    assert not checkpoint.coded
     assert list(checkpoint.weights) == ["blk.0.time_mix_key.weight"]
 
 
@@ -162,7 +162,7 @@ def test_gguf_vector_is_decoded_as_one_row(architecture: str, tmp_path: Path) ->
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    (weight,) = open_checkpoint(tmp_path / "x.gguf").encoded.values()
+    (weight,) = open_checkpoint(tmp_path / "x.gguf").coded.values()
     right = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)[0]
     assert weight.shape == (64,)
     np.testing.assert_array_equal(CodedSource(weight).read().numpy(), right)
@@ -182,4 +182,4 @@ def test_head_counts_that_contradict_the_weights_are_refused(
     _write(tmp_path / "model.gguf", "llama", model, gguf.GGMLQuantizationType.Q8_0)
     checkpoint = open_checkpoint(tmp_path / "model.gguf")
     assert checkpoint.config is None
-    assert "blk.0.attn_k.weight" in checkpoint.encoded
+    assert "blk.0.attn_k.weight" in checkpoint.coded

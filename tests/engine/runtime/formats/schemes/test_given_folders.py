@@ -76,9 +76,9 @@ def test_decoded_values_of_real_checkpoints_equal_the_references(folder: str) ->
         path if single.exists() else next(iter((*path.glob("*.gguf"), *path.glob("*.safetensors"))))
     )
     model_type = (checkpoint.config or {}).get("model_type")
-    encoded = checkpoint.encoded
-    parts = {tensor.name for weight in encoded.values() for tensor in weight.tensors}
-    values = {_renamed(name, model_type): CodedSource(weight).read().numpy() for name, weight in encoded.items()}
+    coded = checkpoint.coded
+    parts = {tensor.name for weight in coded.values() for tensor in weight.tensors}
+    values = {_renamed(name, model_type): CodedSource(weight).read().numpy() for name, weight in coded.items()}
     for name, tensor in checkpoint.tensors.items():
         if name not in parts and tensor.dtype in ("float32", "bfloat16", "float16"):
             own = checkpoint.renamed.get(name, name)
@@ -93,7 +93,7 @@ def test_decoded_values_of_real_checkpoints_equal_the_references(folder: str) ->
         got = _found(values, name)
         if got is None or hashlib.sha256(np.ascontiguousarray(got).tobytes()).hexdigest() != plain["sha256"]:
             faults.append(f"{name} (not quantized)")
-    for name, weight in encoded.items():
+    for name, weight in coded.items():
         rows = weight.shape[0]
         part = CodedSource(weight).rows(rows // 3, rows - 1).numpy()
         if not np.array_equal(part, values[_renamed(name, model_type)][rows // 3 : rows - 1]):

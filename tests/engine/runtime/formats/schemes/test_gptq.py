@@ -51,4 +51,4 @@ def test_group_index_out_of_range_is_refused_by_name(tmp_path: Path, group: int)
     made = gptq(order="regular")
     made.tensors["m.g_idx"][5] = torch.tensor(group)
     with pytest.raises(UserError, match=r"m\.g_idx names groups"):
-        CodedSource(made.open(tmp_path).encoded["m.weight"]).read()
+        CodedSource(made.open(tmp_path).coded["m.weight"]).read()

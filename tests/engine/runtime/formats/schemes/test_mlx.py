@@ -46,5 +46,5 @@ def test_each_expert_of_a_stack_is_a_weight(tmp_path: Path, module: str, name: s
 
 def test_unknown_stacks_are_not_split(tmp_path: Path) -> None:
     made = mlx_affine(name="m.experts.up_proj", shape=(3, 24, 64))
-    weight = made.open(tmp_path).encoded["m.experts.up_proj.weight"]
+    weight = made.open(tmp_path).coded["m.experts.up_proj.weight"]
     np.testing.assert_array_equal(CodedSource(weight).rows(1, 3).numpy(), made.right["m.experts.up_proj.weight"][1:])

@@ -50,4 +50,4 @@ def test_shape_of_packed_weights_is_found(tmp_path: Path, module: str, config: d
 def test_unknown_shape_is_not_guessed(tmp_path: Path) -> None:
     case = quanto_bits()
     case.config = {}
-    assert not case.open(tmp_path).encoded
+    assert not case.open(tmp_path).coded

@@ -35,7 +35,7 @@ def test_pieces_make_up_the_whole_weight(
 def test_decoding_in_threads_works_in_inference_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpack, "CHUNK", 1)
     made = quanto(shape=(320, 8))
-    weight = made.open(tmp_path).encoded["m.weight"]
+    weight = made.open(tmp_path).coded["m.weight"]
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

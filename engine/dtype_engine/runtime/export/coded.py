@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from dtype_engine.checkpoint import Checkpoint, CheckpointTensor
-from dtype_engine.checkpoint.schemes import EncodedWeight
+from dtype_engine.checkpoint.schemes import CodedWeight
 from dtype_engine.checkpoint.schemes.registry import schemes
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
@@ -37,16 +37,16 @@ def exported_config(checkpoint: Checkpoint, of_files: dict[str, str]) -> tuple[d
     changes it to the dtype to which they are decoded.
     """
     config = checkpoint.config
-    encoded = {name: weight for name, weight in checkpoint.encoded.items() if not weight.own}
-    kept = [name for name, weight in encoded.items() if of_files[name] == weight.format]
-    cast = [name for name in encoded if of_files[name] != encoded[name].format]
+    coded = {name: weight for name, weight in checkpoint.coded.items() if not weight.own}
+    kept = [name for name, weight in coded.items() if of_files[name] == weight.format]
+    cast = [name for name in coded if of_files[name] != coded[name].format]
     scaled = any(dtype in dtypes.STORAGE_DTYPES and dtype != checkpoint.dtype(name) for name, dtype in of_files.items())
     if checkpoint.form == "gguf" or (kept and not cast and not scaled):
         return config, []  # weights in GGUF blocks can't be written, and are refused later
     if kept and not scaled and (listing := _with_plain_modules(checkpoint, cast)) is not None:
         return listing, []
     of_files |= dict.fromkeys(kept, decoded_dtype(checkpoint))
-    return (_without_entries(config) if config is not None and encoded else config), kept
+    return (_without_entries(config) if config is not None and coded else config), kept
 
 
 def _without_entries(config: dict[str, Any]) -> dict[str, Any]:
@@ -75,13 +75,13 @@ def _with_plain_modules(checkpoint: Checkpoint, weights: Sequence[str]) -> dict[
         return None
     before = settings.get(key)
     if before is None:  # without a list, transformers skips the head; with a list, only what the list names
-        others = checkpoint.weights.keys() - checkpoint.encoded.keys()
+        others = checkpoint.weights.keys() - checkpoint.coded.keys()
         before = sorted(name.removesuffix(".weight") for name in others if len(checkpoint.weights[name].shape) == 2)
     settings[key] = [*before, *modules]
     return changed
 
 
-def copies_of(checkpoint: Checkpoint, weight: EncodedWeight) -> tuple[CheckpointTensor, ...]:
+def copies_of(checkpoint: Checkpoint, weight: CodedWeight) -> tuple[CheckpointTensor, ...]:
     """Return the tensors of the files that hold a quantized weight. If several weights share a tensor, such as one with stacked
     experts, only the first weight gets it, so that each tensor is copied once.
     """
@@ -105,7 +105,7 @@ def decoded_notice(decoded: Collection[str], items: Sequence[ExportTensor]) -> t
     """
     if not decoded:
         return ()
-    first = next(item for item in items if item.encoded is not None and item.name in decoded)
+    first = next(item for item in items if item.coded is not None and item.name in decoded)
     return (
         f"{plural(len(decoded), 'weight')} that no rule casts, first {printable(first.name)}, will be decoded from {first.stored} "
         f"to {first.dtype}, because config.json can't describe them beside the others",

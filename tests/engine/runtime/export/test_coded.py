@@ -45,9 +45,9 @@ def test_export_without_rules_copies_each_tensor_once(form: str, tmp_path: Path)
     assert json.loads((out / "config.json").read_text()).get("quantization_config") == kept
     with safe_open(out / "model.safetensors", "pt") as file:
         assert made.metadata.items() <= file.metadata().items()
-    again = open_checkpoint(out).encoded
+    again = open_checkpoint(out).coded
     assert {name: weight.format for name, weight in again.items()} == {
-        name: weight.format for name, weight in source.encoded.items()
+        name: weight.format for name, weight in source.coded.items()
     }
     assert verify(out, locate(str(source.path))).same
 
@@ -58,7 +58,7 @@ def test_cast_of_codes_equals_the_decoded_values(form: str, tmp_path: Path) -> N
     source = made.open(tmp_path / "source")
     export_checkpoint(source, "source", Recipe((Rule.parse("*=f32"),)), out := tmp_path / "out")
     after = load_file(out / "model.safetensors")
-    assert source.encoded.keys() == made.right.keys()
+    assert source.coded.keys() == made.right.keys()
     for name, value in made.right.items():
         np.testing.assert_allclose(after[name].numpy(), value, rtol=1e-6, atol=1e-7)
     assert not {"quantization_config", "quantization"} & json.loads((out / "config.json").read_text()).keys()
