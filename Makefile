@@ -7,7 +7,7 @@ LOWEST_PYTHON ?= 3.11
 NEWEST := .venv-newest
 NEWEST_PYTHON ?= $(PYTHON)
 QUICK := tests/test_layout.py tests/tui tests/lint tests/engine/test_imports.py \
-	tests/engine/worker/test_queue.py $(addprefix tests/engine/,core checkpoint recipe search reports)
+	tests/engine/service/test_queue.py $(addprefix tests/engine/,core checkpoint recipe search reports)
 
 .PHONY: demo test quick lint unit coverage test-lowest test-newest matrix fuzz random-keys engine-deaths benchmarks screenshots man clean
 
@@ -59,7 +59,7 @@ matrix: $(VENV)/.tests
 fuzz: $(VENV)/.tests
 	$(BIN)/python -m tests.engine.hostile.fuzz 5000
 	$(BIN)/python -m tests.engine.hostile.test_checkpoints 100000
-	$(BIN)/pytest --hypothesis-profile "many examples" tests/engine/worker/test_messages.py
+	$(BIN)/pytest --hypothesis-profile "many examples" tests/engine/service/test_messages.py
 	$(BIN)/python -m tests.tui.test_hostile_events 1 10
 
 random-keys: $(VENV)/.tests

@@ -104,7 +104,7 @@ def load_pretrained(
     """
     from pathlib import Path
 
-    from dtype_engine.runtime.model.load import load_pretrained
+    from dtype_engine.runtime.building.load import load_pretrained
 
     return load_pretrained(Path(folder), module, options)
 

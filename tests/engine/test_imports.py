@@ -41,7 +41,7 @@ def test_only_runtime_imports_torch() -> None:
 
 
 def test_first_paint_imports_no_library_of_later_work() -> None:
-    statement = "import dtype_tui.app, dtype_tui.cli.command, dtype_engine.worker.worker"
+    statement = "import dtype_tui.app, dtype_tui.cli.command, dtype_engine.service.worker"
     assert loaded_after(statement, "jinja2", "soxr") == set()
 
 
@@ -92,7 +92,7 @@ def test_command_without_workers_imports_none_of_their_code() -> None:
 def test_the_engine_does_not_import_textual() -> None:
     assert (
         loaded_after(
-            "import dtype_engine.runtime.session.session, dtype_engine.worker.worker, dtype_engine.cli",
+            "import dtype_engine.runtime.session.session, dtype_engine.service.worker, dtype_engine.cli",
             "textual",
             "dtype_tui",
         )

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from dtype_engine.worker.events import Event
+from dtype_engine.service.events import Event
 from dtype_tui.main_screen import MainScreen
 from dtype_tui.state.event_queue import EventQueue
 

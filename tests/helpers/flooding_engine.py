@@ -17,10 +17,10 @@ from dtype_engine.core.version import __version__
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.drift import DriftReport, Extent, ImplicitCastStats, ModuleDrift, OutputDrift, Seconds
 from dtype_engine.results.memory import MemoryStats
-from dtype_engine.worker import control, events
-from dtype_engine.worker.frames import FrameWriter
-from dtype_engine.worker.jobs import FLOW
-from dtype_engine.worker.messages import Answer, TreePart
+from dtype_engine.service import control, events
+from dtype_engine.service.frames import FrameWriter
+from dtype_engine.service.jobs import FLOW
+from dtype_engine.service.messages import Answer, TreePart
 
 EVENTS = 2_000_000
 

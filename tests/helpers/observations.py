@@ -15,8 +15,8 @@ from textual.widgets import DataTable, Input
 
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.runs import Generation, Written
-from dtype_engine.worker import events
-from dtype_engine.worker.jobs import CAUSES, GENERATE, NONFINITE
+from dtype_engine.service import events
+from dtype_engine.service.jobs import CAUSES, GENERATE, NONFINITE
 from dtype_tui.app import DtypeApp
 from dtype_tui.widgets.module_tree import ModuleTree
 

@@ -18,8 +18,8 @@ import torch
 from tests.helpers import fake_accelerator
 
 import dtype_engine as de
+from dtype_engine.runtime.building import module_sources
 from dtype_engine.runtime.device import pick_device
-from dtype_engine.runtime.model import module_sources
 
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "int8", "nvfp4", "int4@g32")
 

@@ -25,12 +25,12 @@ from tests.helpers.paths import ROOT
 
 COMMAND = "import sys; from dtype_engine.cli import main; main()"
 """The program `dtype-engine`."""
-ENGINE = "import sys; sys.path.remove(''); from dtype_engine.worker.stdio import main; main()"
+ENGINE = "import sys; sys.path.remove(''); from dtype_engine.service.stdio import main; main()"
 """The app's engine, which finds no module in the folder that it runs in (`python -P`)."""
 
 LINGERING = """
 import os, subprocess, sys
-from dtype_engine.worker import linger
+from dtype_engine.service import linger
 
 class Forked:
     def __init__(self, command, *, cwd, stdout, pass_fds, **_):
@@ -79,8 +79,8 @@ atexit.register(end)  # the first that is registered is the last that is called
 
 import contextlib, fcntl, gc, importlib, json, multiprocessing.forkserver, pkgutil, select, signal, socket, weakref
 import dtype_engine, dtype_tui
-import dtype_engine.runtime.export, dtype_engine.runtime.session.session, dtype_engine.worker.stdio, dtype_engine.worker.worker
-import dtype_engine.worker.run_commands, dtype_engine.worker.writer, dtype_engine.worker.messages
+import dtype_engine.runtime.export, dtype_engine.runtime.session.session, dtype_engine.service.stdio, dtype_engine.service.worker
+import dtype_engine.service.run_commands, dtype_engine.service.writer, dtype_engine.service.messages
 import dtype_tui.app, dtype_tui.main_screen, hypothesis, torch, transformers
 from transformers import AutoTokenizer, AutoModelForCausalLM, LlamaForCausalLM
 

@@ -15,11 +15,11 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.drift import NAMES
 from dtype_engine.results.pictures import Picture
-from dtype_engine.worker import events
-from dtype_engine.worker.commands import OWN_NAMES
-from dtype_engine.worker.jobs import JOBS
-from dtype_engine.worker.message import Message
-from dtype_engine.worker.messages import job_types
+from dtype_engine.service import events
+from dtype_engine.service.commands import OWN_NAMES
+from dtype_engine.service.jobs import JOBS
+from dtype_engine.service.message import Message
+from dtype_engine.service.messages import job_types
 
 INTS = (-1, -1, 0, 0, 1, 2, -(2**31), 2**31, 2**53 + 1, 2**60, -(2**60), 2**64 - 1)
 FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 1e308, -1e308, 5e-324, float("inf"), float("-inf"), float("nan"))

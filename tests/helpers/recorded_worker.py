@@ -11,13 +11,13 @@ from tests.helpers import draw_times, preloaded
 
 from dtype_engine import Options, Recipe
 from dtype_engine.checkpoint.source import locate
-from dtype_engine.worker import events
-from dtype_engine.worker.connection import EngineCommand
-from dtype_engine.worker.control import Open
-from dtype_engine.worker.engine import Engine
-from dtype_engine.worker.jobs import Job, Result
-from dtype_engine.worker.process import EngineProcess
-from dtype_engine.worker.worker import Worker
+from dtype_engine.service import events
+from dtype_engine.service.connection import EngineCommand
+from dtype_engine.service.control import Open
+from dtype_engine.service.engine import Engine
+from dtype_engine.service.jobs import Job, Result
+from dtype_engine.service.process import EngineProcess
+from dtype_engine.service.worker import Worker
 
 E = TypeVar("E", bound=events.Event)
 

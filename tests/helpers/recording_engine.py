@@ -17,8 +17,8 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift, Seconds
 from dtype_engine.results.memory import MemoryStats
-from dtype_engine.worker import events
-from dtype_engine.worker.commands import (
+from dtype_engine.service import events
+from dtype_engine.service.commands import (
     Cancel,
     Command,
     FollowRecipe,
@@ -29,9 +29,9 @@ from dtype_engine.worker.commands import (
     SetRecipe,
     SetSettings,
 )
-from dtype_engine.worker.engine import Engine
-from dtype_engine.worker.jobs import Ask, GenerateText, InspectTensor
-from dtype_engine.worker.save_requests import SaveRequest
+from dtype_engine.service.engine import Engine
+from dtype_engine.service.jobs import Ask, GenerateText, InspectTensor
+from dtype_engine.service.save_requests import SaveRequest
 from dtype_tui.app import DtypeApp
 from dtype_tui.state.launch import Launch
 

@@ -19,9 +19,9 @@ from dtype_engine.results.pictures import Picture, PicturePair
 from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow, Written
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.results.weights import ExponentHistogram, WeightError, WeightStats
-from dtype_engine.worker import events
-from dtype_engine.worker.jobs import CAUSES, FLOOR, FLOW, GENERATE, SPEED, VALUES, GenerateText, InspectTensor
-from dtype_engine.worker.save_requests import ExportPlan
+from dtype_engine.service import events
+from dtype_engine.service.jobs import CAUSES, FLOOR, FLOW, GENERATE, SPEED, VALUES, GenerateText, InspectTensor
+from dtype_engine.service.save_requests import ExportPlan
 from dtype_tui.app import DtypeApp
 from dtype_tui.widgets.module_tree import ModuleTree
 

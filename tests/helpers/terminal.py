@@ -27,7 +27,7 @@ QUICK = ("--sequences", "1", "--floor", "never")
 """Options with which the demo is ready in half of the time, for tests in which no figure counts."""
 WITH_ENGINE = """
 import json, sys
-from dtype_engine.worker import connection
+from dtype_engine.service import connection
 sys.argv[0], command = sys.argv.pop(1), tuple(json.loads(sys.argv.pop(1)))
 connection.COMMAND = command
 made = connection.EngineCommand.__init__

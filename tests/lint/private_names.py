@@ -18,8 +18,8 @@ PUBLIC = frozenset({"_replace", "_asdict", "_fields", "_field_defaults", "_repr_
 """Documented in spite of their underscore: of named tuples, and what a notebook asks an object for."""
 MEANT_FOR_IT = frozenset(
     {
-        "engine/dtype_engine/runtime/model/hf_private.py",
-        "engine/dtype_engine/runtime/model/torch_private.py",
+        "engine/dtype_engine/runtime/libraries/hf_private.py",
+        "engine/dtype_engine/runtime/libraries/torch_private.py",
         "tui/dtype_tui/process/textual_private.py",
     }
 )

@@ -11,8 +11,8 @@ from tests.helpers import fake_accelerator, preloaded
 
 import dtype_engine as de
 from dtype_engine.core.errors import Cancelled
+from dtype_engine.runtime.building import module_sources
 from dtype_engine.runtime.measure.listener import MeasurementListener
-from dtype_engine.runtime.model import module_sources
 
 from . import outside
 from .commands import ALL_BF16, Job, Refused, Way, answer, check_drift, near, refusal

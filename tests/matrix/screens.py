@@ -19,7 +19,7 @@ from textual.events import Paste
 from textual.pilot import Pilot
 
 from dtype_engine.cli.program import run
-from dtype_engine.worker import connection
+from dtype_engine.service import connection
 from dtype_tui.app import DtypeApp
 from dtype_tui.cli import command as cli
 from dtype_tui.screens.pictures import PicturesScreen

@@ -21,7 +21,7 @@ import psutil
 from tests.helpers import preloaded
 from tests.helpers.terminal import Terminal
 
-from dtype_engine.worker.connection import COMMAND
+from dtype_engine.service.connection import COMMAND
 from dtype_tui.state.session_store import read_session
 
 SIGNALS = (signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)

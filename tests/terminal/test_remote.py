@@ -15,7 +15,7 @@ import pytest
 from tests.helpers import preloaded, slow_line
 from tests.helpers.terminal import Terminal
 
-from dtype_engine.worker.control import PROTOCOL
+from dtype_engine.service.control import PROTOCOL
 
 pytestmark = pytest.mark.slow
 Opener = Callable[..., Terminal]

@@ -20,7 +20,7 @@ from dtype_engine import Options
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.units import human_count
 from dtype_engine.recipe import Recipe, Rule
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.causes import CausesScreen
 from dtype_tui.screens.overlay import Overlay

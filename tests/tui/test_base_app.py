@@ -16,7 +16,7 @@ from textual._styles_cache import StylesCache
 
 import dtype_tui.app
 from dtype_engine.cli.program import TRACEBACK
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 
 

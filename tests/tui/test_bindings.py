@@ -24,7 +24,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 import dtype_tui
-from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest, ReportRequest
+from dtype_engine.service.save_requests import ExportRequest, RecipeRequest, ReportRequest
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.bindings import KEYS
 from dtype_tui.config.key_groups import GROUPS

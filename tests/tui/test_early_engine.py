@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dtype_engine.worker.stdio import NICENESS
+from dtype_engine.service.stdio import NICENESS
 from dtype_tui.process import early_engine
 
 PROCESS = 4321

@@ -22,7 +22,7 @@ from dtype_engine.checkpoint.source import DEMO
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.recipe import Recipe, Rule
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.cli.resume import saved_session
 from dtype_tui.state.measurement_log import measured

@@ -20,10 +20,10 @@ from tests.helpers.screen_text import lines
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import TensorInfo, from_tensors
 from dtype_engine.recipe import Recipe, Rule
-from dtype_engine.worker import events
-from dtype_engine.worker.frames import WireError
-from dtype_engine.worker.jobs import FLOW
-from dtype_engine.worker.messages import AnswerDecoder, encode_answer
+from dtype_engine.service import events
+from dtype_engine.service.frames import WireError
+from dtype_engine.service.jobs import FLOW
+from dtype_engine.service.messages import AnswerDecoder, encode_answer
 from dtype_tui.app import DtypeApp
 from dtype_tui.main_screen import MOST_WINDOWS
 from dtype_tui.rendering.printable_lines import PrintableLines

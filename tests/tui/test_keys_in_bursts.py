@@ -16,8 +16,8 @@ from textual.events import Key
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from dtype_engine.worker import events
-from dtype_engine.worker.save_requests import ExportRequest
+from dtype_engine.service import events
+from dtype_engine.service.save_requests import ExportRequest
 from dtype_tui.app import DtypeApp
 from dtype_tui.widgets.module_tree import ModuleTree
 

@@ -25,9 +25,9 @@ from dtype_engine.results.drift import ImplicitCastStats, ModuleDrift
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow, Written
 from dtype_engine.results.weights import ExponentHistogram, WeightError, WeightStats
-from dtype_engine.worker import events
-from dtype_engine.worker.jobs import CHECK, FLOW, GENERATE, SPEED, VALUES, GenerateText, InspectTensor
-from dtype_engine.worker.save_requests import RecipeRequest
+from dtype_engine.service import events
+from dtype_engine.service.jobs import CHECK, FLOW, GENERATE, SPEED, VALUES, GenerateText, InspectTensor
+from dtype_engine.service.save_requests import RecipeRequest
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.bindings import DIGITS
 from dtype_tui.main_screen import PAUSE_S, MainScreen

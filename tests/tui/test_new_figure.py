@@ -13,7 +13,7 @@ from tests.helpers.toy_figure import TOY
 
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.figures import FIGURES
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.state.full_rows import drift_rows
 
 

@@ -16,10 +16,10 @@ import msgspec
 import pytest
 from tests.helpers.paths import ROOT
 
-from dtype_engine.worker import events
-from dtype_engine.worker.frames import WireError
-from dtype_engine.worker.jobs import JOBS, Job, Work
-from dtype_engine.worker.messages import AnswerDecoder, decode_request, encode_answer, encode_request
+from dtype_engine.service import events
+from dtype_engine.service.frames import WireError
+from dtype_engine.service.jobs import JOBS, Job, Work
+from dtype_engine.service.messages import AnswerDecoder, decode_request, encode_answer, encode_request
 from dtype_tui.config.questions import QUESTIONS, Question
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ async def ask_by_key() -> None:
 
     from dtype_engine import Options
     from dtype_engine.checkpoint.source import locate
-    from dtype_engine.worker.worker import Worker
+    from dtype_engine.service.worker import Worker
     from dtype_tui.app import DtypeApp
     from dtype_tui.state.launch import Launch
 

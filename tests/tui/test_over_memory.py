@@ -13,7 +13,7 @@ from tests.matrix.forms import made
 from dtype_engine import Options
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.recipe import Recipe
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.state.activity import Activity
 from dtype_tui.state.experiment import Experiment, ModelFacts

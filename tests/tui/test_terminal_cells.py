@@ -9,7 +9,7 @@ from tests.helpers.scenes import MIXED, mixed, modules
 from tests.helpers.screen_text import lines
 from textual.drivers.headless_driver import HeadlessDriver
 
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.process.short_frames import ShownCells
 

@@ -13,8 +13,8 @@ from tests.helpers.screen_text import lines, notices, screen, until
 from textual.pilot import Pilot
 
 from dtype_engine.results.drift import ModuleDrift
-from dtype_engine.worker import events
-from dtype_engine.worker.save_requests import RecipeRequest
+from dtype_engine.service import events
+from dtype_engine.service.save_requests import RecipeRequest
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.config import Config
 from dtype_tui.state.first_start import is_first_start

@@ -20,7 +20,7 @@ import dtype_engine as de
 from dtype_engine import Options
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.runtime.formats.row_blocks import single_intraop_thread
-from dtype_engine.worker.process import EngineProcess
+from dtype_engine.service.process import EngineProcess
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.causes import CausesScreen
 from dtype_tui.screens.optimise import OptimiseScreen

@@ -13,7 +13,7 @@ from textual.drivers.headless_driver import HeadlessDriver
 
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import ModuleDrift
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.process.short_frames import ShownCells
 from dtype_tui.widgets.module_tree import ModuleTree

@@ -23,8 +23,8 @@ from textual.widgets import Input
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import plural
-from dtype_engine.worker import events
-from dtype_engine.worker.engine import CLOSE_WAIT_S, Engine
+from dtype_engine.service import events
+from dtype_engine.service.engine import CLOSE_WAIT_S, Engine
 from dtype_tui.base_app import BaseApp
 from dtype_tui.config.bindings import APP_KEYS, KEYS
 from dtype_tui.config.key_names import keys_of, on_keyboard

@@ -22,9 +22,9 @@ from textual.widgets import Static
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.worker import events
-from dtype_engine.worker.commands import Download, OpenOverMemory
-from dtype_engine.worker.jobs import GENERATE, Ask
+from dtype_engine.service import events
+from dtype_engine.service.commands import Download, OpenOverMemory
+from dtype_engine.service.jobs import GENERATE, Ask
 from dtype_tui.config.bindings import MAIN_KEYS
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.hint_keys import with_keys

@@ -14,8 +14,8 @@ from textual.geometry import Offset
 
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
-from dtype_engine.worker import events
-from dtype_engine.worker.jobs import CAUSES, GENERATE, GenerateText
+from dtype_engine.service import events
+from dtype_engine.service.jobs import CAUSES, GENERATE, GenerateText
 from dtype_tui.config.questions import window_of
 from dtype_tui.state.answer import Answer
 from dtype_tui.state.controller import Controller

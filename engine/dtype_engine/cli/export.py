@@ -86,7 +86,7 @@ def export(
     checkpoint, contents = source.open(), None
     if checkpoint is not None:
         if request.preset is not None:
-            from dtype_engine.runtime.model.describe import describe
+            from dtype_engine.runtime.building.describe import describe
 
             recipe = request.with_preset(describe(source, request.options).tree)
         contents = of_checkpoint(checkpoint, source.title, recipe, request.options)

@@ -165,7 +165,7 @@ def _coverage(
     prefix = foreign_prefix(checkpoint.weights, checkpoint.config)
     if not asked and not what_is_missing(index, None, "") and not prefix:
         return (index.coverage, (*index.sentences, *unpaired)) if index is not None else (None, unpaired)
-    from dtype_engine.runtime.model.describe import describe
+    from dtype_engine.runtime.building.describe import describe
 
     known = describe(source, request.options, checkpoint)
     coverage = known.coverage or (index.coverage if index is not None else None)
@@ -207,7 +207,7 @@ def weights(request: RunRequest, against: str | None, save: Path | None, as_obje
         say_share("weights", done, total, f"weights: {done} of {total}")
 
     if source.kind == "python":
-        from dtype_engine.runtime.model.load import load
+        from dtype_engine.runtime.building.load import load
 
         live = load(source, request.options)
         recipe = request.with_preset(live.tree)

@@ -275,7 +275,7 @@ def _context(request: RunRequest, python_only_by: str | None = None) -> Context:
     code as the model; otherwise Python code is refused, and the error tells the user to name it with this option. Raises UserError
     for a rule that matches nothing.
     """
-    from dtype_engine.runtime.model.describe import describe
+    from dtype_engine.runtime.building.describe import describe
 
     source = request.locate(python_only_by)
     model = describe(source, request.options)

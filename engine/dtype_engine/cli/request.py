@@ -131,7 +131,7 @@ class RunRequest(msgspec.Struct, frozen=True):
         for a rule that matches nothing.
         """
         source = source or self.locate()
-        from dtype_engine.worker.opening import refuse_unmatched
+        from dtype_engine.service.opening import refuse_unmatched
 
         refuse_unmatched(source, self.options, self.recipe)
         from dtype_engine.runtime.session.opening import open_session
@@ -157,7 +157,7 @@ class RunRequest(msgspec.Struct, frozen=True):
         checkpoint = source.open()
         if checkpoint is not None and not self.recipe.rules and not self.preset and not self.options.architecture:
             return Planned(checkpoint, tree := checkpoint.tree(), make_plan(tree, self.recipe))
-        from dtype_engine.runtime.model.describe import describe
+        from dtype_engine.runtime.building.describe import describe
 
         tree = describe(source, self.options).tree
         return Planned(checkpoint, tree, require_matches(tree, self.with_preset(tree)))

@@ -59,11 +59,11 @@ def stdio(compressed: bool, linger: float | None, session: str | None) -> None:
         raise UserError("--linger and --session go together")
     if sys.stdin.isatty():
         raise UserError("this is for programs: dtype-tui ssh://HOST/PATH runs it on HOST")
-    from dtype_engine.worker.stdio import main
+    from dtype_engine.service.stdio import main
 
     if linger is None or session is None:
         main(compressed)
     else:
-        from dtype_engine.worker.linger import relay
+        from dtype_engine.service.linger import relay
 
         sys.exit(relay(session, linger, compressed))

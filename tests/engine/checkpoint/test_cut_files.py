@@ -20,9 +20,9 @@ from tests.helpers.recorded_worker import RecordedProcess
 from dtype_engine import Options, Recipe
 from dtype_engine.checkpoint import FileIdentity, unchanged
 from dtype_engine.core.errors import Cancelled, UserError
-from dtype_engine.worker import events
-from dtype_engine.worker.commands import SetRecipe
-from dtype_engine.worker.connection import EngineCommand
+from dtype_engine.service import events
+from dtype_engine.service.commands import SetRecipe
+from dtype_engine.service.connection import EngineCommand
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_export_from_a_cut_file_reports_it_in_one_line(casts: list[str], source:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere other signals may come of it")
 def test_app_reports_an_engine_killed_by_a_cut_file(source: Path) -> None:
     file = str(source / "model.safetensors")
-    command = EngineCommand((*preloaded.command(CUTTING), *MEASURING, file, "dtype_engine.worker.stdio"))
+    command = EngineCommand((*preloaded.command(CUTTING), *MEASURING, file, "dtype_engine.service.stdio"))
     recorded = RecordedProcess(command, str(source), Options(device="cpu"))
     recorded.worker.start()
     try:

@@ -21,7 +21,7 @@ from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli, run
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options
-from dtype_engine.runtime.model.load import load_pretrained
+from dtype_engine.runtime.building.load import load_pretrained
 
 Change = Callable[[gguf.GGUFWriter], object]
 _SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,

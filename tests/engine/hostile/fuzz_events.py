@@ -25,10 +25,10 @@ _WAIT_S = 10.0
 
 def make_good(kind: str, folder: Path) -> list[bytes]:
     """Streams that between them have every kind of event, with texts of all sorts."""
-    import dtype_engine.worker.messages  # noqa: F401  # it imports what the events' annotations name
+    import dtype_engine.service.messages  # noqa: F401  # it imports what the events' annotations name
     from dtype_engine.recipe import Recipe, Rule
-    from dtype_engine.worker.control import PROTOCOL, Hello
-    from dtype_engine.worker.frames import MARK
+    from dtype_engine.service.control import PROTOCOL, Hello
+    from dtype_engine.service.frames import MARK
 
     streams = []
     recipes = (Recipe(), Recipe((Rule("*", "bfloat16"),)), Recipe((Rule("*.mlp", "float8_e4m3fn"),)))
@@ -56,7 +56,7 @@ def mutated(kind: str, content: bytes, chooser: random.Random) -> bytes | None:
     """A stream with one of its messages changed that stays MessagePack, or None for whatever `fuzz.py` does to bytes."""
     if chooser.random() < 0.3:
         return None
-    from dtype_engine.worker.frames import MARK, FrameReader
+    from dtype_engine.service.frames import MARK, FrameReader
 
     rest = content.removeprefix(MARK)
     places = [0]
@@ -89,9 +89,9 @@ async def _shown(stream: Path, chooser: random.Random) -> int:
     from tests.tui.test_hostile_events import check_screen, without_last_check
 
     from dtype_engine.core.options import Options
-    from dtype_engine.worker.connection import EngineCommand
-    from dtype_engine.worker.control import Open
-    from dtype_engine.worker.process import EngineProcess
+    from dtype_engine.service.connection import EngineCommand
+    from dtype_engine.service.control import Open
+    from dtype_engine.service.process import EngineProcess
     from dtype_tui.app import DtypeApp
     from dtype_tui.state.launch import Launch
 

@@ -32,11 +32,11 @@ from dtype_engine.evaluation.evaluate import evaluate
 from dtype_engine.evaluation.specs import CompareTensors, Evaluation, Exported, Opened, RecipeDrift
 from dtype_engine.runtime.inputs.tensor_files import read_tensors
 from dtype_engine.runtime.inputs.text import TextSample, read_jsonl, refuse_long
-from dtype_engine.worker import events
-from dtype_engine.worker.commands import Cancel, SetRecipe
-from dtype_engine.worker.connection import EngineCommand
-from dtype_engine.worker.save_requests import ExportRequest
-from dtype_engine.worker.worker import Worker
+from dtype_engine.service import events
+from dtype_engine.service.commands import Cancel, SetRecipe
+from dtype_engine.service.connection import EngineCommand
+from dtype_engine.service.save_requests import ExportRequest
+from dtype_engine.service.worker import Worker
 
 RECIPE = de.Recipe().then(de.Rule.parse("*.mlp=bf16"))
 

@@ -16,7 +16,7 @@ import dtype_engine as de
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import BAD_INPUT, run
 from dtype_engine.core.foreign_code import failures_as
-from dtype_engine.runtime.model.silence_libraries import without_panic_message
+from dtype_engine.runtime.libraries.silence_libraries import without_panic_message
 
 
 @pytest.mark.parametrize("kind", PANICS)

@@ -21,7 +21,7 @@ from dtype_engine.recipe import Recipe, Rule, make_plan, require_matches
 from dtype_engine.recipe.file import LOST, RecipeFile, read_recipe_file, write_recipe
 from dtype_engine.recipe.presets import PRESETS, covering, preset
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.runtime.model.describe import describe
+from dtype_engine.runtime.building.describe import describe
 
 
 def tree_of_a_moe() -> Tree:
@@ -143,7 +143,7 @@ def test_islands_preset_on_t5(tmp_path: Path) -> None:
 
 
 def test_described_tree_equals_the_loaded_tree(make_llama: Callable[..., Path]) -> None:
-    from dtype_engine.runtime.model.load import load
+    from dtype_engine.runtime.building.load import load
 
     for folder in (
         make_llama(dtype="bfloat16"),

@@ -34,7 +34,7 @@ from dtype_engine.recipe import Recipe, Rule, make_plan, targets
 from dtype_engine.recipe.lint import lint
 from dtype_engine.recipe.targets import TARGET_SUFFIXES, Context, Conversion, target_named
 from dtype_engine.recipe.targets.name_patterns import globs, regexes
-from dtype_engine.runtime.model.describe import describe
+from dtype_engine.runtime.building.describe import describe
 
 
 def llama_tree() -> Tree:

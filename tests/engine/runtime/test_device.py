@@ -111,7 +111,7 @@ def test_the_cpu_has_float64_and_no_memory_of_its_own() -> None:
 def test_fake_accelerator_respects_its_memory_and_plain_torch() -> None:
     """A share of what `test_accelerator.py` and the measuring tests show, on the fake accelerator."""
     names = "convolutional or fit or fp8 or random or kernel or export or byte or copies_ahead"
-    files = ["tests/engine/runtime/test_accelerator.py", "tests/engine/runtime/model/test_copies_ahead.py"]
+    files = ["tests/engine/runtime/test_accelerator.py", "tests/engine/runtime/weights/test_copies_ahead.py"]
     arguments = [*files, "-k", names, "-p", "no:cacheprovider"]
     code = f"import os; os.environ['DTYPE_TUI_TEST_DEVICE'] = 'fake'; import pytest; raise SystemExit(pytest.main({arguments}))"
     program = preloaded.run(code)

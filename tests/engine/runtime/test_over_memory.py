@@ -20,10 +20,10 @@ from tests.helpers.hub_server import hub_of
 
 import dtype_engine as de
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
+from dtype_engine.runtime.building.load import blocks
 from dtype_engine.runtime.formats import row_blocks
 from dtype_engine.runtime.measure import drift
 from dtype_engine.runtime.measure.listener import MeasurementListener
-from dtype_engine.runtime.model.load import blocks
 from dtype_engine.runtime.scan import local_errors, sequence_groups
 from dtype_engine.runtime.weights.stacked import StackedSource
 

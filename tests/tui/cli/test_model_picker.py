@@ -14,7 +14,7 @@ from textual.widgets import Input, OptionList
 
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli.program import TRACEBACK
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.cli.model_picker import DEMO, ModelPicker, Offer, offer_line
 from dtype_tui.config.config import Config
 

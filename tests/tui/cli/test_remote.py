@@ -106,7 +106,7 @@ def test_ssh_errors_are_shown_as_ssh_words_them(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.slow
 def test_missing_remote_model_or_input_is_reported_before_the_screen() -> None:
-    engine = shlex.join([sys.executable, "-m", "dtype_engine.worker.stdio"])
+    engine = shlex.join([sys.executable, "-m", "dtype_engine.service.stdio"])
     with pytest.raises(UserError, match="/nowhere/at/all: no such folder"):
         connect("/nowhere/at/all", engine, Options(), Recipe())
     with pytest.raises(UserError, match=r"/nowhere/text\.txt"):

@@ -7,9 +7,9 @@ from importlib import import_module
 
 import pytest
 
-from dtype_engine.worker.commands import OWN_NAMES
-from dtype_engine.worker.jobs import JOBS
-from dtype_engine.worker.messages import job_types
+from dtype_engine.service.commands import OWN_NAMES
+from dtype_engine.service.jobs import JOBS
+from dtype_engine.service.messages import job_types
 from dtype_tui.config.questions import QUESTIONS, Question
 from dtype_tui.state.answer import Answer
 from dtype_tui.state.job_names import WORDS

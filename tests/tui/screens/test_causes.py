@@ -27,8 +27,8 @@ from dtype_engine.results.attribution import (
 )
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.thresholds import Limit
-from dtype_engine.worker import events, jobs
-from dtype_engine.worker.worker import Worker
+from dtype_engine.service import events, jobs
+from dtype_engine.service.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.causes import CausesScreen
 from dtype_tui.screens.history import MeasurementsScreen

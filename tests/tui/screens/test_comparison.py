@@ -15,7 +15,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.state.measurement_log import ModuleLog, measured
 from dtype_tui.widgets.module_tree import ModuleTree

@@ -6,7 +6,7 @@ from tests.helpers.recording_engine import engine, make_app, running, say
 from tests.helpers.screen_text import screen, until
 
 from dtype_engine.recipe import Recipe
-from dtype_engine.worker import events
+from dtype_engine.service import events
 
 
 async def test_progress_without_a_valid_total_has_no_percentage() -> None:

@@ -9,8 +9,8 @@ from tests.helpers.scenes import ready
 from tests.helpers.screen_text import screen
 
 from dtype_engine.results.drift import ImplicitCastStats
-from dtype_engine.worker import events
-from dtype_engine.worker.jobs import FLOW
+from dtype_engine.service import events
+from dtype_engine.service.jobs import FLOW
 from dtype_tui.screens.flow import MOST_ROWS, flow_screen
 from dtype_tui.state.answer import Answer
 

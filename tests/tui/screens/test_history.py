@@ -15,7 +15,7 @@ from textual.widgets import DataTable
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.metrics import MetricChange
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.history import fitting
 

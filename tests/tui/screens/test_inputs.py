@@ -18,8 +18,8 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.inputs import InputBatch, InputsSummary, InputTensor
-from dtype_engine.worker import events
-from dtype_engine.worker.worker import Worker
+from dtype_engine.service import events
+from dtype_engine.service.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.inputs import MOST_ROWS, InputsScreen, inputs_table
 from dtype_tui.state.launch import Launch

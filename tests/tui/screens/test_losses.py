@@ -18,10 +18,10 @@ from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.attribution import LossRemedy
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.worker import events
-from dtype_engine.worker.jobs import LOSS_REMEDY
-from dtype_engine.worker.save_requests import ExportPlan
-from dtype_engine.worker.worker import Worker
+from dtype_engine.service import events
+from dtype_engine.service.jobs import LOSS_REMEDY
+from dtype_engine.service.save_requests import ExportPlan
+from dtype_engine.service.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.state.launch import Launch
 from dtype_tui.state.measurement_log import measured
@@ -178,7 +178,7 @@ async def test_planning_shows_what_the_files_lose(tmp_path: Path) -> None:
 
 
 async def test_large_files_are_read_for_losses_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dtype_engine.worker import planned_losses
+    from dtype_engine.service import planned_losses
 
     monkeypatch.setattr(planned_losses, "MAX_AUTOMATIC_BYTES", 100)
     path = tmp_path / "net.safetensors"

@@ -18,7 +18,7 @@ from textual.screen import ModalScreen
 from textual.widgets import OptionList
 
 from dtype_engine.recipe import Recipe
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.save import SaveScreen

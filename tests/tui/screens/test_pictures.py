@@ -12,7 +12,7 @@ from textual.strip import Strip
 
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.pictures import Picture, PicturePair
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.rendering.half_blocks import half_blocks
 

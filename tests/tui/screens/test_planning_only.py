@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe.presets import PRESETS
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 
 WHY = "no forward pass: nothing says which architecture these weights belong to"

@@ -18,8 +18,8 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.presets import PRESETS, preset_effects
-from dtype_engine.worker import events
-from dtype_engine.worker.save_requests import (
+from dtype_engine.service import events
+from dtype_engine.service.save_requests import (
     ConvertRequest,
     ExportPlan,
     ExportRequest,

@@ -19,8 +19,8 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.recipe import Recipe, Rule, make_plan, tensor_bytes
 from dtype_engine.results.drift import NATS
 from dtype_engine.results.scan import ScanReport, WeightScore
-from dtype_engine.worker import events
-from dtype_engine.worker.worker import Worker
+from dtype_engine.service import events
+from dtype_engine.service.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.optimise import OptimiseScreen
 from dtype_tui.screens.scan import ScanScreen, short_kinds

@@ -6,7 +6,7 @@ import pytest
 
 from dtype_engine.core.units import time_left
 from dtype_engine.recipe import Recipe
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.state.activity import Activity
 
 

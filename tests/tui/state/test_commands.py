@@ -16,9 +16,9 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.recipe import Recipe, Rule, generalisations
 from dtype_engine.recipe.presets import PRESETS
 from dtype_engine.results.runs import SpeedReport
-from dtype_engine.worker import events
-from dtype_engine.worker.jobs import SPEED
-from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest, ReportRequest
+from dtype_engine.service import events
+from dtype_engine.service.jobs import SPEED
+from dtype_engine.service.save_requests import ExportRequest, RecipeRequest, ReportRequest
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.bindings import KEYS
 from dtype_tui.main_commands import CommandWords

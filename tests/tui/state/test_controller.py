@@ -13,8 +13,8 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.memory import MemoryStats
-from dtype_engine.worker import events
-from dtype_engine.worker.jobs import GENERATE
+from dtype_engine.service import events
+from dtype_engine.service.jobs import GENERATE
 from dtype_tui.state import experiment as experiment_module
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.experiment import Experiment, ModelFacts

@@ -6,7 +6,7 @@ import pytest
 from tests.helpers.recording_engine import RecordingEngine
 
 from dtype_engine.recipe import Recipe
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.state import engine_life
 from dtype_tui.state.engine_life import EngineLife
 from dtype_tui.state.scan import ScanState

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from dtype_engine.recipe import Recipe
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.state.event_queue import EventQueue
 
 EVENTS = st.one_of(

@@ -13,7 +13,7 @@ from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import Extent, PartialDrift
 from dtype_engine.results.figures import kl_error
 from dtype_engine.results.inputs import InputsSummary
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.state.activity import Activity
 from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.widgets.status import status_line

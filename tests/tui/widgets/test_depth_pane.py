@@ -10,7 +10,7 @@ from tests.helpers.screen_text import screen
 
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import ModuleDrift
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 
 BF16 = Recipe((Rule("*", "bfloat16"),))

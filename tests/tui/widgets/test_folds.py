@@ -13,7 +13,7 @@ from textual.widgets import Input
 from dtype_engine.core.tree import Module, TensorInfo, Tree, from_tensors
 from dtype_engine.recipe import Recipe, Rule, compile_pattern, make_plan
 from dtype_engine.results.drift import ModuleDrift
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.config import Config
 from dtype_tui.state.folds import Folds, fold_members, fold_name, node_label, patterns_for

@@ -8,7 +8,7 @@ from tests.helpers.scenes import mixed, ready
 from tests.helpers.screen_text import lines
 
 from dtype_engine.results.drift import ModuleDrift
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.screens.history import MeasurementsScreen
 from dtype_tui.widgets.header import header_line
 from dtype_tui.widgets.tree_columns import columns_for

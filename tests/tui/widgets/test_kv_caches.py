@@ -11,8 +11,8 @@ from textual.widgets import Input
 from dtype_engine.core.kv_cache import KVCache, KVCacheTensor
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.serving_memory import ActivationMemory
-from dtype_engine.worker import events
-from dtype_engine.worker.jobs import ACTIVATIONS, PassSizes
+from dtype_engine.service import events
+from dtype_engine.service.jobs import ACTIVATIONS, PassSizes
 from dtype_tui.app import DtypeApp
 from dtype_tui.state.cache_nodes import add_cache_nodes
 from dtype_tui.widgets.command_line import CommandLine

@@ -9,7 +9,7 @@ from tests.helpers.recording_engine import make_app, running, say
 from tests.helpers.scenes import memory, ready
 from tests.helpers.screen_text import screen
 
-from dtype_engine.worker import events
+from dtype_engine.service import events
 
 OF_THE_PROCESS = ("resident", "process")
 

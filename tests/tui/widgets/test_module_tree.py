@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.results.drift import ModuleDrift
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.state.node_rules import cast_nodes
 from dtype_tui.widgets.module_tree import MOST_OPENED, ModuleTree

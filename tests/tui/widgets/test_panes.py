@@ -14,7 +14,7 @@ from textual.geometry import Region
 from textual.pilot import Pilot
 
 from dtype_engine.recipe import Recipe, Rule
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.widgets.panes.base import Pane
 

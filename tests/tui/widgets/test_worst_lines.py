@@ -10,7 +10,7 @@ from tests.helpers.screen_text import lines, screen
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.meaning import sqnr_limits
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.rendering.worst_lines import shortened_uniquely, worst_lines
 
 SCALE = (0.0, 80.0)

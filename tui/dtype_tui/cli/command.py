@@ -23,13 +23,13 @@ from dtype_engine.cli.thresholds import all_limits, threshold_options
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import check_files
 from dtype_engine.recipe import rules_in_doubt
-from dtype_engine.worker.events import Event
+from dtype_engine.service.events import Event
 from dtype_tui.state.addresses import is_address
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Tree
-    from dtype_engine.worker.connection import Connection
-    from dtype_engine.worker.engine import Engine
+    from dtype_engine.service.connection import Connection
+    from dtype_engine.service.engine import Engine
     from dtype_tui.config.config import Config
     from dtype_tui.state.session_saver import SessionSaver
 
@@ -208,7 +208,7 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
     connection = None
     if tree is not None and rules_in_doubt(tree, request.recipe):
         if in_process:
-            from dtype_engine.worker.opening import refuse_unmatched
+            from dtype_engine.service.opening import refuse_unmatched
 
             refuse_unmatched(source, options, request.recipe)
         else:
@@ -216,13 +216,13 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
 
     def make_engine(emit: Callable[[Event], None], wait: Callable[[], None]) -> Engine:
         if in_process:
-            from dtype_engine.worker.messages import safe
-            from dtype_engine.worker.worker import Worker
+            from dtype_engine.service.messages import safe
+            from dtype_engine.service.worker import Worker
 
             return Worker(source, options, lambda event: emit(safe(event)), read_headers=not whole)
-        from dtype_engine.worker.connection import EngineCommand
-        from dtype_engine.worker.control import Open
-        from dtype_engine.worker.process import EngineProcess
+        from dtype_engine.service.connection import EngineCommand
+        from dtype_engine.service.control import Open
+        from dtype_engine.service.process import EngineProcess
         from dtype_tui.process.early_engine import take
 
         process = take() if connection is None else None
@@ -252,8 +252,8 @@ def _opened_by_engine(request: RunRequest) -> Connection:
     Only the engine imports the model's architecture, and the architecture decides which tensors the rules match. Raises UserError
     if a rule matches nothing.
     """
-    from dtype_engine.worker.connection import Connection, EngineCommand
-    from dtype_engine.worker.control import Open
+    from dtype_engine.service.connection import Connection, EngineCommand
+    from dtype_engine.service.control import Open
     from dtype_tui.process.early_engine import take
 
     command = EngineCommand()
@@ -267,8 +267,8 @@ def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
     """Connect to an engine on another machine and let it find the model. engine_command: the command that starts the engine; if
     None, MODEL must be an `ssh://` address. Raises UserError.
     """
-    from dtype_engine.worker.control import Open
-    from dtype_engine.worker.process import EngineProcess
+    from dtype_engine.service.control import Open
+    from dtype_engine.service.process import EngineProcess
     from dtype_tui.cli.remote import connect
     from dtype_tui.process.early_engine import take
 

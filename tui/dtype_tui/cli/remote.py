@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.worker.connection import SESSION, Connection, EngineCommand, NoAnswer, new_session
+from dtype_engine.service.connection import SESSION, Connection, EngineCommand, NoAnswer, new_session
 from dtype_tui.state.addresses import is_address
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def connect(model: str | None, engine_command: str | None, options: Options, rec
         )
     else:
         command = command_from(engine_command)
-    from dtype_engine.worker.control import Open
+    from dtype_engine.service.control import Open
 
     session = new_session()
     connection = Connection(command, command.start(session, attended=True))

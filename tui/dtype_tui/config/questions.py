@@ -9,8 +9,8 @@ from textual.binding import Binding
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A job of the engine (a row of `dtype_engine.worker.jobs.JOBS`), as the app shows it. Most jobs answer a question of the user,
-    which has a key or a `:` command. The engine runs the others itself.
+    """A job of the engine (a row of `dtype_engine.service.jobs.JOBS`), as the app shows it. Most jobs answer a question of the
+    user, which has a key or a `:` command. The engine runs the others itself.
     """
 
     job: str

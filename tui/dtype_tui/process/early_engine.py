@@ -24,10 +24,10 @@ def start_early(arguments: Sequence[str]) -> None:
         return
     if any(argument.startswith(("ssh://", *_WITHOUT)) for argument in arguments):
         return
-    from dtype_engine.worker.connection import COMMAND, start_process
+    from dtype_engine.service.connection import COMMAND, start_process
 
     _process = start_process(COMMAND)
-    from dtype_engine.worker.stdio import NICENESS
+    from dtype_engine.service.stdio import NICENESS
 
     with suppress(OSError):  # it may have ended
         # The engine does this itself, but only after imports that would delay the first paint if all cores are busy.

@@ -19,9 +19,9 @@ from dtype_engine.core.units import decibels
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.reports.text_drift import cause_label, causes_footing, causes_headline, share_words
 from dtype_engine.results.attribution import AttributionReport, Contribution
-from dtype_engine.worker import events
-from dtype_engine.worker.commands import Cancel
-from dtype_engine.worker.jobs import CAUSES
+from dtype_engine.service import events
+from dtype_engine.service.commands import Cancel
+from dtype_engine.service.jobs import CAUSES
 from dtype_tui.rendering.canvas import Series, linear_axes, plot
 from dtype_tui.rendering.cells import bar
 from dtype_tui.rendering.plain_table import PlainTable

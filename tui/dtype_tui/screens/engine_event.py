@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.message import Message
 
-from dtype_engine.worker import events
+from dtype_engine.service import events
 
 
 class EventWaits(Message, bubble=False):

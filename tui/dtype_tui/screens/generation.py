@@ -15,8 +15,8 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural, seconds_text
 from dtype_engine.reports.text import parting
 from dtype_engine.results.runs import Generation, Written
-from dtype_engine.worker import events
-from dtype_engine.worker.jobs import GENERATE, GenerateText
+from dtype_engine.service import events
+from dtype_engine.service.jobs import GENERATE, GenerateText
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.modal import SCROLLING, ModalScreen

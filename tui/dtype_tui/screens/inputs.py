@@ -16,7 +16,7 @@ from textual.widgets import Static
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.results.inputs import InputBatch, InputsSummary
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.modal import SCROLLING, ModalScreen

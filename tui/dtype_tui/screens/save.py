@@ -21,8 +21,8 @@ from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe.targets import TARGET_SUFFIXES
 from dtype_engine.reports.text_losses import severe_sentences
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.worker import events
-from dtype_engine.worker.save_requests import (
+from dtype_engine.service import events
+from dtype_engine.service.save_requests import (
     ConvertRequest,
     ExportRequest,
     RecipeRequest,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import time_left
-from dtype_engine.worker import events
+from dtype_engine.service import events
 from dtype_tui.rendering.cells import bar
 from dtype_tui.state.job_names import WORDS, queue_words
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
-from dtype_engine.worker import events
-from dtype_engine.worker.commands import Command, Download, OpenOverMemory
-from dtype_engine.worker.jobs import VALUES, Ask, InspectTensor
+from dtype_engine.service import events
+from dtype_engine.service.commands import Command, Download, OpenOverMemory
+from dtype_engine.service.jobs import VALUES, Ask, InspectTensor
 from dtype_tui.state.controller import Controller
 
 _INSPECTED = (

@@ -16,8 +16,8 @@ from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import History, Recipe, Rule, explain_no_match, make_plan
-from dtype_engine.worker import events
-from dtype_engine.worker.commands import (
+from dtype_engine.service import events
+from dtype_engine.service.commands import (
     Command,
     FollowRecipe,
     Measure,
@@ -28,8 +28,8 @@ from dtype_engine.worker.commands import (
     SetRecipe,
     SetSettings,
 )
-from dtype_engine.worker.engine import Engine
-from dtype_engine.worker.jobs import ACTIVATIONS, PassSizes
+from dtype_engine.service.engine import Engine
+from dtype_engine.service.jobs import ACTIVATIONS, PassSizes
 from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.state.activity import Progress
 from dtype_tui.state.engine_life import EngineLife, Severity
@@ -39,7 +39,7 @@ from dtype_tui.state.node_rules import not_kept_in_float32, reference_rule, rule
 
 if TYPE_CHECKING:
     from dtype_engine.core.options import RunSettings
-    from dtype_engine.worker.save_requests import SaveRequest
+    from dtype_engine.service.save_requests import SaveRequest
     from dtype_tui.state.experiment import Experiment
     from dtype_tui.state.launch import Launch
     from dtype_tui.state.measurement_log import MeasuredRecipe
@@ -452,7 +452,7 @@ class Controller:
 
     def save(self, request: SaveRequest) -> None:
         from dtype_engine.checkpoint.export_folder import is_one_file
-        from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest
+        from dtype_engine.service.save_requests import ExportRequest, RecipeRequest
 
         in_file = isinstance(request, RecipeRequest) or (
             isinstance(request, ExportRequest) and not is_one_file(request.folder)

@@ -6,14 +6,14 @@ import time
 from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.core.units import plural
-from dtype_engine.worker import events
-from dtype_engine.worker.commands import Cancel
+from dtype_engine.service import events
+from dtype_engine.service.commands import Cancel
 from dtype_tui.state.activity import Activity, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dtype_engine.worker.engine import Engine
+    from dtype_engine.service.engine import Engine
     from dtype_tui.state.scan import ScanState
 
 Severity = Literal["information", "warning", "error"]

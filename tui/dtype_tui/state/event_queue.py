@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from dtype_engine.worker.events import Event
-from dtype_engine.worker.outbox import add
+from dtype_engine.service.events import Event
+from dtype_engine.service.outbox import add
 
 
 class EventQueue:

@@ -25,8 +25,8 @@ from dtype_engine.recipe.serving_memory import (
     serving_memory,
 )
 from dtype_engine.results.thresholds import Limit
-from dtype_engine.worker import events
-from dtype_engine.worker.jobs import ACTIVATIONS, CAUSES, FLOOR, LOSS_REMEDY, NONFINITE, SPEED, WEIGHTS
+from dtype_engine.service import events
+from dtype_engine.service.jobs import ACTIVATIONS, CAUSES, FLOOR, LOSS_REMEDY, NONFINITE, SPEED, WEIGHTS
 from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.state.cache_nodes import add_cache_nodes
 from dtype_tui.state.measurement_log import MeasuredRecipe, ModuleLog, lost_counts, mark, measured, remember

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtype_engine.worker.commands import READ_ONLY
+from dtype_engine.service.commands import READ_ONLY
 from dtype_tui.config.key_names import name_of
 
 __all__ = ["HIDDEN", "READ_ONLY", "refuses"]

@@ -20,10 +20,10 @@ from dtype_engine.checkpoint.schemes.registry import schemes
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
+from dtype_engine.runtime.building.module_sources import decoded_dtype
 from dtype_engine.runtime.export.contents import ExportTensor
 from dtype_engine.runtime.export.experts import expert_layer
 from dtype_engine.runtime.export.layout import Layout
-from dtype_engine.runtime.model.module_sources import decoded_dtype
 
 _ENTRIES = ("quantization_config", "quantization", "compression_config")
 """The entries of config.json in which programs describe how they quantized the weights."""

@@ -21,6 +21,7 @@ from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, make_plan, require_matches
 from dtype_engine.recipe.schemes import layout as named_layout
 from dtype_engine.results.coverage import Coverage
+from dtype_engine.runtime.building.describe import describe
 from dtype_engine.runtime.export.coded import copies_of, decoded_notice, exported_config, layout_beside
 from dtype_engine.runtime.export.contents import Contents, ExportTensor
 from dtype_engine.runtime.export.experts import experts_notices
@@ -36,7 +37,6 @@ from dtype_engine.runtime.export.notices import (
 )
 from dtype_engine.runtime.export.refusals import refuse_scales, refuse_unstored, refuse_unwritable
 from dtype_engine.runtime.export.shared_scales import with_packed_scales, with_shared_scales
-from dtype_engine.runtime.model.describe import describe
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.name_mapping import Placement, map_names, without_place
 from dtype_engine.runtime.model.stored_tree import same_values

@@ -26,8 +26,8 @@ from dtype_engine.runtime.inputs.preprocessing import (
 )
 from dtype_engine.runtime.inputs.processor_limits import made_features
 from dtype_engine.runtime.inputs.text import encoded, sequence_length, sources, text_samples
+from dtype_engine.runtime.libraries.silence_libraries import without_panic_message
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.silence_libraries import without_panic_message
 
 if TYPE_CHECKING:
     import numpy as np

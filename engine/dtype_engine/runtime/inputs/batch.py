@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.runtime.libraries.torch_private import WithoutModes
 from dtype_engine.runtime.model.containers import named_tensors_in, with_tensors
-from dtype_engine.runtime.model.torch_private import WithoutModes
 
 
 @dataclass(frozen=True, slots=True)

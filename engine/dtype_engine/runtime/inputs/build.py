@@ -10,6 +10,7 @@ from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as, with_type
 from dtype_engine.core.hints import hint
 from dtype_engine.core.options import InputOptions, Options
+from dtype_engine.runtime.building.diffusers_pipeline import PipelineModule
 from dtype_engine.runtime.inputs.audio import sound_argument, sound_inputs
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
 from dtype_engine.runtime.inputs.diffusers_inputs import diffusers_inputs, is_diffusers_module, pipeline_inputs
@@ -27,7 +28,6 @@ from dtype_engine.runtime.inputs.processor_limits import check_processor_files
 from dtype_engine.runtime.inputs.tensor_files import tensor_inputs
 from dtype_engine.runtime.inputs.text import prompt_texts, text_inputs, without_cache
 from dtype_engine.runtime.inputs.validate import with_labels
-from dtype_engine.runtime.model.diffusers_pipeline import PipelineModule
 from dtype_engine.runtime.model.live import LiveModel
 
 

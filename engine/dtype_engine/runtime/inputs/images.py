@@ -24,8 +24,8 @@ from dtype_engine.runtime.inputs.preprocessing import (
     running,
 )
 from dtype_engine.runtime.inputs.processor_limits import made_values
+from dtype_engine.runtime.libraries.silence_libraries import without_panic_message
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.silence_libraries import without_panic_message
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -17,13 +17,13 @@ from torch import nn
 from dtype_engine.checkpoint.weight_files import refuse_links_out
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.foreign_code import failures_as, foreign_code
+from dtype_engine.runtime.building.architecture import reason
 from dtype_engine.runtime.inputs.default_prompts import DEFAULT_PROMPTS
 from dtype_engine.runtime.inputs.limited import PartFails, stays_in_limits
 from dtype_engine.runtime.inputs.processor_limits import FILES as _PROCESSORS
-from dtype_engine.runtime.model.architecture import reason
-from dtype_engine.runtime.model.hub import offline
+from dtype_engine.runtime.libraries.hub import offline
+from dtype_engine.runtime.libraries.silence_libraries import without_panic_message
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.silence_libraries import without_panic_message
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 _MOST_OFFSET = 8

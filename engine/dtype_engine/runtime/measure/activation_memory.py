@@ -30,10 +30,10 @@ from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.options import ModelOptions
 from dtype_engine.recipe.serving_memory import interpolated
 from dtype_engine.results.serving_memory import ActivationMemory
+from dtype_engine.runtime.building.load import build_on_meta
+from dtype_engine.runtime.building.shapes import refuse_misshapen
 from dtype_engine.runtime.formats.dequantize import torch_dtype
-from dtype_engine.runtime.model.load import build_on_meta
-from dtype_engine.runtime.model.shapes import refuse_misshapen
-from dtype_engine.runtime.model.torch_private import SAFE_SOFTMAX, FakeTensorMode, TorchDispatchMode, storage_id
+from dtype_engine.runtime.libraries.torch_private import SAFE_SOFTMAX, FakeTensorMode, TorchDispatchMode, storage_id
 from dtype_engine.runtime.modes.kv_cache import CACHE_FIELDS
 
 _LOOPED = (64, 128, 256)

@@ -13,8 +13,8 @@ from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.inputs import Inputs
+from dtype_engine.runtime.libraries.torch_private import WithoutModes
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.torch_private import WithoutModes
 from dtype_engine.runtime.passes.kept_positions import AttendedPositions, KeptPositions
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner

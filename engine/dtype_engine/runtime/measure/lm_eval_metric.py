@@ -12,10 +12,10 @@ from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.replaced import replaced
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs import Inputs, tokenizer_of
+from dtype_engine.runtime.libraries.hub import offline
+from dtype_engine.runtime.libraries.silence_libraries import no_stderr, quiet
 from dtype_engine.runtime.measure.paired import Examples
-from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.silence_libraries import no_stderr, quiet
 
 _BATCH = 8
 

@@ -19,7 +19,7 @@ from dtype_engine.core.options import ClassesDim, RunSettings
 from dtype_engine.results.attribution import NoiseFloor
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.runtime.inputs import Batch, Inputs
-from dtype_engine.runtime.model.hf_private import other_attention
+from dtype_engine.runtime.libraries.hf_private import other_attention
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics, compared_rows
 from dtype_engine.runtime.passes.class_dimensions import classes_dimension

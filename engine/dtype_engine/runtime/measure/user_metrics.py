@@ -18,13 +18,13 @@ from dtype_engine.core.foreign_code import failures_as, with_line
 from dtype_engine.core.options import LM_EVAL, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.results.metrics import MetricChange
+from dtype_engine.runtime.building.python_source import import_named
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.listener import OnProgress
 from dtype_engine.runtime.measure.paired import Aggregate, Examples, compare
 from dtype_engine.runtime.measure.torchmetrics_metric import is_torchmetrics, per_example
 from dtype_engine.runtime.model.containers import with_tensors
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.python_source import import_named
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner
 

@@ -14,8 +14,8 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.regular_files import reading
 from dtype_engine.results.weights import DifferentShape, WeightDifference
+from dtype_engine.runtime.building.pairing import Pair, Pairing, pair_weights
 from dtype_engine.runtime.formats.row_blocks import parallel_map
-from dtype_engine.runtime.model.pairing import Pair, Pairing, pair_weights
 from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, element_sums
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
 from dtype_engine.runtime.weights.checkpoint_weights import source_of

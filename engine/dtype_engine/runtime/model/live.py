@@ -32,12 +32,12 @@ from dtype_engine.results.losses import ValueLoss, total
 from dtype_engine.runtime.device import cache_budget, enough_memory, has_float64
 from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.formats.row_blocks import finite_amax, stopping
+from dtype_engine.runtime.libraries.torch_private import is_compiled, slots_of
 from dtype_engine.runtime.model.device_map import Places, distribute
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.side_settings import SideSettings
 from dtype_engine.runtime.model.stored_tree import unused, with_files
-from dtype_engine.runtime.model.torch_private import is_compiled, slots_of
 from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.numerics.overflow_underflow import all_losses, count_losses
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize

@@ -14,8 +14,8 @@ from torch import nn
 from dtype_engine.checkpoint.kv_cache import kv_cache
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, ancestors
 from dtype_engine.runtime.formats.dequantize import dtype_name
-from dtype_engine.runtime.model.hf_private import SKIPPED_BY_DIFFUSERS, float32_patterns
-from dtype_engine.runtime.model.torch_private import own_tensors
+from dtype_engine.runtime.libraries.hf_private import SKIPPED_BY_DIFFUSERS, float32_patterns
+from dtype_engine.runtime.libraries.torch_private import own_tensors
 
 
 def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tensor]]:

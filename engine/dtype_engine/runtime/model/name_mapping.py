@@ -16,7 +16,7 @@ from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.formats.dequantize import dtype_name as name_of
 from dtype_engine.runtime.formats.dequantize import torch_dtype
-from dtype_engine.runtime.model.hf_private import converted_names
+from dtype_engine.runtime.libraries.hf_private import converted_names
 
 
 @dataclass(frozen=True, slots=True)

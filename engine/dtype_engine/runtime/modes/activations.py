@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dtype_engine.core.dtypes import quantizes_activations
-from dtype_engine.runtime.model.torch_private import WeakIdKeyDictionary
+from dtype_engine.runtime.libraries.torch_private import WeakIdKeyDictionary
 from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
 from dtype_engine.runtime.numerics.activations import InputFormat, quantize_activations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from dtype_engine.runtime.model.torch_private import TO_COPY, TorchDispatchMode
+from dtype_engine.runtime.libraries.torch_private import TO_COPY, TorchDispatchMode
 from dtype_engine.runtime.modes.op_tables import Arguments
 from dtype_engine.runtime.modes.promotion import cast_of
 from dtype_engine.runtime.modes.weight_mode import WeightMode

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from dtype_engine.core.kv_formats import KV_FORMATS
-from dtype_engine.runtime.model.hf_private import cache_updates_by
-from dtype_engine.runtime.model.torch_private import WithoutModes
+from dtype_engine.runtime.libraries.hf_private import cache_updates_by
+from dtype_engine.runtime.libraries.torch_private import WithoutModes
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.kv_rounding import head_amax, round_cache
 

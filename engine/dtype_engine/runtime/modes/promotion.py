@@ -18,7 +18,7 @@ import torch
 from dtype_engine.core.errors import KernelError
 from dtype_engine.runtime.device import random_states, set_random_states
 from dtype_engine.runtime.formats.dequantize import dtype_name
-from dtype_engine.runtime.model.torch_private import is_wrapped
+from dtype_engine.runtime.libraries.torch_private import is_wrapped
 from dtype_engine.runtime.modes.op_tables import (
     Arguments,
     CallSite,

@@ -23,8 +23,14 @@ from torch.overrides import TorchFunctionMode
 
 from dtype_engine.core.errors import NoForward
 from dtype_engine.runtime.formats.dequantize import dtype_name
+from dtype_engine.runtime.libraries.torch_private import (
+    WeakIdKeyDictionary,
+    WithoutModes,
+    base_of,
+    is_wrapped,
+    unwrapped,
+)
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.model.torch_private import WeakIdKeyDictionary, WithoutModes, base_of, is_wrapped, unwrapped
 from dtype_engine.runtime.modes.activations import ActivationRounding, Rounds
 from dtype_engine.runtime.modes.op_tables import (
     METADATA,

@@ -13,8 +13,8 @@ from torch import nn
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled
+from dtype_engine.runtime.libraries.torch_private import WithoutModes, as_called, call_instead, has_forward_hooks
 from dtype_engine.runtime.model.device_map import MovesInputs
-from dtype_engine.runtime.model.torch_private import WithoutModes, as_called, call_instead, has_forward_hooks
 from dtype_engine.runtime.passes.forward_pass import ForwardPass
 from dtype_engine.runtime.passes.output_cache import clone_output
 

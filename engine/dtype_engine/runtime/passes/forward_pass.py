@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtype_engine.runtime.model.torch_private import is_wrapped, own_tensors
+from dtype_engine.runtime.libraries.torch_private import is_wrapped, own_tensors
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.kept_positions import AttendedPositions
 from dtype_engine.runtime.passes.output_cache import ModuleCall, OutputCache, record_call

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from dtype_engine.runtime.inputs import Batch
-from dtype_engine.runtime.model.torch_private import is_wrapped
+from dtype_engine.runtime.libraries.torch_private import is_wrapped
 
 _POSITION_OUTPUTS = ("start_logits",)
 """Names of outputs with one number for each position, [batch, positions]."""

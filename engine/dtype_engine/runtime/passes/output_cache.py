@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dtype_engine.runtime.model.torch_private import base_of, is_wrapped, version_of
+from dtype_engine.runtime.libraries.torch_private import base_of, is_wrapped, version_of
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from dtype_engine.core.errors import NoForward
+from dtype_engine.runtime.libraries.torch_private import is_wrapped
 from dtype_engine.runtime.model.containers import parts_of
-from dtype_engine.runtime.model.torch_private import is_wrapped
 
 
 def first_tensor(output: Any) -> torch.Tensor | None:

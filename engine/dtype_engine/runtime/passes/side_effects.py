@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dtype_engine.runtime.device import random_states
-from dtype_engine.runtime.model.torch_private import WithoutModes, version_of
+from dtype_engine.runtime.libraries.torch_private import WithoutModes, version_of
 
 _DEPTH = 6
 """Maximum nesting depth at which arguments are inspected. A key-value cache may hold lists of layers with tuples of tensors."""

@@ -16,7 +16,7 @@ import torch
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.heap import trim_heap
-from dtype_engine.runtime.model.torch_private import is_wrapped, storage_id, version_of
+from dtype_engine.runtime.libraries.torch_private import is_wrapped, storage_id, version_of
 
 _SMALLEST = 1 << 12
 """Tensors of fewer bytes stay in memory."""

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from dtype_engine.runtime.libraries.torch_private import WeakIdKeyDictionary, base_of, unwrapped, version_of
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.torch_private import WeakIdKeyDictionary, base_of, unwrapped, version_of
 from dtype_engine.runtime.modes.op_tables import (
     TENSOR_PROPERTIES,
     Arguments,

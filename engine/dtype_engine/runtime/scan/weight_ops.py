@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtype_engine.runtime.model.torch_private import is_wrapped, version_of
+from dtype_engine.runtime.libraries.torch_private import is_wrapped, version_of
 from dtype_engine.runtime.modes.op_tables import Arguments, replace_tensors, tensors_in
 from dtype_engine.runtime.scan.kept_tensors import ActivationFile, KeptTensor
 

@@ -20,11 +20,11 @@ from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.options import InputOptions, ModelOptions, Options, RunSettings
 from dtype_engine.core.units import plural
+from dtype_engine.runtime.building.load import load
 from dtype_engine.runtime.inputs import Batch, Inputs, make_inputs
 from dtype_engine.runtime.inputs.diffusers_inputs import NoDefaultInputs, pipeline_inputs
 from dtype_engine.runtime.model.containers import with_tensors
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.load import load
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 _STEPS = 2

@@ -14,10 +14,10 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import parse_inputs_line
 from dtype_engine.core.opening_progress import READING_INPUTS
 from dtype_engine.core.options import STORED, ModelOptions, Options
+from dtype_engine.runtime.building.load import OnStep, load
+from dtype_engine.runtime.building.reference_checkpoint import use_reference
 from dtype_engine.runtime.inputs import from_values
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.load import OnStep, load
-from dtype_engine.runtime.model.reference_checkpoint import use_reference
 from dtype_engine.runtime.session.session import Session
 
 

@@ -24,10 +24,10 @@ from dtype_engine.core.options import ModelOptions
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.results.export import CastReport, ComparedTensor, TensorDifference
+from dtype_engine.runtime.building.describe import describe
+from dtype_engine.runtime.building.load import load
 from dtype_engine.runtime.export.write import OnBytes
 from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
-from dtype_engine.runtime.model.describe import describe
-from dtype_engine.runtime.model.load import load
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
 from dtype_engine.runtime.weights.checkpoint_weights import source_of
 

@@ -24,14 +24,14 @@ from dtype_engine.recipe import Recipe
 from dtype_engine.recipe.file import RecipeFile, read_recipe_file
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.export import TensorDifference, VerifyReport
+from dtype_engine.runtime.building.filling import load_into
+from dtype_engine.runtime.building.load import load, load_module
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, TensorEntry
 from dtype_engine.runtime.export.plan import of_checkpoint, of_live
 from dtype_engine.runtime.export.write import OnBytes
 from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
 from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
-from dtype_engine.runtime.model.filling import load_into
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.load import load, load_module
 from dtype_engine.runtime.session.opening import open_session
 from dtype_engine.runtime.session.session import Session
 from dtype_engine.runtime.verify.exported_values import ExportedValues, read_export

@@ -21,12 +21,12 @@ from dtype_engine.cli import cli, run
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.measure.weight_errors import inspect_weight
-from dtype_engine.worker import events
-from dtype_engine.worker.commands import SetRecipe
-from dtype_engine.worker.jobs import VALUES, InspectTensor
-from dtype_engine.worker.open_model import OpenModel
-from dtype_engine.worker.save_requests import ExportRequest
-from dtype_engine.worker.writer import SaveContext, plan_export
+from dtype_engine.service import events
+from dtype_engine.service.commands import SetRecipe
+from dtype_engine.service.jobs import VALUES, InspectTensor
+from dtype_engine.service.open_model import OpenModel
+from dtype_engine.service.save_requests import ExportRequest
+from dtype_engine.service.writer import SaveContext, plan_export
 
 Kind = gguf.GGMLQuantizationType
 DEQUANTIZED = [

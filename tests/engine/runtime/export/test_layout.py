@@ -397,9 +397,9 @@ def test_app_exports_pipelines_and_adapters_in_their_layouts(pipeline: Path, ada
     from dtype_engine.checkpoint.source import locate
     from dtype_engine.core.options import RunSettings
     from dtype_engine.recipe import Recipe, Rule
-    from dtype_engine.worker.open_model import OpenModel
-    from dtype_engine.worker.save_requests import ExportRequest
-    from dtype_engine.worker.writer import SaveContext, plan_export, run_save
+    from dtype_engine.service.open_model import OpenModel
+    from dtype_engine.service.save_requests import ExportRequest
+    from dtype_engine.service.writer import SaveContext, plan_export, run_save
 
     recipe = Recipe().then(Rule.parse("*=bf16"))
     for folder, files, loader in ((pipeline, 2, "StableDiffusionPipeline"), (adapter, 1, "PeftModel")):

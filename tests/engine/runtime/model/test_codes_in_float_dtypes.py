@@ -14,7 +14,7 @@ import dtype_engine as de
 from dtype_engine.cli import cli, run
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options
-from dtype_engine.runtime.model.load import load_pretrained
+from dtype_engine.runtime.building.load import load_pretrained
 
 NF4 = torch.tensor(
     [-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302,

@@ -21,7 +21,7 @@ import dtype_engine as de
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.core.errors import NoForward, UserError
-from dtype_engine.runtime.model.load import load
+from dtype_engine.runtime.building.load import load
 from dtype_engine.runtime.weights.checkpoint_weights import source_of
 
 Make = Callable[..., Path]
@@ -309,8 +309,8 @@ def test_too_large_model_is_reported_without_torch(tmp_path: Path) -> None:
         file.truncate(8 + len(header) + (1 << 42))
     (path / "config.json").write_text('{"model_type": "llama"}')
     script = (
-        "import sys\nfrom dtype_engine import Options\nfrom dtype_engine.worker import events\n"
-        "from dtype_engine.worker.worker import Worker\n"
+        "import sys\nfrom dtype_engine import Options\nfrom dtype_engine.service import events\n"
+        "from dtype_engine.service.worker import Worker\n"
         "from dtype_engine.checkpoint.source import locate\nimport threading\nheard, failed = [], threading.Event()\n"
         "with_torch = []\n"
         "def hear(event):\n"

@@ -31,10 +31,10 @@ from dtype_engine.runtime.numerics import overflow_underflow as value_loss
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantization_error import round_trip
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize
-from dtype_engine.worker import events
-from dtype_engine.worker.commands import SetRecipe
-from dtype_engine.worker.jobs import LOSS_REMEDY
-from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest, ReportRequest
+from dtype_engine.service import events
+from dtype_engine.service.commands import SetRecipe
+from dtype_engine.service.jobs import LOSS_REMEDY
+from dtype_engine.service.save_requests import ExportRequest, RecipeRequest, ReportRequest
 
 LARGE, TINY = 1e6, 1e-9
 

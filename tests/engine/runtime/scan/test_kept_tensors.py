@@ -19,7 +19,7 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
-from dtype_engine.runtime.model import module_sources
+from dtype_engine.runtime.building import module_sources
 from dtype_engine.runtime.scan import kept_tensors, scan, sequence_groups, sequence_scans
 from dtype_engine.runtime.scan.kept_tensors import ActivationFile, KeptTensor
 from dtype_engine.runtime.scan.weight_ops import WeightOp

@@ -13,9 +13,9 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine import Options
 from dtype_engine.runtime.session.session import Session
-from dtype_engine.worker import events
-from dtype_engine.worker import opening as worker_opening
-from dtype_engine.worker.jobs import SPEED
+from dtype_engine.service import events
+from dtype_engine.service import opening as worker_opening
+from dtype_engine.service.jobs import SPEED
 
 CODE = """
 import sys

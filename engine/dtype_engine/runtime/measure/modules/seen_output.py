@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from dtype_engine.runtime.model.torch_private import version_of
+from dtype_engine.runtime.libraries.torch_private import version_of
 
 T = TypeVar("T")
 

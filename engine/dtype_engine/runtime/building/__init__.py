@@ -1,0 +1,1 @@
+"""Makes a module of a checkpoint or of the user's code, and fills it with the weights."""

@@ -1,0 +1,334 @@
+"""Finds the model class and the configuration that a checkpoint's `config.json` names, constructs the model without data, and
+refuses a model that does not match the checkpoint's tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.modeling_source import foreign_prefix
+from dtype_engine.checkpoint.packed_weights import quantized_parts
+from dtype_engine.checkpoint.plausible import ImpossibleConfig, refuse_impossible
+from dtype_engine.checkpoint.weight_files import refuse_link_out
+from dtype_engine.checkpoint.weight_sets import NAMED_WEIGHTS, NO_WEIGHTS
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.foreign_code import failures_as
+from dtype_engine.core.options import ModelOptions
+from dtype_engine.core.suggest import nearest
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import human_bytes
+from dtype_engine.results.coverage import Coverage
+from dtype_engine.runtime.libraries.hub import without_foreign_kernels
+from dtype_engine.runtime.model.module_tree import collect_tensors
+from dtype_engine.runtime.model.name_mapping import Placement, map_names
+
+_MODULES_ALWAYS, _MODULES_PER_TENSOR = 2_000, 10
+"""A model may have at most `_MODULES_ALWAYS` submodules, plus `_MODULES_PER_TENSOR` for each tensor in the files. Real models have
+fewer than three submodules per tensor, except small models that share layers or have many modules without tensors.
+"""
+_SPARE_ALWAYS, _SPARE_PER_BYTE = 1 << 30, 32
+"""The tensors of the model that the checkpoint's files lack may take at most `_SPARE_ALWAYS` bytes, plus `_SPARE_PER_BYTE` for each
+byte of the files. The limit is high because a float32 model is 16 times as large as files with weights packed in two bits.
+"""
+_LONGEST_REASON = 300
+
+
+class Misfit(NoForward):
+    """Raised if the names of a checkpoint's tensors are not those of the model class that its configuration names.
+
+    class_name: the name of this class. coverage: which of the model's tensors the checkpoint has.
+    """
+
+    def __init__(self, message: str, class_name: str = "", coverage: Coverage | None = None) -> None:
+        super().__init__(message)
+        self.class_name = class_name
+        self.coverage = coverage
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A transformers model class and the configuration with which it is constructed."""
+
+    model_class: Any
+    """The model class. If the model's code comes with the checkpoint, one of transformers' auto classes, such as
+    AutoModelForCausalLM.
+    """
+    config: Any
+    notices: tuple[str, ...] = ()
+    """Sentences for the user about entries in `config.json` that are ignored, and about a class used instead of the one that it
+    names.
+    """
+    trust_remote_code: bool = False
+    """Whether Python code that comes with the checkpoint may run."""
+
+
+_READ_WITH_WEIGHTS = ("generation_config.json", "adapter_config.json")
+"""The files that transformers reads by their names in a model's folder when it loads weights from there."""
+
+
+def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: ModelOptions) -> Architecture:
+    """Return the architecture that a checkpoint's `config.json` names or, if the user chose a model class in `options`, that class.
+
+    Raises NoForward if the installed transformers does not have the architecture or rejects the configuration, and UserError if the
+    name in `options` is not a model class.
+    """
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    config = checkpoint.config or {}
+    refuse_impossible(config, checkpoint, f"{folder / 'config.json'}")
+    for name in _READ_WITH_WEIGHTS:
+        try:
+            refuse_link_out(folder, name)
+        except UserError as error:
+            raise NoForward(f"{printable(folder.name, 100)}: no forward pass: {error}") from None
+    model_class, notices = _model_class(transformers, config, folder, options)
+    made = _configuration(transformers, model_class, checkpoint, folder, options)
+    if (
+        getattr(made, NAMED_WEIGHTS, None) == NO_WEIGHTS
+    ):  # it is for plain transformers, and this program reads these weights
+        delattr(made, NAMED_WEIGHTS)
+    if not options.trust_remote_code:
+        notices += without_foreign_kernels(made, config, printable(folder.name, 100))
+    return Architecture(model_class, made, notices, options.trust_remote_code)
+
+
+def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mapping[str, Placement]]:
+    """Construct the model of an architecture on the meta device, without data. Returns the module and a mapping from the name of
+    each tensor of the checkpoint to where it is loaded in the module.
+
+    Raises NoForward if the module can't be constructed, and Misfit if the checkpoint's tensors are not the module's. Their shapes
+    are not compared (see `shapes.py`).
+    """
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    auto = getattr(chosen.model_class, "from_config", None)
+    config = without_quantization(chosen.config)
+    with few_modules(len(checkpoint.weights)), reasons(folder), torch.device("meta"):
+        module = auto(config, trust_remote_code=chosen.trust_remote_code) if auto else chosen.model_class(config)
+    if not isinstance(module, nn.Module):
+        raise NoForward(f"{folder}: {chosen.model_class.__name__} is no model")
+    placements = map_names(module, checkpoint.weights)
+    refuse_misfit(module, checkpoint, placements, folder)
+    return module, placements
+
+
+def without_quantization(config: Any) -> Any:
+    """Return a deep copy of a transformers configuration without its quantization settings."""
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+@contextmanager
+def reasons(folder: Path) -> Iterator[None]:
+    """Convert any exception that transformers or torch raises in the `with` block to ImpossibleConfig, with a message of one
+    sentence that begins with `folder`.
+    """
+    with failures_as(ImpossibleConfig, f"{folder}: transformers can't make this model of its config.json", reason):
+        yield
+
+
+def reason(error: BaseException) -> str:
+    """Return the message of an exception from transformers in one line, without Python syntax such as `<class '...'>`."""
+    text = " ".join(str(error).split()).replace("`", "'")
+    field = re.match(r"Validation error for field '(\w+)': \w+: (.*)", text)
+    if field is not None:
+        text = re.sub(rf"^Field '{field[1]}' ", "", field[2])
+        text = f"{field[1]}: {text.partition('. Errors: ')[0]}"
+    else:
+        text = re.sub(r"^Class validation error for validator '\w+': \w+: ", "", text)
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
+    text = printable(text, _LONGEST_REASON)
+    plain = isinstance(error, (OSError, ValueError, RuntimeError)) or type(error).__module__.startswith(
+        "huggingface_hub"
+    )
+    return text if text and plain else f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _model_class(
+    transformers: ModuleType, config: Mapping[str, Any], folder: Path, options: ModelOptions
+) -> tuple[Any, tuple[str, ...]]:
+    if options.architecture is not None:
+        return _asked_for(transformers, options.architecture), ()
+    model_type = config.get("model_type")
+    known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
+    auto_map = config.get("auto_map")
+    if auto_map and not options.trust_remote_code and not known:
+        raise NoForward(
+            f"{folder}: this model brings its own Python code, which is not run unless you pass --trust-remote-code "
+            "(in Python: Options(trust_remote_code=True))"
+        )
+    named, notices = _named(config)
+    for name in named:
+        if (model_class := _class_named(transformers, name)) is not None:
+            return model_class, notices
+    if auto_map and options.trust_remote_code:
+        return getattr(transformers, _auto_class(transformers, auto_map, named)), notices
+    if known:
+        return transformers.AutoModel, (*notices, _backbone(transformers, str(model_type), named))
+    unknown = ", ".join(map(printable, named)) or config.get("_class_name") or model_type or "none"
+    raise NoForward(
+        f"{folder}: no forward pass, because transformers {transformers.__version__} does not know the architecture "
+        f"named in config.json ({printable(str(unknown), 200)})"
+    )
+
+
+def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...]) -> str:
+    """Return the name of the transformers auto class with which to load model code that comes with the checkpoint.
+
+    auto_map: the entry of `config.json` that maps names of auto classes to names of the checkpoint's own classes. named: the class
+    names in its `architectures`. A key of `auto_map` whose class is in `named` is preferred, then AutoModelForCausalLM, then
+    AutoModel, then any other key.
+    """
+    keys = auto_map if isinstance(auto_map, dict) else {}
+    models = [key for key in keys if key.startswith("AutoModel") and hasattr(transformers, key)]
+    by_name = [key for key in models if str(keys[key]).rpartition(".")[2] in named]
+    usual = [key for key in ("AutoModelForCausalLM", "AutoModel") if key in models]
+    return next(iter((*by_name, *usual, *models)), "AutoModel")
+
+
+def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    listed = config.get("architectures")
+    if listed is None or (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
+        return tuple(listed or ()), ()
+    if isinstance(listed, str):
+        return (listed,), (f"architectures in config.json is no list: taken as the name {printable(listed, 100)}",)
+    names = tuple(name for name in listed if isinstance(name, str)) if isinstance(listed, list) else ()
+    return names, ("architectures in config.json is no list of names, so what it says is not followed",)
+
+
+def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...]) -> str:
+    """Return the notice for the user that a model is opened without its head, because its `config.json` names no class of
+    transformers. named: the class names in its `architectures`.
+    """
+    from transformers.models.auto import modeling_auto
+
+    with_head = next(
+        (
+            mapping[model_type]
+            for kind in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION")
+            if model_type in (mapping := getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}))
+        ),
+        None,
+    )
+    bare = modeling_auto.MODEL_MAPPING_NAMES.get(model_type, "AutoModel")
+    bare = bare if isinstance(bare, str) else bare[0]
+    why = (
+        f"config.json names {', '.join(printable(name, 60) for name in named[:3])}, which is no model of transformers"
+        if named
+        else "config.json names no architecture"
+    )
+    hint = f"; --architecture {with_head} opens the model with its head" if with_head is not None else ""
+    return f"{why}: opened as the bare {bare}, and what is measured is its last hidden state, not logits{hint}"
+
+
+def _class_named(transformers: ModuleType, name: str) -> Any:
+    if not name.isidentifier():
+        return None
+    try:
+        member = getattr(transformers, name, None)
+    except Exception:  # the class needs a package that is not installed
+        return None
+    return member if isinstance(member, type) and issubclass(member, transformers.PreTrainedModel) else None
+
+
+def _asked_for(transformers: ModuleType, name: str) -> Any:
+    model_class = _class_named(transformers, name)
+    if model_class is not None and model_class.config_class is not None:
+        return model_class
+    if name.startswith("AutoModel") and hasattr(getattr(transformers, name, None), "from_config"):
+        return getattr(transformers, name)
+    near = nearest(name, (other for other in transformers.__all__ if "For" in other or other.endswith("Model")))
+    hint = f"; did you mean {near}?" if near else ""
+    raise UserError(
+        f"--architecture {printable(name, 100)}: transformers {transformers.__version__} has no model class of that name{hint}"
+    )
+
+
+def _configuration(
+    transformers: ModuleType, model_class: Any, checkpoint: Checkpoint, folder: Path, options: ModelOptions
+) -> Any:
+    """Read the checkpoint's `config.json` as the configuration class that the model class requires. If the model class is only a
+    part of a composite model, such as its text model, the result is the configuration of this part. Raises NoForward if
+    transformers rejects it.
+    """
+    own = getattr(model_class, "config_class", None)
+    with reasons(folder):
+        if own is not None and checkpoint.form == "gguf":
+            return own.from_dict(checkpoint.config)
+        if own is not None:
+            return own.from_pretrained(folder, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=options.trust_remote_code
+        )
+
+
+@contextmanager
+def few_modules(tensors: int) -> Iterator[None]:
+    """Limit the construction of a model in the `with` block: raise ImpossibleConfig as soon as it has more submodules than a
+    model with `tensors` tensors can have.
+    """
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    most = _MODULES_ALWAYS + _MODULES_PER_TENSOR * tensors
+    made = 0
+
+    def count(module: nn.Module, name: str, part: nn.Module | None) -> None:
+        nonlocal made
+        made += 1
+        if made > most:
+            raise ImpossibleConfig(
+                f"config.json describes a model of over {most} modules, and the files hold {tensors} tensors: "
+                "these are not one model"
+            )
+
+    handle = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def refuse_misfit(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path) -> None:
+    """Raise Misfit if a module does not match a checkpoint, in two cases: most tensors of the files belong to no tensor of the
+    module; or the module has tensors that the files lack and that need far more memory than the files.
+
+    placements: maps the name of each tensor of the files to where it is loaded in the module. folder: the checkpoint's folder, for
+    messages.
+    """
+    name = type(module).__name__
+    infos, tensors = collect_tensors(module)
+    filled = {placement.name for placement in placements.values()}
+    empty = [info.name for info in infos if info.persistent and not filled.intersection(info.names)]
+    strange = [stored for stored in checkpoint.weights if stored not in placements]
+    packed = quantized_parts(checkpoint.tensors, checkpoint.config) or "quantization_config" in (
+        checkpoint.config or {}
+    )
+    prefix = foreign_prefix(checkpoint.weights, checkpoint.config)
+    if 2 * len(strange) > len(checkpoint.weights) and 2 * len(empty) > len(infos) and (prefix or not packed):
+        coverage = Coverage(sum(info.persistent for info in infos), tuple(empty), tuple(strange))
+        under = f"all names in the files begin with {printable(prefix)}, " if prefix else ""
+        raise Misfit(
+            f"{folder}: these are not the weights of a {name}: {coverage}, {under}{len(strange)} of {len(checkpoint.weights)} "
+            f"tensors have no place in it, first {printable(strange[0])}; --architecture names another class",
+            name,
+            coverage,
+        )
+    spare = sum(tensors[info.name].nbytes for info in infos if not filled.intersection(info.names))
+    if spare > _SPARE_ALWAYS + _SPARE_PER_BYTE * checkpoint.stored_bytes:
+        raise Misfit(
+            f"{folder}: a {name} by its config.json has {human_bytes(spare)} of tensors that the files do not hold: "
+            "these are not one model",
+            name,
+            Coverage(sum(info.persistent for info in infos), tuple(empty), tuple(strange)),
+        )

@@ -1,0 +1,115 @@
+"""Describes a model for all commands: a tree of its modules and tensors, with module classes, tied weights and stored dtypes.
+
+For most checkpoints, the tree is derived from the file headers and the architecture built without data. Only a model from Python
+code, or a pickle that holds a whole module, has to be loaded. If the architecture is unknown, the files alone determine the tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.kv_settings import is_cache_scale
+from dtype_engine.checkpoint.source import Source
+from dtype_engine.core.errors import NoForward
+from dtype_engine.core.options import ModelOptions
+from dtype_engine.core.tree import Tree
+from dtype_engine.results.coverage import Coverage
+from dtype_engine.runtime.building.architecture import Misfit
+from dtype_engine.runtime.building.load import build_on_meta, load
+from dtype_engine.runtime.building.shapes import misshapen
+from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
+from dtype_engine.runtime.model.name_mapping import Placement, map_names
+from dtype_engine.runtime.model.stored_tree import NOT_USED, stored_tree
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """The tree of a model's modules and tensors, and facts from its configuration."""
+
+    tree: Tree
+    kinds: dict[str, frozenset[str]]
+    """Maps the name of each module class in the tree to the names of its base classes."""
+    model_type: str | None
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    """Maps the name of each tensor of the files to where it is loaded in the model. A tensor without an entry has the same name in
+    both.
+    """
+    class_name: str = ""
+    """The name of the model class that the configuration names, or "" if no class is known."""
+    coverage: Coverage | None = None
+    """Which of the model's tensors the files have. None if this is unknown, or if the module had to be loaded."""
+    unknown: NoForward | None = None
+    """Why the architecture is unknown or can't be built, or None if the tree has module classes."""
+
+
+def describe(source: Source, options: ModelOptions, checkpoint: Checkpoint | None = None) -> ModelDescription:
+    """Return a description of the model in `source`. If its architecture is unknown, the description has no module classes.
+
+    checkpoint: the headers of `source`, if they were read already. Raises UserError if the source can't be read or opened.
+    """
+    options = dataclasses.replace(options, device="cpu")
+    if checkpoint is None:
+        checkpoint = source.open()
+    if checkpoint is None:
+        module = load(source, options).module
+        return ModelDescription(tree_of(module), _kinds(module), None)
+    model_type = (checkpoint.config or {}).get("model_type")
+    named = model_type if isinstance(model_type, str) else None
+    alone = {name: Placement(name, False) for name in checkpoint.weights}
+    try:
+        module_without_data, placements = build_on_meta(checkpoint, options)
+    except Misfit as misfit:
+        return ModelDescription(checkpoint.tree(), {}, named, alone, misfit.class_name, misfit.coverage, misfit)
+    except NoForward as error:
+        try:
+            live = load(source, options)
+        except NoForward as of_loading:
+            why = error if checkpoint.form in ("safetensors", "pickle") else of_loading
+            return ModelDescription(checkpoint.tree(), {}, named, alone, unknown=why)
+        return ModelDescription(live.tree, _kinds(live.module), named, map_names(live.module, checkpoint.weights))
+    wrong = misshapen(module_without_data, checkpoint, placements)
+    tree = stored_tree(module_without_data, checkpoint, placements, wrong)
+    found = dataclasses.replace(_coverage(module_without_data, tree), misshapen=wrong)
+    return ModelDescription(
+        tree, _kinds(module_without_data), named, placements, type(module_without_data).__name__, found
+    )
+
+
+def _coverage(module: nn.Module, tree: Tree) -> Coverage:
+    """Return which of a module's tensors the files have. Missing and unused tensors that the module's class declares to be harmless
+    are not counted. module: the model, which may be on the meta device. tree: the tree of the model and the files.
+    """
+    spared, left_over = (
+        [re.compile(pattern) for pattern in getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()]
+        for kind in ("missing", "unexpected")
+    )
+    missing = [
+        tensor.name
+        for tensor in tree.tensors.values()
+        if tensor.made_on_load and tensor.kind == "parameter" and not any(each.search(tensor.name) for each in spared)
+    ]
+    unused = [
+        tensor.name
+        for tensor in tree.tensors.values()
+        if (tensor.uncastable_reason or "").startswith(NOT_USED)
+        and not any(each.search(tensor.name) for each in left_over)
+        and not is_cache_scale(tensor.name)
+    ]
+    expected = sum(info.persistent for info in collect_tensors(module)[0])
+    return Coverage(expected, tuple(missing), tuple(unused))
+
+
+def _kinds(module: nn.Module) -> dict[str, frozenset[str]]:
+    classes = {type(child) for child in module.modules()}
+    return {
+        module_class.__name__: frozenset(
+            base.__name__ for base in module_class.__mro__[1:] if issubclass(base, nn.Module) and base is not nn.Module
+        )
+        for module_class in classes
+    }

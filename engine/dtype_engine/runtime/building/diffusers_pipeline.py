@@ -1,0 +1,155 @@
+"""Wraps a whole diffusers pipeline as one module. Its children are the pipeline's models, under the names of their folders."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtype_engine.checkpoint.plausible import refuse_large_tables
+from dtype_engine.checkpoint.weight_files import PIPELINE_INDEX, read_json, refuse_links_out, resolve_inside
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.foreign_code import failures_as
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.building.architecture import reason
+from dtype_engine.runtime.building.diffusers_models import import_diffusers
+from dtype_engine.runtime.libraries.hf_private import install_output_hooks
+from dtype_engine.runtime.libraries.hub import offline
+from dtype_engine.runtime.libraries.silence_libraries import no_stderr, quiet
+
+_LONGEST_PROMPT = 2_048
+"""Maximum number of tokens to which a pipeline may pad a prompt if it takes no length itself. CLIP has 77, T5 there 512."""
+_LONGEST_OF_LANGUAGE_MODELS = 2_000_000
+"""The same for a pipeline that takes a length itself: its tokenizers may be those of language models, which name the positions of
+these.
+"""
+_NO_LENGTH = 1e29
+
+
+class PipelineModule(nn.Module):
+    """Runs a pipeline: `forward(seed, **call)` returns its pictures or its video as a tensor with values from 0 to 1. `call` holds
+    the pipeline's arguments, such as `prompt`.
+
+    Some pipelines convert their models while they run, as SDXL's does with a VAE in float16 (`force_upcast`). After the call, all
+    tensors are restored.
+    """
+
+    picture_range = (0.0, 1.0)
+    """The pixel values of black and of full brightness."""
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__()
+        self.__dict__["pipeline"] = pipeline  # no module, and so no child
+        for name, part in pipeline.components.items():
+            if isinstance(part, nn.Module):
+                self.add_module(name, part)
+
+    def forward(self, seed: torch.Tensor, **call: Any) -> torch.Tensor:
+        held = [(tensor, tensor.data) for tensor in (*self.parameters(), *self.buffers())]
+        generator = torch.Generator().manual_seed(int(seed))
+        try:
+            output = self.__dict__["pipeline"](**call, generator=generator, output_type="pt")
+        finally:
+            for tensor, data in held:
+                tensor.data = data
+        picture = output[0]
+        if isinstance(picture, torch.Tensor):
+            return picture
+        values = torch.as_tensor(picture)
+        return values.movedim(-1, -3) if values.ndim > 3 else values  # NumPy pictures have their channels last
+
+
+def make_pipeline(folder: Path, parts: Mapping[str, nn.Module], title: str) -> PipelineModule:
+    """Construct the pipeline in a folder from its loaded models. Tokenizers and schedulers are read from the folder.
+
+    parts: the models, keyed by the names of their folders. title: the pipeline's name, for errors. Raises NoForward if diffusers is
+    not installed or can't construct the pipeline.
+    """
+    diffusers = import_diffusers(title)
+    index = read_json(folder / PIPELINE_INDEX)
+    why = f"{title}: no forward pass: diffusers can't make the pipeline"
+    with failures_as(NoForward, why, reason), quiet(), no_stderr(), offline():
+        pipeline_class = getattr(diffusers, str(index.get("_class_name")), None)
+        if not (isinstance(pipeline_class, type) and issubclass(pipeline_class, diffusers.DiffusionPipeline)):
+            raise NoForward(f"{why}: it has no {printable(str(index.get('_class_name')), 100)}")
+        refuse_large_tables(index, f"{folder / PIPELINE_INDEX}")
+        settings = {
+            name: value for name, value in index.items() if not name.startswith("_") and not isinstance(value, list)
+        }
+        others = {
+            name: None if None in named else _read_component(diffusers, folder, name, named)
+            for name, named in index.items()
+            if isinstance(named, list) and name not in parts
+        }
+        longest = _LONGEST_PROMPT
+        if "max_sequence_length" in inspect.signature(pipeline_class.__call__).parameters:
+            longest = _LONGEST_OF_LANGUAGE_MODELS
+        for name, part in others.items():
+            _refuse_long_prompts(folder, name, part, longest)
+        pipeline = pipeline_class(**settings, **others, **parts)
+        pipeline.set_progress_bar_config(disable=True)
+    for part in parts.values():
+        install_output_hooks(part)
+
+    class Named(PipelineModule):
+        """Has the name of the pipeline's class, which the tree shows."""
+
+    Named.__name__ = Named.__qualname__ = type(pipeline).__name__
+    return Named(pipeline)
+
+
+def _read_component(diffusers: Any, folder: Path, name: str, named: list[Any]) -> Any:
+    """Read a component of a pipeline that has no weights: a scheduler, a tokenizer or a processor. folder: the pipeline's. name:
+    the component's name, which is that of its folder. named: what `model_index.json` says about it: [package, name of the class].
+    """
+    import transformers
+
+    shown = printable(name, 100)
+    if len(named) != 2 or not all(isinstance(part, str) for part in named):
+        raise NoForward(f"{folder.name}: {PIPELINE_INDEX} gives {shown} no package and class")
+    library, class_name = named
+    libraries = {"diffusers": diffusers, "transformers": transformers}
+    if library not in libraries:
+        raise NoForward(f"{shown} is of the package {printable(library, 100)}, whose code is not run")
+    if not (folder / name).is_dir():
+        raise NoForward(
+            f"{folder.name}: there is no folder {shown}, which {PIPELINE_INDEX} names; fetch the whole pipeline"
+        )
+    made_by: Any = getattr(libraries[library], class_name, None)
+    if made_by is None and name.startswith("tokenizer"):
+        made_by = transformers.AutoTokenizer
+    if not hasattr(made_by, "from_pretrained"):
+        raise NoForward(f"{shown}: {library} has no {printable(class_name, 100)} that could be read")
+    try:
+        own_folder = resolve_inside(folder, name, PIPELINE_INDEX)
+        refuse_links_out(own_folder)
+    except UserError as error:
+        raise NoForward(f"{folder.name}: no forward pass: {error}") from None
+    settings_file = own_folder / str(getattr(made_by, "config_name", ""))
+    if library == "diffusers" and settings_file.is_file():
+        refuse_large_tables(read_json(settings_file), str(settings_file))
+    return made_by.from_pretrained(own_folder, local_files_only=True)
+
+
+def _refuse_long_prompts(folder: Path, name: str, part: Any, most: int) -> None:
+    """Raise NoForward if a component of a pipeline is a tokenizer that names a length of over `most` tokens, to which the pipeline
+    would pad every prompt. A tokenizer that names no length has 1e30, to which nothing can be padded.
+    """
+    length = getattr(part, "model_max_length", 0)
+    if isinstance(length, (int, float)) and most < length < _NO_LENGTH:
+        raise NoForward(
+            f"{folder / name / 'tokenizer_config.json'}: model_max_length is {length:,}, and prompts are padded to at most "
+            f"{most:,} tokens"
+        )
+
+
+def conversions(module: PipelineModule) -> tuple[str, ...]:
+    """Return a notice for the user if the pipeline converts its VAE to float32 while it runs, and otherwise an empty tuple."""
+    config = getattr(getattr(module, "vae", None), "config", None) or {}
+    if not config.get("force_upcast") or not hasattr(module.__dict__["pipeline"], "upcast_vae"):
+        return ()
+    return ("the pipeline itself runs a VAE that is in float16 in float32 (force_upcast in its config.json)",)

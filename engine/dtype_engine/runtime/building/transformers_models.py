@@ -1,0 +1,157 @@
+"""Loads a model of transformers from the sources of its weights.
+
+`from_pretrained` gets the weights as a state dict of tensors that are usually memory-mapped from the files, and places them. It
+changes some stored dtypes: it converts a checkpoint of several dtypes to one, and the modules in `_keep_in_fp32_modules` to
+float32. In these cases the stored tensors are restored afterwards, so that every weight has the dtype of its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.completeness import what_is_missing
+from dtype_engine.checkpoint.kv_settings import is_cache_scale
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import NoForward
+from dtype_engine.core.foreign_code import failures_as
+from dtype_engine.core.options import ModelOptions
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import plural
+from dtype_engine.results.coverage import Coverage
+from dtype_engine.runtime.building.architecture import architecture, make, reason, without_quantization
+from dtype_engine.runtime.building.constructed_buffers import construct_buffers
+from dtype_engine.runtime.building.filling import Loaded, loading_dtype
+from dtype_engine.runtime.building.module_sources import inputs_notice, sources_of_module, state_to_load
+from dtype_engine.runtime.building.quantized_loading import refuse_unread
+from dtype_engine.runtime.building.shapes import refuse_misshapen
+from dtype_engine.runtime.formats.dequantize import dtype_name, torch_dtype
+from dtype_engine.runtime.libraries.hf_private import with_dtypes
+from dtype_engine.runtime.libraries.hub import offline
+from dtype_engine.runtime.libraries.silence_libraries import no_stderr, quiet, silence_transformers
+from dtype_engine.runtime.model.module_tree import collect_tensors
+from dtype_engine.runtime.model.name_mapping import Placement, restorable, stored_dtypes, without_place
+from dtype_engine.runtime.weights.budget import MemoryBudget
+from dtype_engine.runtime.weights.checkpoint_weights import read_stored
+from dtype_engine.runtime.weights.source import CPU, WeightSource
+
+
+def load_transformers(
+    checkpoint: Checkpoint, title: str, options: ModelOptions, on_step: Callable[[str], None], memory: MemoryBudget
+) -> Loaded:
+    """Load the module of a checkpoint of transformers on the CPU, with every tensor in the dtype of its file.
+
+    title: the model's name, for errors. on_step: called with a description of each step. memory: what is kept of the weights that
+    a forward pass is using. Raises NoForward if the architecture is unknown or transformers can't load the module.
+    """
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    on_step("importing transformers")
+    with quiet(), ExitStack() as meanwhile:
+        import transformers
+
+        meanwhile.enter_context(offline(options))
+        silence_transformers()
+        on_step("reading the configuration")
+        chosen = architecture(transformers, checkpoint, options)
+        # On the meta device: what can't be loaded is refused before memory is taken for it.
+        made, placements = make(chosen, checkpoint)
+        refuse_misshapen(made, checkpoint, placements, folder)
+        refuse_unread(title, checkpoint, made, placements)
+        if not options.architecture and (strange := without_place(checkpoint, placements)):
+            raise NoForward(
+                f"{title}: no forward pass: the tensor {printable(strange[0])} has no place in {type(made).__name__}"
+            )
+        sources = sources_of_module(title, checkpoint, made, placements, memory)
+        on_step(f"loading {type(made).__name__}")
+        state = state_to_load(checkpoint, placements, sources, over_memory=memory.limited)
+        with failures_as(NoForward, f"{title}: transformers can't load {type(made).__name__}", reason), no_stderr():
+            module, missing, unexpected = _placed(made, chosen.config, checkpoint, placements, sources, state)
+            module.config.name_or_path = str(folder)
+            if module.can_generate() and (folder / "generation_config.json").is_file():
+                module.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        of_buffers = construct_buffers(module, torch_dtype(loading_dtype(checkpoint)))
+    module.requires_grad_(False)
+    held = module.state_dict(keep_vars=True)
+    for name, source in sources.items():
+        held[name].data = source.held(CPU)
+    others = {name: place for name, place in restorable(checkpoint, placements).items() if place.name not in sources}
+    _restore_stored(module, checkpoint, others)
+    coverage = Coverage(sum(info.persistent for info in collect_tensors(module)[0]), tuple(sorted(missing)))
+    notices = (
+        *checkpoint.notices, *chosen.notices, *of_buffers, *inputs_notice(checkpoint),
+        *_of_missing(coverage, checkpoint, title, options), *_of_unused(unexpected, type(module).__name__),
+    )  # fmt: skip
+    return Loaded(module, sources, notices, placements, coverage)
+
+
+def _placed(
+    made: nn.Module,
+    config: Any,
+    checkpoint: Checkpoint,
+    placements: Mapping[str, Placement],
+    sources: Mapping[str, WeightSource],
+    state: Mapping[str, torch.Tensor],
+) -> tuple[Any, list[str], list[str]]:
+    """Return the module into which transformers has placed the tensors of `state`, the names of its tensors that it made itself,
+    and those of tensors that it did not use. made: the module on the meta device. config: its configuration.
+    """
+    stored = stored_dtypes(checkpoint, restorable(checkpoint, placements))
+    wanted = {name: torch_dtype(dtype) for name, dtype in stored.items() if dtype in dtypes.COMPUTE_DTYPES}
+    wanted |= {name: source.holds for name, source in sources.items()}
+    module, info = with_dtypes(type(made), wanted).from_pretrained(
+        None,
+        # This program decodes weights itself, and rounds KV caches only by rules, so transformers must not use another package.
+        config=without_quantization(config),
+        state_dict=state,
+        dtype=torch_dtype(loading_dtype(checkpoint)),
+        output_loading_info=True,
+    )
+    module.__class__ = type(made)
+    return module, list(info.get("missing_keys") or ()), list(info.get("unexpected_keys") or ())
+
+
+def _of_missing(coverage: Coverage, checkpoint: Checkpoint, title: str, options: ModelOptions) -> tuple[str, ...]:
+    """Return a notice that weights are made at random because the checkpoint lacks them, or () if it has all. Raises NoForward if
+    the user has not allowed it.
+    """
+    if not coverage.missing:
+        return ()
+    first = printable(coverage.missing[0])
+    if not options.random_weights:
+        why = "".join(f"{sentence}; " for sentence in what_is_missing(checkpoint.index, None, ""))
+        raise NoForward(
+            f"{title}: no forward pass: {coverage}: {why}{plural(len(coverage.missing), 'weight')} would be made at random, "
+            f"first {first}; --random-weights runs the model so (in Python: Options(random_weights=True))"
+        )
+    return (f"{plural(len(coverage.missing), 'weight')} not in the checkpoint, made at random, first {first}",)
+
+
+def _of_unused(unexpected: list[str], class_name: str) -> tuple[str, ...]:
+    unused = sorted(name for name in unexpected if not is_cache_scale(name))
+    if not unused:
+        return ()
+    return (f"{plural(len(unused), 'tensor')} of the checkpoint not used by {class_name}, first {unused[0]}",)
+
+
+def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
+    """Give every tensor of a loaded module whose dtype changed on loading its stored data again, memory-mapped from the file.
+
+    A tensor that loading packed from several stored tensors is cast back to their dtype instead. This is exact, since loading only
+    widened it. placements: maps the name of each tensor of the files to where it is loaded in the module.
+    """
+    tensors = dict((*module.named_parameters(), *module.named_buffers()))
+    wanted = stored_dtypes(checkpoint, placements)
+    for name, placement in placements.items():
+        tensor, dtype = tensors.get(placement.name), wanted[placement.name]
+        if tensor is None or dtype_name(tensor.dtype) == dtypes.BY_NAME[dtype].torch_name:
+            continue
+        stored = checkpoint.weights[name]
+        if not placement.part and stored.shape == tuple(tensor.shape):
+            tensor.data = read_stored(checkpoint, stored)
+        elif dtype in dtypes.COMPUTE_DTYPES:
+            tensor.data = tensor.data.to(torch_dtype(dtype))

@@ -1,0 +1,75 @@
+"""Messages about a connection between two processes, and the app's requests that are not commands."""
+
+from __future__ import annotations
+
+from dtype_engine.core.options import Options
+from dtype_engine.recipe import Recipe
+from dtype_engine.service.message import Message
+
+PROTOCOL = 7
+"""The version of the protocol. Increase it whenever a message changes."""
+
+
+class Hello(Message, frozen=True):
+    """The engine's first message on a connection: its version, and whether it still has a model open from an earlier connection."""
+
+    protocol: int
+    version: str
+    missing: tuple[str, ...] = ()
+    """Packages that the engine needs but that are not installed."""
+    requests: int = 0
+    """How many requests the engine has received since `Open`. After a reconnection, the app repeats all later ones."""
+    is_open: bool = False
+    """Whether the engine still has a model open from an earlier connection."""
+
+
+class Open(Message, frozen=True):
+    """The app's first message to a new engine: which model to open, and how."""
+
+    model: str | None
+    """The command-line argument MODEL, which names the model; None for the demo."""
+    options: Options
+    read_headers: bool
+    recipe: Recipe = Recipe()
+    """The first recipe. If one of its rules matches nothing, the engine refuses to open the model."""
+
+
+class Resume(Message, frozen=True):
+    """The app's first message after it has reconnected to an engine that kept running."""
+
+    received: int
+    """How many events the app has received from this engine."""
+
+
+class Opened(Message, frozen=True):
+    """The engine's answer to `Open`: the title of the model, or the reason why it can't be opened."""
+
+    title: str
+    refusal: str = ""
+
+
+class Acknowledge(Message, frozen=True):
+    """Tells the engine how many events have arrived at the app. The engine then need not keep them for a reconnection."""
+
+    received: int
+    """How many events the app has received from this engine."""
+
+
+class PlanExport(Message, frozen=True):
+    """Requests an `ExportPlanned` event: what an export of the current recipe would write."""
+
+
+class CheckPath(Message, frozen=True):
+    """Requests a `PathChecked` event: whether something exists at a path on the engine's machine. `for_export`: True if the path is
+    the folder of an export, False if it is a file.
+    """
+
+    path: str
+    for_export: bool
+
+
+class Close(Message, frozen=True):
+    """Ends the engine, because the app will not reconnect."""
+
+
+FromTheApp = Open | Resume | Acknowledge | PlanExport | CheckPath | Close

@@ -1,0 +1,57 @@
+"""The interface of an engine, which may run in a thread of this process, in another process or on another machine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from dtype_engine.service.commands import Request
+    from dtype_engine.service.save_requests import SaveRequest
+
+CLOSE_WAIT_S = 2.0
+
+
+class Engine(ABC):
+    """The engine as the app uses it. Methods return at once; results arrive as events."""
+
+    can_restart: ClassVar[bool] = False
+    """Whether `restart` is supported. It ends even a computation that can't be cancelled, and opens the model again."""
+
+    @property
+    def host(self) -> str:
+        """The name of the machine on which the engine writes exports and reports, or "" for this machine."""
+        return ""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start opening the model. Once it is open, the current recipe is measured."""
+
+    @abstractmethod
+    def request(self, request: Request) -> None:
+        """Add a command to the queue of commands, or change the queue, for example by `Cancel`."""
+
+    @abstractmethod
+    def save(self, request: SaveRequest) -> None:
+        """Write the file or folder that `request` names, for the current recipe. Only the command `Cancel` can stop the save."""
+
+    @abstractmethod
+    def plan_export(self) -> None:
+        """Request an `ExportPlanned` event: what an export would write. The event is emitted once the model is open, even while
+        commands run.
+        """
+
+    @abstractmethod
+    def check_path(self, path: str, for_export: bool) -> None:
+        """Request a `PathChecked` event: whether something exists at the path `path`, on the machine where a save would write to
+        it. The event is emitted at once, even while commands run. for_export: True if the path is the folder of an export, False if
+        it is a file.
+        """
+
+    @abstractmethod
+    def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
+        """Stop all work and end the engine. Waits at most about `wait_s` seconds for work that can't be interrupted."""
+
+    def restart(self) -> None:
+        """End the engine and start another with the current recipe, settings and inputs. Call this only if `can_restart`."""
+        raise RuntimeError("an engine in this process can't be started again")

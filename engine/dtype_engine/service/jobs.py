@@ -1,0 +1,321 @@
+"""The table of jobs: what the app can ask about the current recipe, and the steps that complete a measurement.
+
+A job is a row of `JOBS`. Its name, its parameters (`Ask`) and its result (`events.JobDone`) cross between the processes, and their
+types are those in the annotations of the row's function `run`. Commands that change the session are classes in `commands.py`.
+
+Annotations name classes of `dtype_engine.results` in full, as in `events.py`, which says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec
+
+import dtype_engine
+from dtype_engine.core.callbacks import ignore
+from dtype_engine.core.cancellation import CancelToken
+from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.text import Name, printable
+from dtype_engine.core.throttle import Throttle
+from dtype_engine.core.units import plural
+from dtype_engine.recipe import Recipe
+from dtype_engine.service.commands import IDLE_RANK, OWN_NAMES, Command, Traits
+from dtype_engine.service.value_checks import LARGEST_EXPONENT, MOST_NOTICES, check_length, check_rules
+
+if TYPE_CHECKING:
+    import dtype_engine.results.attribution
+    import dtype_engine.results.check
+    import dtype_engine.results.drift
+    import dtype_engine.results.runs
+    import dtype_engine.results.serving_memory
+    import dtype_engine.results.weights
+    from dtype_engine.runtime.session.session import Session
+    from dtype_engine.service.open_model import OpenModel
+    from dtype_engine.service.worker_processes import OnProgress, WorkerProcesses
+
+_MOST_FINDINGS = 2_000
+"""Maximum number of findings of a check of the model's files that are sent to the app. The app shows only the first ones of each
+kind.
+"""
+Parameters = TypeVar("Parameters")
+Partial = TypeVar("Partial")
+Result = TypeVar("Result")
+
+
+class Work(msgspec.Struct, Generic[Partial], frozen=True):
+    """What a job runs with. `Partial` is the type of the results that it has before it ends; None if it has none."""
+
+    model: OpenModel
+    processes: WorkerProcesses
+    recipe: Recipe
+    token: CancelToken
+    report: dtype_engine.results.drift.DriftReport | None
+    """The last measurement, which is one of the current recipe; None if the model can't be run."""
+    last: object
+    """The last result of a job that does not depend on the recipe, or None if the job has had no result yet."""
+    on_progress: OnProgress
+    on_partial: Callable[[Partial], None]
+    """Called with the result so far."""
+
+    @property
+    def session(self) -> Session:
+        assert self.model.session is not None  # the queue refuses jobs that need a model if there is none
+        return self.model.session
+
+    def cast_session(self) -> Session:
+        """Cast the model to the current recipe. Returns the session."""
+        self.session.use_recipe(self.recipe, cancelled=self.token)
+        return self.session
+
+    def progress(self, what: str) -> Callable[[int, int], None]:
+        """Return a progress callback `(done, total)` for a step. what: the step in a few words."""
+        return lambda done, total: self.on_progress(what, done, total)
+
+
+class Job(Traits, Generic[Parameters, Partial, Result], frozen=True, kw_only=True):
+    """A question that the app can ask, or a step that completes a measurement."""
+
+    run: Callable[[Work[Partial], Parameters], Result | None]
+    """Runs the job. Returns None if there is nothing to report."""
+    check: Callable[[Result], None] = ignore
+    """Checks the values of a result that came from another process. Raises ValueError, and UserError for a rule that does not
+    parse.
+    """
+    too_many: str = ""
+    """If several of these jobs may wait: what to say of the waiting ones, after their number, if there are too many."""
+    of_recipe: bool = True
+    """Whether the result depends on the recipe."""
+
+    def ask(self, parameters: Parameters) -> Ask:
+        return Ask(self.name, parameters)
+
+
+class Ask(Command, frozen=True):
+    """Run a job and emit its result as `JobDone`."""
+
+    job: str
+    """The name of a row of `JOBS`."""
+    parameters: object = None
+
+    @property
+    def traits(self) -> Job[Any, Any, Any]:
+        return JOBS[self.job]
+
+
+# -- the current recipe ---------------------------------------------------------------------------------------------------
+
+
+def _trace_casts(work: Work[None], _: None) -> tuple[dtype_engine.results.drift.ImplicitCastStats, ...]:
+    return work.cast_session().flow(work.token)
+
+
+def _attribute_drift(
+    work: Work[dtype_engine.results.attribution.PartialAttribution], _: None
+) -> dtype_engine.results.attribution.AttributionReport:
+    from dtype_engine.service.worker_processes import shared_progress, throttled
+
+    throttle = Throttle()
+
+    def on_causes(found: dtype_engine.results.attribution.PartialAttribution) -> None:
+        if throttle.due():
+            work.on_partial(found)
+
+    session = work.cast_session()
+    with work.processes.over(session, session.plan.planned_bytes) as over:
+        if over is None:
+            on_step = partial(throttled(work.on_progress), "running each module as cast by itself")
+            return session.causes(on_step, work.token, on_causes)
+        from dtype_engine.evaluation.work import causes
+
+        work.on_progress(f"causes: {plural(over.pool.workers, 'worker')} and the reference", 0, 1)
+        return causes(session, over, shared_progress(work.on_progress, "causes", over), work.token, on_causes)
+
+
+class GenerateText(msgspec.Struct, array_like=True, frozen=True):
+    """The parameters of the job `generate`."""
+
+    tokens: int
+    """The number of tokens to generate."""
+    prompt: str = ""
+    """The text to continue, or "" to continue the model's inputs."""
+
+
+def _generate(
+    work: Work[dtype_engine.results.runs.Generation], wanted: GenerateText
+) -> tuple[dtype_engine.results.runs.Generation, ...]:
+    throttle, shown = Throttle(), Throttle()
+
+    def on_tokens(variant: str, done: int, most: int) -> None:
+        if throttle.due():
+            work.on_progress(f"generating: {variant}", done, most)
+
+    def on_text(read: Callable[[], dtype_engine.results.runs.Generation]) -> None:
+        if shown.due():
+            work.on_partial(read())
+
+    return work.cast_session().generate(wanted.tokens, on_tokens, work.token, wanted.prompt or None, on_text)
+
+
+def _measure_speed(work: Work[None], _: None) -> dtype_engine.results.runs.SpeedReport:
+    def on_passes(variant: str, done: int, total: int) -> None:
+        work.on_progress(f"timing: {variant}", done, total)
+
+    return work.cast_session().speed(on_passes, work.token)
+
+
+def _check_speed(report: dtype_engine.results.runs.SpeedReport) -> None:
+    check_length(report.rows)
+    check_length(report.notices, MOST_NOTICES)
+
+
+class PassSizes(msgspec.Struct, array_like=True, frozen=True):
+    """The parameters of the job `activations`: the sizes of the passes whose memory is estimated."""
+
+    contexts: tuple[int, ...]
+    """The lengths of the sequences, in tokens."""
+    batch: int
+    """The number of sequences in each pass."""
+
+
+def _estimate_activations(
+    work: Work[None], sizes: PassSizes
+) -> tuple[dtype_engine.results.serving_memory.ActivationMemory, ...]:
+    work.on_progress("following passes", 0, 0)
+    return work.session.estimated_activations(sizes.contexts, sizes.batch, work.token)
+
+
+def _check_activations(peaks: tuple[dtype_engine.results.serving_memory.ActivationMemory, ...]) -> None:
+    check_length(peaks)
+    if not peaks or min(min(peak.nbytes, peak.context - 1, peak.batch - 1) for peak in peaks) < 0:
+        raise ValueError("no pass takes such memory")
+
+
+# -- the model's files -----------------------------------------------------------------------------------------------------
+
+
+def _check_files(work: Work[None], _: None) -> dtype_engine.results.check.CheckReport:
+    from dtype_engine.checkpoint.check import check
+    from dtype_engine.runtime.building.check_architecture import with_architecture
+
+    model = work.model
+    if model.checkpoint is None:
+        raise UserError(f"{model.source.title} is code: a check reads the files of a checkpoint")
+
+    def on_progress(what: str, done: int, total: int) -> None:
+        if work.token():
+            raise Cancelled
+        work.on_progress(f"checking {what}", done, total)
+
+    found = check(model.checkpoint, model.source.title, progress=on_progress)
+    found = with_architecture(found, model.source, model.options, model.checkpoint)
+    if (more := len(found.findings) - _MOST_FINDINGS) > 0:
+        unchecked = (*found.unchecked, f"{more:,} further findings are left out here: dtype-engine check has them")
+        found = replace(found, findings=found.findings[:_MOST_FINDINGS], unchecked=unchecked)
+    return found
+
+
+def _check_findings(report: dtype_engine.results.check.CheckReport) -> None:
+    from dtype_engine.results.check import KINDS
+
+    check_length(report.unchecked, MOST_NOTICES)
+    if unknown := {finding.kind for finding in report.findings} - KINDS.keys():
+        raise ValueError(f"there is no finding of the kind {min(unknown)}")
+
+
+class InspectTensor(msgspec.Struct, array_like=True, frozen=True):
+    """The parameters of the job `values`."""
+
+    tensor: Name
+    targets: tuple[str, ...]
+    """The dtypes to which the tensor is cast, to report the error of each cast."""
+
+
+def _inspect(work: Work[None], wanted: InspectTensor) -> dtype_engine.results.weights.WeightStats:
+    from dtype_engine.checkpoint import unchanged
+    from dtype_engine.runtime.measure.weight_errors import inspect_weight
+
+    model, name, targets = work.model, wanted.tensor, wanted.targets
+    work.on_progress(f"reading {printable(name, 60)}", 0, 1)
+    opened = model.session.model if model.session is not None else model.checkpoint
+    assert opened is not None
+    with unchanged(opened.identities):
+        return inspect_weight(opened, name, targets, work.token)
+
+
+def _check_values(stats: dtype_engine.results.weights.WeightStats) -> None:
+    check_length(stats.errors)
+    if any(abs(power) > LARGEST_EXPONENT or count < 1 for power, count in stats.exponents.counts):
+        raise ValueError("a power of two that no value has")
+    if any(error.elements < 1 for error in stats.errors):
+        raise ValueError("an error of no elements")
+
+
+# -- steps that complete a measurement -------------------------------------------------------------------------------------
+
+
+def _find_nonfinite(work: Work[None], _: None) -> dtype_engine.results.attribution.NonFiniteDiagnosis | None:
+    assert work.report is not None
+    return work.session.nonfinite(work.report, work.progress("trying what makes the output finite"), work.token)
+
+
+def _find_loss_remedy(work: Work[None], _: None) -> dtype_engine.results.attribution.LossRemedy | None:
+    return work.session.loss_remedy(work.report, work.progress("trying what keeps the values"), work.token)
+
+
+def _measure_floor(work: Work[None], _: None) -> dtype_engine.results.attribution.NoiseFloor | None:
+    floor = work.session.floor(work.progress("measuring the noise floor"), work.token)
+    return None if floor is work.last else floor
+
+
+def _compare_weights(work: Work[None], _: None) -> tuple[dtype_engine.results.drift.ModuleDrift, ...]:
+    return work.cast_session().weight_differences(work.token)
+
+
+FLOW = Job("flow", run=_trace_casts)
+"""Record the implicit casts of one forward pass. An implicit cast happens inside an operation that receives a tensor in another
+dtype than the one in which it computes.
+"""
+CAUSES = Job("causes", run=_attribute_drift)
+"""Find the modules that cause the drift of the output, by casting one module at a time and measuring the drift."""
+GENERATE = Job("generate", run=_generate)
+"""Generate text twice: with the float32 reference, and with the model cast to the current recipe (the candidate)."""
+SPEED = Job("speed", run=_measure_speed, check=_check_speed)
+"""Time forward passes in three versions of the model: in the dtypes of the reference, of the checkpoint, and of the current recipe.
+"""
+ACTIVATIONS = Job("activations", run=_estimate_activations, check=_check_activations)
+"""Estimate the peak memory of activations in forward passes."""
+CHECK = Job("check", run=_check_files, check=_check_findings, needs_model=False)
+"""Check the files of the model for problems, such as missing or damaged tensors."""
+VALUES = Job(
+    "values",
+    once=False,
+    needs_model=False,
+    run=_inspect,
+    check=_check_values,
+    too_many="tensors already wait for their values to be read",
+)
+"""Read one tensor's values, and report how often each exponent occurs and the error of casting the tensor to other dtypes."""
+NONFINITE = Job("nonfinite", run=_find_nonfinite, check=lambda found: check_rules(found.remedy), rank=2, follows=True)
+"""Find out why the output in the last measurement is not finite, and find a rule that makes it finite."""
+LOSS_REMEDY = Job("losses", run=_find_loss_remedy, check=lambda found: check_rules(found.rules), rank=2, follows=True)
+"""Find rules that prevent the current recipe's casts from making weight values infinite or zero."""
+FLOOR = Job("floor", run=_measure_floor, rank=IDLE_RANK, follows=True, of_recipe=False)
+"""Measure the noise floor: the drift of the reference from itself when the same arithmetic runs in another order. This is done once
+for each set of inputs.
+"""
+WEIGHTS = Job("weights", run=_compare_weights, rank=IDLE_RANK, follows=True)
+"""Compare each weight, as the current recipe casts it, with the same weight of the checkpoint that serves as the reference."""
+JOBS: dict[str, Job[Any, Any, Any]] = {
+    job.name: job
+    for job in (FLOW, CAUSES, GENERATE, SPEED, ACTIVATIONS, CHECK, VALUES, NONFINITE, LOSS_REMEDY, FLOOR, WEIGHTS)
+}
+"""All jobs by name."""
+
+
+def is_job(name: str) -> bool:
+    """Return whether a command has this name."""
+    return name in JOBS or name in OWN_NAMES

@@ -1,0 +1,333 @@
+"""Encodes messages as MessagePack, for an engine in another process.
+
+A tree is sent before its event, in parts of a few hundred tensors, because decoding it in one piece would delay the handling of
+keys. Every message that arrives is checked: its types in this module, and all other properties by `checks.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal, Union
+
+import msgspec
+
+# Annotations of messages name classes as `dtype_engine.results.…`, and msgspec looks them up when a decoder is made.
+import dtype_engine.results.attribution
+import dtype_engine.results.check
+import dtype_engine.results.drift
+import dtype_engine.results.inputs
+import dtype_engine.results.losses
+import dtype_engine.results.memory
+import dtype_engine.results.runs
+import dtype_engine.results.scan
+import dtype_engine.results.serving_memory
+import dtype_engine.results.weights  # noqa: F401
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.kv_cache import KVCache
+from dtype_engine.core.text import EXACT, is_printable, printable, without_controls
+from dtype_engine.core.tree import Kind, TensorInfo, Tree
+from dtype_engine.core.typed_data import path_of
+from dtype_engine.service import commands, control, events
+from dtype_engine.service.checks import check_event
+from dtype_engine.service.frames import WireError
+from dtype_engine.service.jobs import JOBS, Ask
+from dtype_engine.service.message import Message
+from dtype_engine.service.save_requests import SaveRequest
+from dtype_engine.service.value_checks import check_kv_cache
+
+_A_PART = 400
+"""Maximum number of tensors, and of modules, in one `TreePart` message."""
+_MOST_OF_A_TREE = 64 << 20
+"""Maximum number of bytes of all parts of one tree. A tree of 90,000 tensors has 11 MiB."""
+_LARGEST = 1 << 60
+"""The largest integer that an event may contain. The largest integers in practice are numbers of bytes."""
+
+
+_TENSOR = tuple(field.name for field in dataclasses.fields(TensorInfo) if field.init)
+_Tensor = tuple[
+    str,
+    tuple[int, ...],
+    str,
+    Kind,
+    tuple[str, ...],
+    int | None,
+    str | None,
+    bool,
+    bool,
+    tuple[str, ...],
+    int | Literal["unknown"] | None,
+    str | None,
+]
+"""A tensor of a tree as it is sent: the values of the `TensorInfo` fields that `_TENSOR` lists, in this order."""
+
+
+class TreePart(Message, frozen=True):
+    """A message with some of a tree's tensors and modules. A tree is sent in several such messages."""
+
+    with_classes: bool
+    """Whether the tree contains the modules' classes."""
+    tensors: tuple[_Tensor, ...]
+    modules: tuple[tuple[str, str | None, str | None], ...]
+    """For each module: its name, its class, and the reason why it must stay in float32. The class or the reason may be None. A
+    tensor that must stay in float32 by itself has an entry, too, without a class.
+    """
+    kv_cache: KVCache | None = None
+    """The tensors of the tree's KV cache. Only the first of a tree's messages has them."""
+
+
+Request = commands.FromTheApp | Ask | SaveRequest | control.FromTheApp
+Answer = events.Event | control.Hello | control.Opened
+_ANSWERS: Any = Union[(control.Hello, control.Opened, *events.Event.__subclasses__())]
+
+
+def _plain(value: object) -> str | None:
+    """Encode a value of a type that msgspec can't encode; msgspec calls this as its `enc_hook`. A Path becomes a string. A tree
+    becomes None, because its parts are sent before the event.
+    """
+    if isinstance(value, Tree):
+        return None
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+def _from_plain(kind: type, value: object) -> object:
+    """Return a value of a type that msgspec can't decode; msgspec calls this as its `dec_hook`. The parameters of a job (`object`)
+    stay plain until the row of the job says their type.
+    """
+    return value if kind is object else path_of(kind, value)
+
+
+_REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request, dec_hook=_from_plain)
+
+
+def encode_request(request: Message) -> bytes:
+    """Return one message from the app as MessagePack."""
+    return _ENCODER.encode(request)
+
+
+def decode_request(data: bytes) -> Request:
+    """Return the message that `encode_request` encoded. Raises WireError."""
+    try:
+        request = _REQUESTS.decode(data)
+        if not isinstance(request, Ask):
+            return request
+        request = _typed(request)
+        if request.traits.follows:
+            raise ValueError(f"no app asks for the job {request.name}")
+        return request
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise WireError(str(error)) from None
+
+
+def encode_answer(answer: Answer) -> Iterator[bytes]:
+    """Return the MessagePack messages for one event: first the parts of its tree, if it has one, then the event."""
+    if isinstance(answer, events.HeadersRead | events.ModelReady):
+        yield from _tree_parts(answer.tree)
+    yield _ENCODER.encode(answer)
+
+
+class AnswerDecoder:
+    """Decodes an engine's messages in order. The engine is not trusted: types are checked, and control characters are escaped."""
+
+    def __init__(self) -> None:
+        self._tree = Tree(())
+        self._with_classes = False
+        self._modules: list[tuple[str, str | None, str | None]] = []
+        self._tensors: list[TensorInfo] = []
+        self._kv_cache = KVCache()
+        self._bytes = 0
+        """Total bytes of the `TreePart` messages that have arrived for the tree that is still incomplete."""
+        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        """Maps each shape to itself, so that tensors of equal shapes share one tuple: 90,000 tensors may have only a few dozen
+        shapes.
+        """
+
+    def begin_again(self) -> None:
+        """Forget the parts of an incomplete tree, because the engine will send all of them again."""
+        self._modules, self._tensors, self._with_classes, self._bytes = [], [], False, 0
+
+    def decode(self, data: bytes) -> Answer | None:
+        """Decode one message. Returns its event, or None for a part of a tree. Raises WireError."""
+        try:
+            plain = msgspec.msgpack.decode(data)
+            if isinstance(plain, list) and plain[:1] == ["TreePart"]:
+                self._bytes += len(data)
+                if self._bytes > _MOST_OF_A_TREE:
+                    raise ValueError(f"a tree of more than {_MOST_OF_A_TREE:,} bytes")
+                self._take_part(msgspec.convert(plain, TreePart))
+                return None
+            is_safe = _is_safe(plain)
+            answer: Answer = msgspec.convert(plain, _ANSWERS, dec_hook=self._tree_of)
+            if isinstance(answer, events.JobDone | events.JobGrown):
+                answer = _with_result(answer)
+            answer = answer if is_safe else safe(answer)
+            check_event(answer)
+            return answer
+        except (msgspec.MsgspecError, UserError, ValueError, LookupError, OverflowError, RecursionError) as error:
+            raise WireError(str(error)) from None
+
+    def _tree_of(self, kind: type, value: object) -> object:
+        """Return the tree of an event, built from the `TreePart` messages before the event. msgspec calls this as its `dec_hook`
+        for the event's field of type `Tree`, whose encoded value is None. Also called for the parameters and the result of a job,
+        which stay plain until the row of the job says their type. Raises ValueError for a field of another type.
+        """
+        if kind is object:
+            return value
+        if kind is not Tree or value is not None:
+            raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
+        self._tree = self._made_tree()
+        return self._tree
+
+    def _take_part(self, part: TreePart) -> None:
+        self._with_classes = part.with_classes
+        self._modules += part.modules
+        if part.kv_cache is not None:
+            check_kv_cache(part.kv_cache)
+            self._kv_cache = safe(part.kv_cache)
+        for name, shape, dtype, kind, aliases, packed, why, *others, of_reference in part.tensors:
+            rest: Any = (*others, None if of_reference is None else printable(of_reference))
+            shape, dtype = self._shapes.setdefault(shape, shape), sys.intern(printable(dtype))
+            why = None if why is None else without_controls(why)
+            tensor = TensorInfo(name, shape, dtype, kind, aliases, packed, why, *rest)
+            sizes = (*shape, tensor.nbytes, tensor.parameters)
+            if min(sizes) < 0 or max(sizes) > _LARGEST:
+                raise ValueError(f"no tensor has the shape {shape} in {dtype}")
+            before = self._tree.tensors.get(name)
+            self._tensors.append(before if before == tensor else tensor)  # sharing them saves 60 MiB for 90,000
+
+    def _made_tree(self) -> Tree:
+        modules, tensors, with_classes = self._modules, self._tensors, self._with_classes
+        self._modules, self._tensors, self._bytes = [], [], 0
+        if len({name for tensor in tensors for name in tensor.names}) < sum(len(tensor.names) for tensor in tensors):
+            raise ValueError("two tensors of a tree have one name")
+        tree = Tree(
+            tensors,
+            {name: without_controls(kind) for name, kind, _ in modules if kind is not None} if with_classes else None,
+            by_number=not with_classes,
+        )
+        tree.kv_cache = self._kv_cache
+        for name, _, kept in modules:
+            if kept is not None and name in tree.modules:
+                tree.modules[name].keep_in_fp32 = without_controls(kept)
+            elif kept is not None and name in tree.tensors:
+                tree.kept_in_fp32[name] = without_controls(kept)
+        return tree
+
+
+class JobTypes(typing.NamedTuple):
+    """The types of what a job takes and gives. `partial` is that of its results while it runs."""
+
+    parameters: Any
+    partial: Any
+    result: Any
+
+
+@lru_cache
+def job_types(run: Callable[..., object]) -> JobTypes:
+    """Return the types of a job from the annotations of its function `run`."""
+    work, parameters, result = typing.get_type_hints(run, include_extras=True).values()
+    (partial,) = typing.get_args(work)
+    return JobTypes(parameters, partial, result)
+
+
+def _typed(ask: Ask) -> Ask:
+    """Return the request with its parameters converted from plain lists to the type that the job takes. Raises ValueError for an
+    unknown job.
+    """
+    if ask.job not in JOBS:
+        raise ValueError(f"there is no job {ask.job}")
+    return msgspec.structs.replace(
+        ask, parameters=msgspec.convert(ask.parameters, job_types(ask.traits.run).parameters)
+    )
+
+
+def _with_result(event: events.JobDone | events.JobGrown) -> events.JobDone | events.JobGrown:
+    """Return the event with its result converted from plain lists and maps to the type that the job has."""
+    ask = _typed(event.ask)
+    types = job_types(ask.traits.run)
+    result = msgspec.convert(event.result, types.result if isinstance(event, events.JobDone) else types.partial)
+    if result is None:
+        raise ValueError(f"the job {ask.name} has no such result")
+    return msgspec.structs.replace(event, ask=ask, result=result)
+
+
+def _is_safe(value: object) -> bool:
+    """Return whether a decoded message can be shown as it is, because all its text is printable. Raises ValueError for an integer
+    that is too large for any event.
+    """
+    if isinstance(value, str):
+        return is_printable(value)
+    if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+        raise ValueError(f"{value} is no figure of anything")
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    return False not in [_is_safe(item) for item in value] if isinstance(value, list) else True  # all are checked
+
+
+def safe(value: Any, exact: bool = False) -> Any:
+    """Return a message, or a value in it, with control characters escaped, so that a terminal does not interpret them. Fields of
+    the type `Name` stay unchanged, because the app compares them with its own names and patterns; they are escaped where they are
+    drawn. exact: whether `value` is in such a field.
+    """
+    if isinstance(value, str):
+        return value if exact else without_controls(value)
+    if isinstance(value, tuple):
+        return tuple(safe(item, exact) for item in value)
+    if isinstance(value, dict):
+        return {safe(key, exact): safe(item, exact) for key, item in value.items()}
+    if isinstance(value, msgspec.Struct):
+        return msgspec.structs.replace(value, **_safe_fields(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **_safe_fields(value))
+    return value
+
+
+def _safe_fields(value: Any) -> dict[str, Any]:
+    kind: Any = type(value)
+    return {name: safe(getattr(value, name), exact) for name, exact in _fields(kind).items()}
+
+
+@lru_cache
+def _fields(kind: Any) -> dict[str, bool]:
+    """Return, for each field of a class of events or results, whether its values may contain a `Name`, which must not be escaped.
+    The field's type decides: `Name` itself, or a container such as `tuple[Name, ...]`.
+    """
+    hints = typing.get_type_hints(kind, include_extras=True)
+    if issubclass(kind, msgspec.Struct):
+        names = kind.__struct_fields__
+    else:
+        names = tuple(field.name for field in dataclasses.fields(kind) if field.init)
+    return {name: _has_names(hints[name]) for name in names}
+
+
+def _has_names(hint: Any) -> bool:
+    return EXACT in getattr(hint, "__metadata__", ()) or any(map(_has_names, typing.get_args(hint)))
+
+
+def _tree_parts(tree: Tree) -> Iterator[bytes]:
+    tensors = (tuple(getattr(tensor, name) for name in _TENSOR) for tensor in tree.tensors.values())
+    modules = chain(
+        (
+            (module.name, module.class_name, module.keep_in_fp32)
+            for module in tree.modules.values()
+            if module.class_name is not None or module.keep_in_fp32 is not None
+        ),
+        ((name, None, why) for name, why in tree.kept_in_fp32.items()),
+    )
+    kv_cache: KVCache | None = tree.kv_cache
+    while True:
+        part = TreePart(tree.has_classes, tuple(islice(tensors, _A_PART)), tuple(islice(modules, _A_PART)), kv_cache)
+        kv_cache = None
+        yield _ENCODER.encode(part)
+        if not part.tensors and not part.modules:
+            return

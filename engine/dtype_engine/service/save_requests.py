@@ -1,0 +1,80 @@
+"""Requests to write a checkpoint, a recipe file, a report, or a recipe for another tool.
+
+Existing files are replaced only if the request has `replace` set.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import dtype_engine
+from dtype_engine.service.message import Message
+
+if TYPE_CHECKING:
+    import dtype_engine.results.attribution
+    import dtype_engine.results.drift
+    import dtype_engine.results.losses
+    import dtype_engine.results.runs
+
+
+class ExportRequest(Message, frozen=True):
+    """Write a checkpoint in the dtypes of the current recipe."""
+
+    folder: Path
+    replace: bool = False
+
+
+class RecipeRequest(Message, frozen=True):
+    """Write the current recipe to a file, with its settings and, if it was measured, its metrics."""
+
+    file: Path
+    replace: bool = False
+    drift: dtype_engine.results.drift.DriftReport | None = None
+    as_text: bool = False
+    """Whether to send the text to the app, which then writes the file because it runs on another machine."""
+
+
+class ReportRequest(Message, frozen=True):
+    """Write a report of the current recipe, in HTML or Markdown."""
+
+    file: Path
+    replace: bool = False
+    drift: dtype_engine.results.drift.DriftReport | None = None
+    """A measurement of the recipe. If None, the recipe is measured for the report."""
+    nonfinite: dtype_engine.results.attribution.NonFiniteDiagnosis | None = None
+    """Where values stop being finite in the measurement `drift`. None if all are finite, or if the app does not know it yet."""
+    speed: dtype_engine.results.runs.SpeedReport | None = None
+    """The times of forward passes under the recipe. If None, the report has no times, because writing a report does not measure
+    them.
+    """
+
+
+class ConvertRequest(Message, frozen=True):
+    """Write the current recipe in the format of another tool. `target` names the tool, such as "torchao"."""
+
+    file: Path
+    target: str
+    replace: bool = False
+    as_text: bool = False
+    """Whether to send the text to the app, which then writes the file because it runs on another machine."""
+
+
+SaveRequest = ExportRequest | RecipeRequest | ReportRequest | ConvertRequest
+
+
+class ExportPlan(Message, frozen=True):
+    """What an export would write: its bytes, files and dtypes."""
+
+    nbytes: int
+    """Bytes of all tensors, scales included."""
+    files: int
+    dtypes: tuple[tuple[str, int, int], ...]
+    """For each dtype, its name, how many tensors have it, and their bytes."""
+    loading: str
+    """A sentence that names the dtypes in which `from_pretrained` would load the export."""
+    notices: tuple[str, ...] = ()
+    lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None = ()
+    """The weights in which casts make values infinite, make them zero or clip them. None if such values were not counted yet."""
+    no_one_file: str = ""
+    """Why one file of weights can't hold the export, or "" if it can."""

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from tests.helpers.recorded_worker import RecordedEngine, RecordedWorker, Way
+
+from dtype_engine import Options, Recipe, Rule, RunSettings
+from dtype_engine.service import events
+from dtype_engine.service.commands import Cancel, Measure, SetRecipe, SetSettings
+from dtype_engine.service.jobs import CHECK, FLOW, GENERATE, SPEED, GenerateText
+from dtype_engine.service.worker import NICENESS
+
+HALF = Recipe((Rule("*", "float16"),))
+BRAIN = Recipe((Rule("*", "bfloat16"),))
+
+
+def test_events_from_opening_to_the_first_measurement(short: RecordedEngine) -> None:
+    short.wait_for(events.Idle)
+    kinds = [type(event) for event in short.events if not isinstance(event, events.Memory)]
+    order = [
+        events.LoadingProgress,
+        events.ModelReady,
+        events.CastDone,
+        events.ModulesMeasured,
+        events.Measured,
+        events.Idle,
+    ]
+    indices = [kinds.index(kind) for kind in order]
+    assert indices == sorted(indices)
+    assert short.of(events.Memory)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no niceness for a thread")
+def test_engine_yields_to_the_thread_that_answers_keys() -> None:
+    """In one process alone: two are the scheduler's."""
+    with RecordedWorker() as recorded:
+        recorded.wait_for(events.Idle)
+        engine = next(thread.native_id for thread in threading.enumerate() if thread.name == "dtype-engine")
+        assert engine is not None
+        own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        assert os.getpriority(os.PRIO_PROCESS, engine) == max(NICENESS, own)
+
+
+def test_new_recipe_supersedes_a_running_one(demo: RecordedEngine) -> None:
+    demo.wait_for(events.Idle)
+    for _ in range(3):
+        start = len(demo.events)
+        demo.worker.request(SetRecipe(HALF))
+        demo.worker.request(SetRecipe(BRAIN))
+        demo.wait_for(events.Measured, since=start)
+        after = demo.events[start:]
+        done = next(
+            index for index, event in enumerate(after) if isinstance(event, events.CastDone) and event.recipe == BRAIN
+        )
+        assert not any(getattr(event, "recipe", BRAIN) == HALF for event in after[done:])
+        assert demo.of(events.Measured, start)[-1].report.rules == ("*=bfloat16",)
+
+
+def test_measurements_carry_their_recipe(short: RecordedEngine) -> None:
+    for recipe in (HALF, BRAIN, Recipe()):
+        short.worker.request(SetRecipe(recipe))
+        event = short.measured(recipe)
+        assert event.report.rules == tuple(map(str, recipe.rules))
+        assert event.report.memory.planned_bytes == event.report.memory.stored_bytes // (2 if recipe.rules else 1)
+
+
+def test_generation_and_speed_use_the_current_recipe(short: RecordedEngine) -> None:
+    short.worker.request(SetRecipe(HALF))
+    short.worker.request(GENERATE.ask(GenerateText(3)))
+    short.worker.request(SPEED.ask(None))
+    short.worker.request(CHECK.ask(None))
+    assert len(short.answer(GENERATE)[0].candidate.ids) == 3
+    assert short.wait_for(events.JobDone, lambda done: done.ask.job == "generate").recipe == HALF
+    assert short.answer(SPEED).rules == ("*=float16",)
+    check = short.answer(CHECK)
+    assert (str(check.coverage), check.findings) == ("56 of 56 tensors found", ())
+    assert any(event.what == "timing: reference" for event in short.of(events.WorkingProgress))
+    short.worker.request(SetSettings(RunSettings(autocast="bfloat16")))
+    short.wait_for(events.Measured, lambda event: event.report.settings == "autocast bfloat16")
+
+
+def test_esc_cancels_a_measurement_and_the_session_continues(way: Way) -> None:
+    with RecordedEngine(way, options=Options(prompts=("import os\n" * 1200,))) as recorded:
+        recorded.wait_for(events.ModulesMeasured)
+        recorded.worker.request(Cancel())
+        assert recorded.wait_for(events.Stopped) == events.Stopped(Recipe(), "measure")
+        recorded.wait_for(events.Idle)
+        assert not recorded.of(events.Measured)
+        recorded.worker.request(Measure(read_values=True))
+        recorded.measured(Recipe())
+
+
+def test_requests_cancelled_while_the_model_opens_are_reported(way: Way) -> None:
+    recorded = RecordedEngine(way)
+    recorded.worker.request(FLOW.ask(None))
+    recorded.worker.request(Cancel())
+    recorded.worker.start()
+    try:
+        recorded.wait_for(events.Idle)
+        assert recorded.of(events.Stopped) == [events.Stopped(Recipe(), None, ("measure", "flow"))]
+        assert not recorded.of(events.Measured)
+    finally:
+        recorded.worker.close()
+
+
+def test_model_that_cannot_be_opened_is_reported(tmp_path: Path, way: Way) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("raise ValueError('no such luck')")
+    recorded = RecordedEngine(way, f"{path}:Model")
+    recorded.worker.request(SPEED.ask(None))
+    recorded.worker.start()
+    assert "no such luck" in recorded.wait_for(events.OpenFailed).message
+    recorded.wait_for(events.Refused)
+    recorded.wait_for(events.Idle)
+    assert [event.job for event in recorded.of(events.Refused)] == ["speed"]
+    recorded.worker.request(SetRecipe(HALF))
+    recorded.worker.request(GENERATE.ask(GenerateText(3)))
+    refused = recorded.wait_for(events.Refused, lambda event: event.job == "generate")
+    assert "no such luck" in refused.message
+    assert [event.job for event in recorded.of(events.Refused)] == ["speed", "generate"]
+    recorded.wait_for(events.Idle, lambda _: len(recorded.of(events.Idle)) > 1)  # otherwise the app waits for ever
+    recorded.worker.close()
+
+
+def test_failing_forward_pass_leaves_the_session_alive(tmp_path: Path, way: Way) -> None:
+    path = tmp_path / "fails.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Model(nn.Linear):\n"
+        "    def __init__(self): super().__init__(2, 2)\n"
+        "    def forward(self, x):\n"
+        "        if self.weight.dtype == torch.float16: raise ValueError('not in half')\n"
+        "        return super().forward(x)\n"
+        "def example_inputs(): return (torch.ones(1, 2),)\n"
+    )
+    with RecordedEngine(way, f"{path}:Model") as recorded:
+        recorded.worker.request(SetRecipe(HALF))
+        assert "not in half" in recorded.wait_for(events.Failed).message
+        recorded.worker.request(SetRecipe(BRAIN))
+        recorded.measured(BRAIN)
+
+
+def test_closing_a_busy_engine_is_quick(way: Way) -> None:
+    with RecordedEngine(way, options=Options(prompts=("import os\n" * 4000,))) as recorded:
+        recorded.wait_for(events.ModulesMeasured)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dtype-engine")]
