@@ -25,8 +25,8 @@ from textual.pilot import Pilot
 
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.checkpoint.source import locate
-from dtype_engine.worker.connection import EngineCommand
-from dtype_engine.worker.process import EngineProcess
+from dtype_engine.service.connection import EngineCommand
+from dtype_engine.service.process import EngineProcess
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.config import Config
 from dtype_tui.state.launch import Launch

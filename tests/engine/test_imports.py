@@ -14,13 +14,13 @@ import pytest
 
 import dtype_engine
 import dtype_tui
-from dtype_engine import checkpoint, cli, core, evaluation, recipe, reports, results, search, worker
+from dtype_engine import checkpoint, cli, core, evaluation, recipe, reports, results, search, service
 
 TORCH_FREE = [
     "dtype_engine",
     *(
         module.name
-        for room in (core, results, checkpoint, recipe, search, reports, evaluation, worker, cli)
+        for room in (core, results, checkpoint, recipe, search, reports, evaluation, service, cli)
         for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
     ),
     "dtype_tui.app",
