@@ -5,34 +5,61 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch.nn import functional
 
 from dtype_engine.checkpoint import Checkpoint, CheckpointTensor
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.weights.coded import CodedSource
 from dtype_engine.runtime.weights.files import read_mapped
-from dtype_engine.runtime.weights.plain import FileSource, PlainSource
-from dtype_engine.runtime.weights.source import WeightSource
+from dtype_engine.runtime.weights.plain import FileSource
+from dtype_engine.runtime.weights.source import CPU, WeightSource
 
 
 def source_of(checkpoint: Checkpoint, name: str, how: Literal["mapped", "copied"] = "mapped") -> WeightSource:
     """Return the source of a weight of a checkpoint. Its values have the stored dtype, or float32 for a weight that is stored as
-    codes.
+    codes. Nothing is read before the values are asked for.
 
-    name: a key in `checkpoint.weights`. how: how plain values in files are read, as in `FileSource`. Raises UserError if the weight
-    has no values that can be read (sparse, without data, ...).
+    name: a key in `checkpoint.weights`. how: how plain values in files are read, as in `FileSource`.
     """
     if name in checkpoint.coded:
         return CodedSource(checkpoint.coded[name])
     stored = checkpoint.weights[name]
-    if (
-        stored.refusal is None
-        and checkpoint.values is None
-        and stored.bytes is not None
-        and not checkpoint.headers_alone
-    ):
+    if checkpoint.values is None and stored.bytes is not None:
         return FileSource(stored, how)
-    return PlainSource(read_stored(checkpoint, stored))
+    return _ReadSource(checkpoint, stored)
+
+
+class _ReadSource(WeightSource):
+    """A weight that can't be mapped: the loader of its pickle has the values, or there are none, and reading raises UserError."""
+
+    plain = True
+
+    def __init__(self, checkpoint: Checkpoint, stored: CheckpointTensor) -> None:
+        self._checkpoint, self._stored = checkpoint, stored
+        self.shape = stored.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.read().dtype
+
+    @property
+    def holds(self) -> torch.dtype:  # type: ignore[override]
+        return self.dtype
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.read(),)
+
+    @property
+    def nbytes(self) -> int:
+        return self._stored.nbytes
+
+    def read(self, device: torch.device = CPU) -> torch.Tensor:
+        return read_stored(self._checkpoint, self._stored).to(device)
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(ids.cpu(), self.read()).to(ids.device)
 
 
 def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor, alone: bool = False) -> torch.Tensor:

@@ -127,7 +127,8 @@ def test_transformers_loads_the_measured_values(dtype: str, make_llama: Callable
         assert torch.equal(theirs(ids).logits, ours(ids).logits)
     opened_again = de.open(str(out))
     assert {name: info.dtype for name, info in opened_again.tree.tensors.items()} == dict(session.plan.dtypes)
-    assert opened_again.model.resident_bytes == session.model.resident_bytes
+    buffers = opened_again.model.resident_bytes - opened_again.plan.stored_bytes  # the codes stay packed, as in the file
+    assert 0 < buffers < 1000
 
 
 def test_deepseek_layout_is_named_as_transformers_reads_it(make_llama: Callable[..., Path], tmp_path: Path) -> None:
