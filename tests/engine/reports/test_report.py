@@ -133,7 +133,7 @@ def test_names_in_reports_are_escaped(name: str, tmp_path: Path) -> None:
         {"": NASTY, NASTY: NASTY},
     )
     recipe = Recipe((Rule(NASTY, "bfloat16"), Rule("*", "float16")))
-    made = build_report(tree, make_plan(tree, recipe), NASTY, RunSettings(), None, {"torch": NASTY}, NASTY)
+    made = build_report(tree, make_plan(tree, recipe), NASTY, RunSettings(), Measured(no_drift=NASTY), {"torch": NASTY})
     text = render(made, tmp_path / name)
     assert "\x1b" not in text
     assert "\u202e" not in text
@@ -182,7 +182,7 @@ def test_large_tree_is_shown_as_outline_and_limited_table(tmp_path: Path) -> Non
         for layer in range(60) for expert in range(64)
     ]  # fmt: skip
     tree = Tree(tensors)
-    text = render(build_report(tree, make_plan(tree, Recipe()), "m", RunSettings(), None, {}), tmp_path / "r.md")
+    text = render(build_report(tree, make_plan(tree, Recipe()), "m", RunSettings(), Measured(), {}), tmp_path / "r.md")
     assert "`model.layers.{0..59}.mlp.experts.{0..63}`" in text
     assert re.search(r"`model\.layers\.\{0\.\.59\}\.mlp` \|  \| 15\.4 k \| 30\.00 KiB \| 30\.00 KiB \| bf16", text)
     assert "2,022 more modules are left out here" in text
@@ -270,7 +270,7 @@ def test_recipe_file_says_what_its_rules_match(measured: Any) -> None:
 def test_report_name_without_a_format_is_refused(measured: Any) -> None:
     session, drift = measured
     with pytest.raises(UserError, match=r"\.html or \.md"):
-        render(build_report(session.tree, session.plan, "x", RunSettings(), drift, {}), Path("report"))
+        render(build_report(session.tree, session.plan, "x", RunSettings(), Measured(drift), {}), Path("report"))
 
 
 @pytest.mark.parametrize("name", ["r.html", "r.md"])
@@ -279,7 +279,7 @@ def test_report_says_where_values_become_nonfinite_and_what_helps(name: str, tmp
         "activation", "a.b", "a.b", "pow", "float16", 65504.0, (), 700.0, 4.9e5, ("a.{2,3}=bfloat16", "head=bfloat16")
     )  # fmt: skip
     tree = Tree([TensorInfo("a.w", (3,), "float32")])
-    made = build_report(tree, make_plan(tree, Recipe()), "m", RunSettings(), None, {}, nonfinite=found)
+    made = build_report(tree, make_plan(tree, Recipe()), "m", RunSettings(), Measured(nonfinite=found), {})
     text = render(made, tmp_path / name)
     for words in ("a.b: pow in float16", "65504", "a.{2,3}=bfloat16", "head=bfloat16", "the output is finite"):
         assert words in text.replace("\\", ""), words

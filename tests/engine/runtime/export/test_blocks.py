@@ -127,7 +127,9 @@ def test_transformers_loads_the_measured_values(dtype: str, make_llama: Callable
         assert torch.equal(theirs(ids).logits, ours(ids).logits)
     opened_again = de.open(str(out))
     assert {name: info.dtype for name, info in opened_again.tree.tensors.items()} == dict(session.plan.dtypes)
-    buffers = opened_again.model.resident_bytes - opened_again.plan.stored_bytes  # the codes stay packed, as in the file
+    buffers = (
+        opened_again.model.resident_bytes - opened_again.plan.stored_bytes
+    )  # the codes stay packed, as in the file
     assert 0 < buffers < 1000
 
 

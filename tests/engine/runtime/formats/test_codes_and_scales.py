@@ -268,11 +268,12 @@ def test_fp8_blocks_equal_those_of_transformers(dtype: str, kind: str) -> None:
 
 
 def values_of(parts: dict[str, torch.Tensor], dtype: str, shape: torch.Size) -> torch.Tensor:
-    from dtype_engine.runtime.formats.dequantize import dequantize
-    from dtype_engine.runtime.formats.quantize_blocks import from_file
+    from dtype_engine.checkpoint.schemes import CodedWeight
+    from dtype_engine.checkpoint.schemes.own import SCHEME
+    from dtype_engine.runtime.formats.schemes import decode
 
-    codes, scale = from_file(parts, tuple(shape), dtype)
-    return dequantize(codes, scale, torch.float32, dtypes.BY_NAME[dtype].blocks)
+    weight = CodedWeight("x", tuple(shape), SCHEME, dtype, {})
+    return decode(weight, {suffix or "codes": part for suffix, part in parts.items()})
 
 
 _ELEMENTS = {
