@@ -276,7 +276,7 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Mode
     state = dict(collect_tensors(module)[1])
     compute = torch_dtype(loading_dtype(checkpoint))
     for name, source in loaded.sources.items():
-        state[name].data = source.read().to(compute if source.own else state[name].dtype)
+        state[name].data = source.read_in(compute if source.own else state[name].dtype)
     trim_heap()
     for parameter in module.parameters():
         parameter.requires_grad_(parameter.is_floating_point())

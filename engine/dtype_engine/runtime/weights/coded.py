@@ -15,6 +15,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.runtime.device import copied_to
 from dtype_engine.runtime.formats import schemes
 from dtype_engine.runtime.formats.dequantize import torch_dtype
+from dtype_engine.runtime.formats.row_blocks import CHUNK
 from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.weights.files import read_part
 from dtype_engine.runtime.weights.source import CPU, WeightSource
@@ -82,6 +83,16 @@ class CodedSource(WeightSource):
         parts = self._parts_on(device) if self.own and device.type != "cpu" else self._parts
         values = schemes.decode(self.weight, parts).to(device)
         return values.transpose(-1, -2).contiguous() if self.turned else values
+
+    def read_in(self, dtype: torch.dtype) -> torch.Tensor:
+        if self.turned or not self.shape:
+            return super().read_in(dtype)
+        values = torch.empty(self.shape, dtype=dtype)
+        step = max(1, CHUNK // max(1, self.unit))
+        for first in range(0, self.shape[0], step):
+            last = min(first + step, self.shape[0])
+            values[first:last] = schemes.decode(self.weight, self._parts, first, last)
+        return values
 
     def elements(self, start: int, count: int) -> torch.Tensor:
         if self.turned or not self.shape or not count:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -46,13 +46,18 @@ class StackedSource(WeightSource):
         return sum(part.nbytes for part in self._sources)
 
     def read(self, device: torch.device = CPU) -> torch.Tensor:
-        values = torch.empty(self.shape, dtype=self.dtype, device=device)
+        return self._filled(torch.empty(self.shape, dtype=self.dtype, device=device), lambda part: part.read(device))
+
+    def _filled(self, values: torch.Tensor, read: Callable[[WeightSource], torch.Tensor]) -> torch.Tensor:
         flat, at = values.view(-1), 0
         for part in self._sources:
-            read = part.read(device).reshape(-1)
-            flat[at : at + len(read)] = read
-            at += len(read)
+            found = read(part).reshape(-1)
+            flat[at : at + len(found)] = found
+            at += len(found)
         return values
+
+    def read_in(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._filled(torch.empty(self.shape, dtype=dtype), lambda part: part.read_in(dtype))
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         return functional.embedding(ids, self.read(ids.device))
