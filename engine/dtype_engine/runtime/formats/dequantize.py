@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ import torch
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import Blocks, matrices
 from dtype_engine.runtime.formats.blocks import chunks, spread
-from dtype_engine.runtime.formats.row_blocks import as_rows, chunk_elements, parallel_map, row_slices
+from dtype_engine.runtime.formats.row_blocks import Rows, as_rows, chunk_elements, parallel_map, row_slices
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -82,7 +82,8 @@ def dequantize(
     None.
     """
     if blocks is not None:
-        return _dequantize_blocks(codes, scale, dtype, blocks)
+        count, height, width = matrices(codes.shape, blocks.columns)
+        return dequantize_blocks(codes.reshape(count * height, width), codes.shape, scale, dtype, blocks)
     per_channel = codes.ndim >= 2 and len(scale) == codes.shape[0]
     rows = as_rows(codes) if per_channel else codes.reshape(-1, 1)
     values = torch.empty(rows.shape, dtype=dtype, device=codes.device)
@@ -98,12 +99,16 @@ def dequantize(
     return values.view(codes.shape)
 
 
-def _dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, blocks: Blocks) -> torch.Tensor:
-    count, height, width = matrices(codes.shape, blocks.columns)
-    rows = codes.reshape(count * height, width)
-    values = torch.empty(rows.shape, dtype=dtype, device=codes.device)
-    pieces = list(chunks(codes.shape, blocks, chunk_elements(codes.device))) if width else []
-    one = torch.ones(1, device=codes.device)
+def dequantize_blocks(
+    rows: Rows, shape: Sequence[int], scale: torch.Tensor, dtype: torch.dtype, blocks: Blocks
+) -> torch.Tensor:
+    """Return the values of a weight of `shape` in `dtype`. rows: the codes as [rows, width], which are read a few rows at a time in
+    several threads. scale: float32 [blocks down, blocks across].
+    """
+    values = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+    width = rows.shape[1]
+    pieces = list(chunks(shape, blocks, chunk_elements(rows.device))) if width else []
+    one = torch.ones(1, device=rows.device)
 
     def work(indices: Iterable[int]) -> None:
         for index in indices:
@@ -111,8 +116,8 @@ def _dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dt
             units = dequantize_block(rows[taken], one)
             values[taken] = units.mul_(spread(scale[scales], blocks, len(units), width))
 
-    parallel_map(work, len(pieces), codes.device)
-    return values.view(codes.shape)
+    parallel_map(work, len(pieces), rows.device)
+    return values.view(tuple(shape))
 
 
 def dequantized_rows(

@@ -66,7 +66,7 @@ def candidate_value(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     scales, such as float8. Any other weight keeps its own dtype.
     """
     if weight.decoded:
-        return weight.stored.read(weight.tensor.device).to(candidate_dtype(weight, dtype))
+        return weight.stored.read_in(candidate_dtype(weight, dtype), weight.tensor.device)
     data, scale = weight.current()
     return data if scale is None else dequantize(data, scale, dtype, dtypes.BY_NAME[weight.dtype].blocks)
 

@@ -16,6 +16,7 @@ from dtype_engine.runtime.device import copied_to
 from dtype_engine.runtime.formats import schemes
 from dtype_engine.runtime.formats.dequantize import torch_dtype
 from dtype_engine.runtime.formats.row_blocks import CHUNK
+from dtype_engine.runtime.formats.schemes import own
 from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.weights.files import read_part
 from dtype_engine.runtime.weights.source import CPU, WeightSource
@@ -73,20 +74,23 @@ class CodedSource(WeightSource):
         return math.prod(self.shape[1:])
 
     def _parts_on(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return the stored tensors on an accelerator, where they stay for the next use."""
+        """Return the stored tensors on a device. On an accelerator, they stay for the next use."""
+        if device.type == "cpu":
+            return self._parts
         if device not in self._moved:
             self._moved[device] = {role: copied_to(part, device) for role, part in self._parts.items()}
         return self._moved[device]
 
     def read(self, device: torch.device = CPU) -> torch.Tensor:
         # The decoders of other programs' schemes are written for the CPU.
-        parts = self._parts_on(device) if self.own and device.type != "cpu" else self._parts
-        values = schemes.decode(self.weight, parts).to(device)
+        values = schemes.decode(self.weight, self._parts_on(device if self.own else CPU)).to(device)
         return values.transpose(-1, -2).contiguous() if self.turned else values
 
-    def read_in(self, dtype: torch.dtype) -> torch.Tensor:
-        if self.turned or not self.shape:
-            return super().read_in(dtype)
+    def read_in(self, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
+        if self.own and not self.turned:
+            return own.decode(self.weight, self._parts_on(device), 0, self.shape[0] if self.shape else 1, dtype)
+        if self.turned or not self.shape or device.type != "cpu":
+            return super().read_in(dtype, device)
         values = torch.empty(self.shape, dtype=dtype)
         step = max(1, CHUNK // max(1, self.unit))
         for first in range(0, self.shape[0], step):

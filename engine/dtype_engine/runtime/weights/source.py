@@ -70,9 +70,11 @@ class WeightSource(ABC):
     def read(self, device: torch.device = CPU) -> torch.Tensor:
         """Return all values, in the weight's shape and in `dtype`, on `device`. Raises UserError if a file can't be read."""
 
-    def read_in(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return all values on the CPU, in the weight's shape and in `dtype`, without a copy of all of them in another dtype."""
-        return self.read().to(dtype)
+    def read_in(self, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
+        """Return all values in the weight's shape and in `dtype`, on `device`. If possible, not all of them are held in another
+        dtype.
+        """
+        return self.read(device).to(dtype)
 
     def elements(self, start: int, count: int) -> torch.Tensor:
         """Return `count` values on the CPU, starting at the flat index `start`: [count]. Raises UserError."""

@@ -56,8 +56,9 @@ class StackedSource(WeightSource):
             at += len(found)
         return values
 
-    def read_in(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._filled(torch.empty(self.shape, dtype=dtype), lambda part: part.read_in(dtype))
+    def read_in(self, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
+        values = torch.empty(self.shape, dtype=dtype, device=device)
+        return self._filled(values, lambda part: part.read_in(dtype, device))
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         return functional.embedding(ids, self.read(ids.device))

@@ -18,52 +18,70 @@ from dtype_engine.core.block_formats import (
     packed_width,
     scale_grid,
 )
+from dtype_engine.core.dtypes import DType
 from dtype_engine.runtime.formats.code_packing import unpack, unpack_words
-from dtype_engine.runtime.formats.dequantize import dequantize
+from dtype_engine.runtime.formats.dequantize import dequantize, dequantize_blocks
 from dtype_engine.runtime.formats.schemes.parts import Parts
 
 
-def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """As `schemes.decode`. Only the blocks that contain the rows are dequantized."""
+def decode(
+    weight: CodedWeight, parts: Parts, first: int, last: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """As `schemes.decode`, rounded once to `dtype`. Only the blocks that contain the rows are dequantized."""
     shape, blocks = weight.shape, dtypes.BY_NAME[weight.format].blocks
     if blocks is None:
         codes, scale = parts[CODES], parts[SCALE].reshape(-1)
         if not shape:
-            return dequantize(codes, scale, torch.float32)
+            return dequantize(codes, scale, dtype)
         per_channel = len(shape) > 1 and len(scale) == shape[0]
-        return dequantize(codes[first:last], scale[first:last] if per_channel else scale, torch.float32)
+        return dequantize(codes[first:last], scale[first:last] if per_channel else scale, dtype)
     if len(shape) < 2 or not math.prod(shape):
-        values = _decode_rows(weight, parts, blocks, slice(0, 1), slice(0, 1)).reshape(shape)
+        values = _decode_rows(weight, parts, blocks, (0, 1), (0, 1), shape, dtype)
         return values[first:last] if shape else values
     count, height, width = matrices(shape, blocks.columns)
     down = -(-height // blocks.rows)
     if len(shape) > 2 and shape[-1] >= blocks.columns:  # an index of the first dimension has whole matrices
         begin, end = first * count // shape[0], last * count // shape[0]
-        rows, scales = slice(begin * height, end * height), slice(begin * down, end * down)
-        values = _decode_rows(weight, parts, blocks, rows, scales, (end - begin, height, width))
-        return values.view(last - first, *shape[1:])
-    above = first // blocks.rows
-    rows = slice(above * blocks.rows, min(height, -(-last // blocks.rows) * blocks.rows))
-    values = _decode_rows(weight, parts, blocks, rows, slice(above, -(-last // blocks.rows)))
-    return values[first - rows.start : last - rows.start].reshape(last - first, *shape[1:])
+        rows, scales = (begin * height, end * height), (begin * down, end * down)
+        return _decode_rows(weight, parts, blocks, rows, scales, (last - first, *shape[1:]), dtype)
+    above, below = first // blocks.rows, -(-last // blocks.rows)
+    start, stop = above * blocks.rows, min(height, below * blocks.rows)
+    values = _decode_rows(weight, parts, blocks, (start, stop), (above, below), (stop - start, width), dtype)
+    return values[first - start : last - start].reshape(last - first, *shape[1:])
+
+
+class _Codes:
+    """Packed codes, which are unpacked when they are sliced by rows: [rows, width]. zero: the zero point of each block, or None."""
+
+    def __init__(self, packed: torch.Tensor, width: int, element: DType, zero: torch.Tensor | None) -> None:
+        self.shape, self.device = torch.Size((len(packed), width)), packed.device
+        self._packed, self._element, self._zero = packed, element, zero
+
+    def __getitem__(self, rows: slice, /) -> torch.Tensor:
+        blocks, width = self._element.blocks, self.shape[1]
+        assert blocks is not None
+        codes = unpack(self._packed[rows], width, self._element, blocks.packing)
+        if self._zero is None:
+            return codes
+        return codes - self._zero[rows].repeat_interleave(blocks.columns, dim=1)[:, :width]
 
 
 def _decode_rows(
     weight: CodedWeight,
     parts: Parts,
     blocks: Blocks,
-    rows: slice,
-    scales: slice,
-    shape: tuple[int, ...] | None = None,
+    rows: tuple[int, int],
+    scales: tuple[int, int],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return some rows of the matrices of which a weight consists. rows: which, counted over all matrices. scales: the rows of
-    blocks that these are. shape: the shape of the result, if these are several matrices; by default [rows, width].
+    """Return some rows of the matrices of which a weight consists, in `shape`. rows: the first, and the one after the last, counted
+    over all matrices. scales: the same of the rows of blocks.
     """
     element = dtypes.BY_NAME[weight.format]
     count, height, width = matrices(weight.shape, blocks.columns)
-    packed = parts[CODES].reshape(count * height, packed_width(width, element.bits, blocks.packing))[rows]
-    codes = unpack(packed, width, element, blocks.packing)
-    stored = parts[SCALE_INV if SCALE_INV in parts else SCALE][scales]
+    packed = parts[CODES].reshape(count * height, packed_width(width, element.bits, blocks.packing))
+    stored = parts[SCALE_INV if SCALE_INV in parts else SCALE][slice(*scales)]
     if stored.element_size() == 1 and not blocks.tensor_scale:
         exponents = stored.view(torch.uint8).to(torch.int32)
         scale = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
@@ -71,8 +89,9 @@ def _decode_rows(
         scale = stored.to(torch.float32)
     if blocks.tensor_scale:
         scale = scale / parts[TENSOR_SCALE].to(torch.float32)
-    if blocks.zero_points:
+    zero = None
+    if blocks.zero_points:  # blocks of one row
         words = parts[ZERO_POINT].t().contiguous()
-        zero = unpack_words(words, scale_grid(weight.shape, blocks)[0], element.bits).t()[scales]
-        codes = codes - zero.repeat_interleave(blocks.columns, dim=1)[:, :width]
-    return dequantize(codes if shape is None else codes.view(shape), scale, torch.float32, blocks)
+        zero = unpack_words(words, scale_grid(weight.shape, blocks)[0], element.bits).t()[slice(*scales)]
+    codes = _Codes(packed[slice(*rows)], width, element, zero)
+    return dequantize_blocks(codes, shape, scale, dtype, blocks)
