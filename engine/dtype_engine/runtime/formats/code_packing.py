@@ -9,6 +9,7 @@ import torch
 
 from dtype_engine.core.block_formats import Packing
 from dtype_engine.core.dtypes import DType
+from dtype_engine.runtime.device import copied_to
 
 _EXPONENT = 0x7F800000
 _POSITIVE = (0, 0x30, 0x38, 0x3C, 0x40, 0x44, 0x48, 0x4C)
@@ -76,7 +77,7 @@ def _unpack_pairs(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     look-up of a pair for a byte takes less time than bit operations on each nibble.
     """
     pairs = torch.stack((codes.repeat(16), codes.repeat_interleave(16)), dim=1).view(torch.int16).flatten()
-    found = pairs.to(packed.device).index_select(0, packed.reshape(-1).to(torch.int32))
+    found = copied_to(pairs, packed.device).index_select(0, packed.reshape(-1).to(torch.int32))
     return found.view(torch.uint8).view(len(packed), 2 * packed.shape[1])
 
 

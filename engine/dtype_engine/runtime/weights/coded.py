@@ -15,7 +15,6 @@ from dtype_engine.core.text import printable
 from dtype_engine.runtime.device import copied_to
 from dtype_engine.runtime.formats import schemes
 from dtype_engine.runtime.formats.dequantize import torch_dtype
-from dtype_engine.runtime.formats.row_blocks import CHUNK
 from dtype_engine.runtime.formats.schemes import own
 from dtype_engine.runtime.numerics.activations import InputFormat
 from dtype_engine.runtime.weights.files import read_part
@@ -89,14 +88,7 @@ class CodedSource(WeightSource):
     def read_in(self, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
         if self.own and not self.turned:
             return own.decode(self.weight, self._parts_on(device), 0, self.shape[0] if self.shape else 1, dtype)
-        if self.turned or not self.shape or device.type != "cpu":
-            return super().read_in(dtype, device)
-        values = torch.empty(self.shape, dtype=dtype)
-        step = max(1, CHUNK // max(1, self.unit))
-        for first in range(0, self.shape[0], step):
-            last = min(first + step, self.shape[0])
-            values[first:last] = schemes.decode(self.weight, self._parts, first, last)
-        return values
+        return super().read_in(dtype, device)
 
     def elements(self, start: int, count: int) -> torch.Tensor:
         if self.turned or not self.shape or not count:
