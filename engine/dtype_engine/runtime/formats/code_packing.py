@@ -5,6 +5,8 @@ Until they are packed, floats of 4 and 6 bits are kept in tensors of dtype float
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dtype_engine.core.block_formats import Packing
@@ -14,10 +16,21 @@ from dtype_engine.runtime.device import copied_to
 _EXPONENT = 0x7F800000
 _POSITIVE = (0, 0x30, 0x38, 0x3C, 0x40, 0x44, 0x48, 0x4C)
 """The bytes of float8_e4m3fn for 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
-_E2M1 = torch.tensor([sign | code for sign in (0, 0x80) for code in _POSITIVE], dtype=torch.uint8)
+_E2M1 = tuple(sign | code for sign in (0, 0x80) for code in _POSITIVE)
 """The byte of float8_e4m3fn for each code of e2m1, the negative ones last."""
-_SIGNED = torch.arange(-8, 8, dtype=torch.int8).view(torch.uint8)
-"""The byte of int8 for each code of four bits, which is stored without a sign: 8 is zero."""
+
+
+def _pairs(codes: Sequence[int]) -> torch.Tensor:
+    """Return the bytes of the two codes that a byte packs, the lower one first, for each byte: int16 [256]. codes: the byte of each
+    code of four bits.
+    """
+    pairs = [[codes[byte & 15], codes[byte >> 4]] for byte in range(256)]
+    return torch.tensor(pairs, dtype=torch.uint8).view(torch.int16).flatten()
+
+
+_E2M1_PAIRS = _pairs(_E2M1)
+_SIGNED_PAIRS = _pairs([(code - 8) & 0xFF for code in range(16)])
+"""The bytes of int8 for two codes of four bits, which are stored without a sign: 8 is zero."""
 _HALF_TO_EVEN = 1.5 * 2.0**23
 """1.5 * 2^23, for rounding a float32 value to a multiple of a power of two p, half to even: add `_HALF_TO_EVEN` * p to the value,
 and subtract it again. The sum is so large that float32 has no bits below p for it.
@@ -69,14 +82,13 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 def unpack_nibbles(packed: torch.Tensor, width: int) -> torch.Tensor:
     """Return the e2m1 values that `pack_nibbles` has packed, as float8_e4m3fn [rows, width]."""
-    return _unpack_pairs(packed, _E2M1)[:, :width].view(torch.float8_e4m3fn)
+    return _unpack_pairs(packed, _E2M1_PAIRS)[:, :width].view(torch.float8_e4m3fn)
 
 
-def _unpack_pairs(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Return the codes, uint8, of the two nibbles of each byte: [rows, 2 * bytes]. packed: [rows, bytes]. codes: uint8 [16]. One
-    look-up of a pair for a byte takes less time than bit operations on each nibble.
+def _unpack_pairs(packed: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """Return the codes of the two nibbles of each byte: uint8 [rows, 2 * bytes]. packed: [rows, bytes]. pairs: a table of `_pairs`.
+    One look-up for a byte takes less time than bit operations on each nibble.
     """
-    pairs = torch.stack((codes.repeat(16), codes.repeat_interleave(16)), dim=1).view(torch.int16).flatten()
     found = copied_to(pairs, packed.device).index_select(0, packed.reshape(-1).to(torch.int32))
     return found.view(torch.uint8).view(len(packed), 2 * packed.shape[1])
 
@@ -96,7 +108,7 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack_words(packed: torch.Tensor, width: int, bits: int) -> torch.Tensor:
     """Return the int8 codes [rows, width] of `bits` bits each that `pack_words` has packed."""
     if bits == 4:  # the bytes of a word follow each other from its lowest bits on
-        return _unpack_pairs(packed.contiguous().view(torch.uint8), _SIGNED)[:, :width].view(torch.int8)
+        return _unpack_pairs(packed.contiguous().view(torch.uint8), _SIGNED_PAIRS)[:, :width].view(torch.int8)
     shifts = torch.arange(32 // bits, dtype=torch.int32, device=packed.device) * bits
     unsigned = (packed[:, :, None] >> shifts) & ((1 << bits) - 1)
     return (unsigned.flatten(1)[:, :width] - (1 << (bits - 1))).to(torch.int8)

@@ -55,6 +55,9 @@ class _ReadSource(WeightSource):
     def nbytes(self) -> int:
         return self._stored.nbytes
 
+    def held(self, device: torch.device) -> torch.Tensor:
+        return self.read(device)
+
     def read(self, device: torch.device = CPU) -> torch.Tensor:
         return read_stored(self._checkpoint, self._stored).to(device)
 
