@@ -140,8 +140,8 @@ class MemoryBudget:
         self._counted.clear()
         self._kept = 0
         self._used.clear()
-        self._inside = ""
-        if not self.keeps_pages:
+        inside, self._inside = self._inside, ""
+        if inside and not self.keeps_pages:
             _each_file(ranges, _forget)
             trim_heap()  # passes run side by side in threads, and glibc keeps freed memory for each
 
