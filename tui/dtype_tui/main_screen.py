@@ -54,36 +54,35 @@ if TYPE_CHECKING:
 SMALLEST = (60, 15)
 NARROW_BELOW = 100
 DEPTH_FROM = (120, 36)
-"""The smallest terminal, as (columns, lines), that has room for the plot of drift over depth below the tree."""
+"""The smallest (columns, lines) with room for the plot of drift over depth below the tree."""
 TRADE_OFF_FROM = 180
-"""Minimum number of terminal columns for showing the plot of drift against bytes next to the plot of drift over depth."""
+"""Minimum columns for the plot of drift against bytes next to that."""
 PAUSE_S = 0.01
-"""Number of seconds between the steps that follow the first paint: importing the panes, mounting them, and starting the engine. In
-between, the effects of keys are drawn. A frame takes 8 ms.
+"""Seconds between the steps that follow the first paint: importing the panes, mounting them, starting the engine. In between, the
+effects of keys are drawn. A frame takes 8 ms.
 """
 MOST_WINDOWS = 6
-"""Maximum number of open screens, the main screen included. If this many are open, no window opens for a result that arrives.
-Textual draws all screens, one over the other: for twenty windows of 200 rows, this takes eight seconds, in which no key is handled.
+"""Maximum number of open screens above which no window opens for a result. Textual draws all screens, one over the other: for
+twenty windows of 200 rows, this takes eight seconds, in which no key is handled.
 """
 
 
 def message_text(sentence: str) -> str:
-    """Return a sentence as the user sees it: each placeholder, such as `{undo}`, is replaced by the key, such as `u`."""
+    """Return a sentence in which each placeholder, such as `{undo}`, is replaced by the key, such as `u`."""
     return printable(with_keys(sentence), 500)
 
 
 class MainScreen(Screen[None]):
     """Shows the module tree, drift, memory and rules.
 
-    chosen_keys: the user's own keys, by binding id, such as {"measure": "f5"}. cursor: the node to start at. If None, this is the
-    root. next_event: returns the oldest waiting event of the engine, or None if none waits.
+    chosen_keys: the user's own keys, by binding id, such as {"measure": "f5"}. cursor: the node to start at. next_event: returns
+    the oldest waiting event of the engine, or None.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = MAIN_KEYS
     draw_every_s = 0.1
-    """Minimum number of seconds between two redraws that are caused by engine events.
-
-    Ten redraws a second look smooth, and leave most of a connection of 50 kB/s to the redraws after keys, which are not delayed.
+    """Seconds between two redraws for events of the engine. Ten a second look smooth, and leave most of a connection of 50 kB/s to
+    the redraws after keys, which are not delayed.
     """
 
     def __init__(
@@ -98,11 +97,9 @@ class MainScreen(Screen[None]):
         self.controller = controller
         self._chosen_keys = chosen_keys
         self._wanted_cursor = cursor
-        """The node of the resumed session's cursor, or None after the cursor has reached it or the user has moved the cursor."""
+        """The node of the resumed session's cursor, until the cursor has reached it or the user has moved it."""
         self._worst = ""
-        """The module to which the action `worst` last moved the cursor. If the action is repeated, the cursor goes to the module
-        with the next smaller drift.
-        """
+        """The module to which the action `worst` last moved the cursor."""
         self.tree_view = ModuleTree(self.experiment, id="tree")
         self.side = SidePanes(controller)
         self.depth: DepthPane
@@ -113,10 +110,10 @@ class MainScreen(Screen[None]):
         self._awaited = AwaitedResults(controller)
         self._completing = asyncio.Lock()
         self._has_panes = False
-        """Whether the panes and prompts exist. They may still be mounting; `_is_complete` tells when they are mounted."""
+        """Whether the panes and prompts exist. They may still be mounting, unlike when `_is_complete`."""
         self._is_complete = False
         self.draw_is_due = False
-        """Whether the engine has told something that the screen does not show yet. A redraw is then scheduled."""
+        """Whether a redraw is scheduled for what the engine has told."""
         self._drawn_at = 0.0
 
     @property
@@ -144,8 +141,8 @@ class MainScreen(Screen[None]):
         self.show_all()  # for the first paint, and after a window was closed, since some windows change the baseline
 
     async def complete(self) -> None:
-        """Mount the panes and the prompts, unless they are mounted. They are not part of the first paint, but only keys of the tree
-        are handled without them.
+        """Mount the panes and the prompts, unless they are mounted. The first paint is without them, and keys of the tree need
+        none.
         """
         async with self._completing:
             if self._is_complete:
@@ -237,7 +234,7 @@ class MainScreen(Screen[None]):
         keys.show(key_line(pairs, width, chosen))
 
     def _draw_soon(self) -> None:
-        """Schedule a redraw unless one is already scheduled, so that one redraw can show the effects of many engine events."""
+        """Schedule a redraw unless one is, so that it can show the effects of many engine events."""
         if self.draw_is_due:
             return
         self.draw_is_due = True
@@ -265,7 +262,7 @@ class MainScreen(Screen[None]):
     # -- events of the engine ------------------------------------------------------------------------------------
 
     def on_event_waits(self) -> None:
-        """Pass the oldest waiting event of the engine to the controller, then to every open window."""
+        """Pass the oldest waiting event to the controller, then to every open window."""
         event = self._next_event()
         if event is None or self.app.return_code is not None:
             return  # a newer event has replaced it, or the app is ending
@@ -294,7 +291,7 @@ class MainScreen(Screen[None]):
 
     @property
     def cursor(self) -> str | None:
-        """The name of the node to save as the position of the cursor, or None while the model is unknown."""
+        """The node to save as the position of the cursor, or None while the model is unknown."""
         if self._wanted_cursor is not None or not self.experiment.model.has_tree:
             return self._wanted_cursor
         # The widget exists longer than the screen, so this works while the app is ending, and the last keys count.
@@ -312,10 +309,9 @@ class MainScreen(Screen[None]):
             self.side.recipe.show("", message.name)
 
     def action_worst(self) -> None:
-        """Go to the module in whose code values stop being finite. If there is none, go to the module with the largest drift.
+        """Go to the module in whose code values stop being finite or, if there is none, to the one with the largest drift.
 
-        Each further press of the key goes to the module with the next smaller drift and, from the module with the smallest drift,
-        back to the first.
+        Each further press goes to the module with the next smaller drift and, from the last, back to the first.
         """
         results = self.experiment.results
         names = list(dict.fromkeys([results.origin, *(drift.name for drift in results.worst_modules())]))
@@ -395,10 +391,7 @@ class MainScreen(Screen[None]):
         self._windows.causes()
 
     def action_inputs(self, line: str = "") -> None:
-        """Run the model on the inputs that the text `line` names.
-
-        If there is no such text, open the window with the current inputs.
-        """
+        """Run the model on the inputs that `line` names. Without a line, open the window with the current inputs."""
         if not self.experiment.model.live:
             self.say(self.controller.open_error or "the inputs are known when the model is loaded", "information")
         elif line:
@@ -439,9 +432,7 @@ class MainScreen(Screen[None]):
         self._copy(" ".join(f"--cast {shlex.quote(str(rule))}" for rule in rules), "the rules as --cast options")
 
     def _copy(self, text: str, what: str) -> None:
-        """Copy a text to the terminal's clipboard (OSC 52). Over SSH, this is the clipboard of the user's own machine. what: a word
-        for the text in the message to the user.
-        """
+        """Copy a text to the clipboard of the user's own machine (OSC 52). what: names it in the message."""
         if text:
             self.app.copy_to_clipboard(text)
             self.say(f"copied {what}: {text}", "information")
@@ -492,13 +483,13 @@ class MainScreen(Screen[None]):
         self._words.sort_by(ORDERS[(ORDERS.index(self.tree_view.order) + 1) % len(ORDERS)])
 
     def action_fold(self) -> None:
-        """Switch between two ways to show neighbors that are alike: in one row, or each in a row of its own."""
+        """Show neighbors that are alike in one row, or each in a row of its own."""
         self.tree_view.fold(not self.tree_view.folds)
         words = "neighbors that are alike share a row" if self.tree_view.folds else "every layer has a row of its own"
         self.say(words, "information")
 
     def action_next_pane(self) -> None:
-        """Go from the tree to the first pane, and from each pane to the next. If there is room for only one pane, show the next."""
+        """Go from the tree to the first pane, and from each pane to the next. Show the next if there is room for only one."""
         side = self.side
         focused = next((pane for pane in side.panes if pane.has_focus), None)
         if side.is_narrow or self.has_class("zoomed"):
@@ -509,7 +500,7 @@ class MainScreen(Screen[None]):
             self.set_focus((side.after(focused) or self.tree_view) if focused is not None else side.panes[0])
 
     def action_jump(self) -> None:
-        """Put labels on the panes and on the rows of the tree. When the user types a label, go to its pane or row."""
+        """Put labels on the panes and the rows of the tree. When the user types one, go there."""
         others = [pane for pane in (self.depth, self.trade_off) if pane.region]
         panes = [*self.side.places(), *((pane, pane.region.offset) for pane in others)]
         rows = list(self.tree_view.rows_on_screen()) if self.tree_view.region else []
@@ -533,15 +524,13 @@ class MainScreen(Screen[None]):
         self.call_after_refresh(self._show_panes)
 
     def action_rules(self) -> None:
-        """Go to the list of rules, and there to the rule that decides the dtype of the node under the cursor."""
+        """Go to the list of rules, and there to the one that decides the dtype of the node under the cursor."""
         self.side.activate(self.side.recipe)
         self.set_focus(self.side.recipe)
         self.side.recipe.go_to_deciding_rule(self.tree_view.current.name if self.tree_view.rows else "")
 
     def action_edit_rule(self) -> None:
-        """Open the cast prompt with the rule under the cursor of the Recipe pane. The text that the user enters replaces this
-        rule.
-        """
+        """Open the cast prompt with the rule under the cursor of the Recipe pane, to replace it."""
         from dtype_tui.widgets.prompts import CastPrompt
 
         row, rule = self.side.recipe.cursor, self.side.recipe.current
@@ -549,7 +538,7 @@ class MainScreen(Screen[None]):
             self.query_one(CastPrompt).edit(rule, lambda changed: self.controller.change_rule(row, changed))
 
     def action_zoom(self) -> None:
-        """Show the active pane alone or, if a pane is shown alone, everything again."""
+        """Show the active pane alone or, if one is, everything again."""
         zoomed = not self.has_class("zoomed")
         self.set_class(zoomed, "zoomed")
         self.side.zoom(zoomed)
@@ -572,9 +561,7 @@ class MainScreen(Screen[None]):
         self._windows.help(self._chosen_keys, (*self.side.panes, self.depth, self.trade_off), hidden)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action is available and shown in Textual's panel of keys. A read-only session hides the actions in
-        `HIDDEN`.
-        """
+        """Return whether an action is available. A read-only session hides the actions in `HIDDEN`."""
         return not (self.controller.read_only and action.replace("_", "-") in HIDDEN)
 
     # -- the command line ----------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Opens the windows over the main screen when keys are pressed or results arrive, and acts on the user's choice in a window.
+"""Opens the windows over the main screen, and acts on the user's choice in them.
 
-The module of a window is imported when the window opens, so that the first paint does not wait for the import.
+A window's module is imported when it opens, so that the first paint does not wait for it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class _LastGeneration(msgspec.Struct):
-    """The request and the texts that the window for generated text showed last."""
+    """What the window for generated text showed last."""
 
     wanted: GenerateText | None = None
-    """The requested prompt and length, or None if nothing was generated yet."""
+    """The request, or None if nothing was generated yet."""
     texts: tuple[Generation, ...] = ()
     made_with: tuple[Recipe, RunSettings, InputsSummary | None] | None = None
-    """The recipe, settings and inputs with which `texts` were generated."""
+    """With what `texts` were generated."""
 
 
 class Windows:
@@ -48,23 +48,21 @@ class Windows:
         self._generation = _LastGeneration()
 
     def keep_texts(self, texts: tuple[Generation, ...]) -> None:
-        """Store generated texts, so that their window shows them when it is opened the next time."""
+        """Store generated texts for the next opening of their window."""
         experiment = self._experiment
         self._generation.texts = texts
         self._generation.made_with = experiment.recipe, experiment.settings, experiment.model.inputs_summary
 
     def open_result(self, done: events.JobDone, width: int) -> None:
-        """Open the window for the result of a job, if it has one. width: the screen's width in cells."""
+        """Open the window for the result of a job, if it has one. width: of the screen, in cells."""
         module, _, function = window_of(done.ask.job).rpartition(".")
         if module:
             screen_of = getattr(import_module(module), function)
             self._push(screen_of(Answer(done.result, done.ask.parameters, self._experiment, width)))
 
     def generation(self) -> None:
-        """Open the window that generates text. It starts with the prompt and length of the last request. It shows the texts of that
-        request, too, if the recipe, the settings and the inputs are the same.
-
-        If the model makes pictures, open the window with its pictures.
+        """Open the window that generates text, with the last request and, if nothing has changed, its texts. If the model makes
+        pictures, open the window with these.
         """
         controller, last = self._controller, self._generation
         report = self._experiment.results.report
@@ -109,7 +107,7 @@ class Windows:
         self._push(screen, lambda measured: measured is not None and go_back_to(measured))
 
     def causes(self) -> None:
-        """Open the plot of drift over depth, in which the user can go to a cause. If the causes are unknown, measure them."""
+        """Open the plot of drift over depth. If the causes are unknown, measure them."""
         controller, experiment = self._controller, self._experiment
         if experiment.results.report is None:
             why = experiment.model.no_forward or "causes need a complete measurement: m measures"
@@ -123,7 +121,7 @@ class Windows:
         self._push(CausesScreen(controller), lambda module: module is not None and go_to(module))
 
     def inputs(self, set_inputs: Callable[[str], None]) -> None:
-        """Open the window of the model's inputs. set_inputs: called with the line in which the user names other inputs."""
+        """Open the window of the model's inputs. set_inputs: called with the line that names others."""
         experiment = self._experiment
         from dtype_tui.screens.inputs import InputsScreen
 
@@ -141,10 +139,7 @@ class Windows:
         )
 
     def scan(self) -> None:
-        """Open the window that sets up a scan or, if there is a scan, the window with its current results.
-
-        Open nothing while the scan has no results.
-        """
+        """Open the results of the scan, or the choice of a new one's dtypes, or nothing while there are no results."""
         match self._controller.next_of_scan():
             case "choose":
                 self._choose_scan()
@@ -221,7 +216,7 @@ class Windows:
         self._push(details_screen(self._experiment, self._tree.current.name))
 
     def jobs(self, stopped: Callable[[], None]) -> None:
-        """Open the list of jobs. stopped: a function that is called before a job is stopped."""
+        """Open the list of jobs. stopped: called before a job is stopped."""
         from dtype_tui.screens.jobs import JobsScreen
 
         def stop(job: str) -> None:
@@ -231,17 +226,13 @@ class Windows:
         self._push(JobsScreen(self._controller.activity, stop))
 
     def jump(self, places: Sequence[Offset], go: Callable[[int | None], None]) -> None:
-        """Put labels on places of the screen, given in cells from the upper left corner. go: called with the index of the place
-        whose label the user types, or with None if the user types none.
-        """
+        """Put labels on places of the screen. go: called with the index of the one whose label is typed, or None."""
         from dtype_tui.screens.jump import JumpScreen
 
         self._push(JumpScreen(places), go)
 
     def help(self, chosen_keys: Mapping[str, str], panes: Sequence[Pane], hidden: Set[str]) -> None:
-        """Open the help. chosen_keys: the user's own keys, by binding id. panes: the panes whose terms the help explains. hidden:
-        the ids of bindings to leave out.
-        """
+        """Open the help. chosen_keys: by binding id. panes: those whose terms it explains. hidden: ids of bindings to leave out."""
         from dtype_tui.screens.help import HelpScreen, keys_for_node
 
         words = [(pane.title, pane.HELP) for pane in panes]

@@ -39,13 +39,11 @@ class _Opening(msgspec.Struct, frozen=True):
 
     title: str
     reference: str | None
-    """The argument MODEL as typed on the command line, or None. It identifies the model's saved session for `--resume`."""
+    """MODEL as typed, which identifies the saved session for `--resume`, or None."""
     make_engine: Callable[[Callable[[Event], None], Callable[[], None]], Engine]
-    """A function that creates the engine that opens the model. Its arguments are two functions: one that the engine calls with each
-    event, and one that waits until the app has handled all events.
-    """
+    """Creates the engine, given a function to call with each event, and one that waits until the app has handled all events."""
     path: Path | None = None
-    """The path of the model's files, or None if they are not on this machine."""
+    """The model's files, or None if they are not on this machine."""
     tree: Tree | None = None
     """The module tree from the headers that have been read, or None if it can't be built from headers."""
     partial: bool = False
@@ -194,7 +192,7 @@ def command(
 
 
 def _open_here(request: RunRequest, in_process: bool) -> _Opening:
-    """Find a model on this machine, and read its headers. Raises UserError. in_process: whether the engine runs in this process."""
+    """Find a model on this machine, and read its headers. Raises UserError."""
     from dtype_engine.checkpoint.source import DEMO
 
     options = request.options
@@ -247,10 +245,8 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
 
 
 def _opened_by_engine(request: RunRequest) -> Connection:
-    """Let the engine on this machine open the model before the screen opens. Returns the connection to the engine.
-
-    Only the engine imports the model's architecture, and the architecture decides which tensors the rules match. Raises UserError
-    if a rule matches nothing.
+    """Let the engine on this machine open the model before the screen opens. Raises UserError if a rule matches nothing, which
+    depends on the model's architecture. Only the engine imports that.
     """
     from dtype_engine.service.connection import Connection, EngineCommand
     from dtype_engine.service.control import Open
@@ -264,8 +260,8 @@ def _opened_by_engine(request: RunRequest) -> Connection:
 
 
 def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
-    """Connect to an engine on another machine and let it find the model. engine_command: the command that starts the engine; if
-    None, MODEL must be an `ssh://` address. Raises UserError.
+    """Connect to an engine on another machine and let it find the model. Raises UserError. engine_command: starts the engine; if
+    None, MODEL is an `ssh://` address.
     """
     from dtype_engine.service.control import Open
     from dtype_engine.service.process import EngineProcess
@@ -291,9 +287,7 @@ def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
 
 
 def _need_a_terminal() -> None:
-    """Raise UserError unless a browser shows the app or all three standard streams are a terminal. Standard error counts, too,
-    because Textual draws on it.
-    """
+    """Raise UserError unless a browser shows the app, or all standard streams are a terminal. Textual draws on standard error."""
     if "TEXTUAL_DRIVER" in os.environ:
         return
     for name in ("COLUMNS", "LINES"):
@@ -305,9 +299,8 @@ def _need_a_terminal() -> None:
 
 
 def _chosen(config: Config) -> str | None:
-    """Let the user choose a model from a list, because the command line names none. Returns the model, or None if the user leaves
-    without choosing. If there is nothing but the demo to choose, returns the demo without asking. Exits if the picker fails; the
-    picker has then reported the error.
+    """Let the user choose a model from a list. Returns None if the user leaves, and the demo if there is nothing else. Exits if the
+    picker fails, after it has reported the error.
     """
     from dtype_engine.checkpoint.discovery import find_models
     from dtype_engine.checkpoint.source import locate
@@ -364,5 +357,5 @@ def _options() -> dict[str, str]:
 
 
 def click_options() -> dict[str, click.Option]:
-    """Map each option's name without dashes to click's object for the option."""
+    """Map each option's name without dashes to click's option."""
     return {option.opts[0].lstrip("-"): option for option in command.params if isinstance(option, click.Option)}

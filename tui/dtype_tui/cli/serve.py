@@ -1,4 +1,4 @@
-"""`dtype-tui serve`: serves the app to a browser through textual-serve. The port can be tunnelled from another machine."""
+"""`dtype-tui serve`: serves the app to a browser through textual-serve."""
 
 from __future__ import annotations
 

@@ -86,4 +86,4 @@ FRONT_KEYS: list[BindingType] = [
     Binding("u", "undo", "Undo"),
     Binding("escape,q", "leave", "Close"),
 ]
-"""Key bindings of the screen with the Pareto front. They are defined here so that the help need not import plotting code."""
+"""The key bindings of the screen with the Pareto front, defined here so that the help need not import plotting code."""

@@ -1,4 +1,4 @@
-"""The table of questions: for each job of the engine, the words for it, the key that asks for it, and the window for its result."""
+"""The table of questions: for each job of the engine, the words for it, its key, and the window for its result."""
 
 from __future__ import annotations
 

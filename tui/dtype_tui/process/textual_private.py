@@ -20,9 +20,7 @@ __all__ = ["XTermParser", "active_message_pump"]
 
 
 def use_parser(parser: type[XTermParser]) -> None:
-    """Make Textual's terminal driver parse keys by `parser`. The driver looks its parser up by name when its reader thread
-    starts.
-    """
+    """Make Textual's terminal driver parse keys by `parser`, which it looks up by name when its reader thread starts."""
     linux_driver.XTermParser = parser  # type: ignore[attr-defined]
 
 
@@ -47,15 +45,13 @@ def forget_message(app: App[Any], message: Notification) -> None:
 
 
 def forget_drawings() -> None:
-    """Clear the cache that would keep the drawings of up to 1,024 widgets, including closed ones: tens of MiB after some hundred
-    windows.
-    """
+    """Clear the cache of the drawings of up to 1,024 widgets, also closed ones: tens of MiB after some hundred windows."""
     StylesCache.get_inner_outer.cache_clear()
 
 
 async def run_bound(app: App[Any], key: Key, priority: bool = False) -> bool:
-    """Run the action to which a key is bound, and return whether there is one. priority: whether to consider only bindings that
-    come before the focused widget.
+    """Run the action to which a key is bound, and return whether there is one. priority: consider only bindings that come before
+    the focused widget.
     """
     return await app._check_bindings(key.key, priority=priority)
 

@@ -38,11 +38,8 @@ _STOPPED = "Stopped: close this and press d to go on."
 
 
 class CausesScreen(ChoiceScreen[str]):
-    """Plots the SQNR of every module's output in the order of the forward pass, in two series: under the whole recipe, and with
-    only the module itself cast.
-
-    Lists the causes of the drift as they are found. The user can choose a cause, which is then the result of the window, or cast it
-    back to the reference's dtype.
+    """Plots the SQNR of every module's output in the order of the forward pass: under the whole recipe, and with only the module
+    itself cast. Lists the causes of the drift as they are found. The window's result is a cause to go to.
     """
 
     HEADING = "Drift over depth"
@@ -73,15 +70,13 @@ class CausesScreen(ChoiceScreen[str]):
         self._controller = controller
         self._experiment = controller.experiment
         self._ended = ""
-        """A sentence that says why no causes are being measured. "" if they are being measured or already known."""
+        """Why no causes are being measured, or "" if they are, or are known."""
         self._before: tuple[Recipe, Results] | None = None
-        """The recipe and the results from before the user changed the recipe in this window. They are shown until the causes under
-        the new recipe are known.
-        """
+        """The recipe and the results from before the user changed the recipe here, shown until the new causes are known."""
         self._chosen: str | None = None
-        """The name of the module under the cursor, or None while the user has not moved the cursor, which then stays at the top."""
+        """The module under the cursor, or None while the cursor, not moved yet, stays at the top."""
         self._drawn: tuple[AttributionReport, Recipe] | None = None
-        """The report and the recipe for which the list was last drawn."""
+        """What the list was last drawn for."""
 
     def compose(self) -> ComposeResult:
         with Vertical():
@@ -106,7 +101,7 @@ class CausesScreen(ChoiceScreen[str]):
 
     @property
     def _report(self) -> AttributionReport | None:
-        """The causes to show: all of them, or those found so far. None if none have been found yet."""
+        """The causes to show: all of them, or those found so far."""
         results = self._results
         return results.causes or (results.partial_causes.report if results.partial_causes is not None else None)
 
@@ -240,7 +235,7 @@ class CausesScreen(ChoiceScreen[str]):
         self._change(self._controller.undo)
 
     def _change(self, change: Callable[[], None]) -> None:
-        """Change the recipe by calling `change`, and measure the causes under the new recipe unless they are known."""
+        """Change the recipe by calling `change`, and measure its causes unless they are known."""
         experiment = self._experiment
         recipe, results = experiment.recipe, self._results
         change()
@@ -286,7 +281,5 @@ class CausesScreen(ChoiceScreen[str]):
 
 
 def _plot_y(sqnr_db: float | None) -> float:
-    """Return an SQNR in dB as the y of a point in the plot, or NaN if it is unknown. The plot omits points whose y is NaN or
-    infinite; the SQNR is infinite for a module without any drift.
-    """
+    """Return an SQNR as the y of a point. The plot omits points that are NaN or infinite, as for a module without drift."""
     return math.nan if sqnr_db is None else sqnr_db

@@ -13,7 +13,7 @@ from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.answer import Answer
 
 _SHOWN = 50
-"""Maximum number of findings of one kind that the window shows."""
+"""Maximum number of findings of one kind that are shown."""
 
 
 def check_screen(answer: Answer[None, CheckReport]) -> Overlay:

@@ -31,23 +31,21 @@ class Side:
     """One recipe of a comparison, and what is known about it."""
 
     title: str
-    """The short name of the recipe in the window's headings."""
+    """The short name of the recipe for headings."""
     recipe: Recipe
     entry: MeasuredRecipe | None
-    """The measurement of the recipe, or None if it was not measured."""
+    """The measurement of the recipe, or None."""
     modules: Mapping[str, ModuleDrift] | None
     """The drift of the modules by name, or None if it is not stored any more."""
 
 
 def side_of(experiment: Experiment, entry: MeasuredRecipe, title: str) -> Side:
-    """Return what `comparison_screen` shows of a measured recipe. title: the short name of the recipe for headings."""
+    """Return a measured recipe as `comparison_screen` shows it. title: its short name for headings."""
     return Side(title, entry.recipe, entry, experiment.module_log.of(entry))
 
 
 def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
-    """Return what `comparison_screen` shows of a recipe, including its measurement on the current inputs and settings, if there is
-    one. title: the short name of the recipe for headings.
-    """
+    """Return a recipe as `comparison_screen` shows it, with its measurement on the current inputs and settings, if any."""
     now = experiment.settings, experiment.model.inputs
     for entry in experiment.measured:
         if entry.recipe == recipe and (entry.settings, entry.inputs) == now:
@@ -150,9 +148,7 @@ def _rules(one: Side, other: Side) -> Table:
 
 
 def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right: str) -> Table | Text:
-    """Return a table of the tensors that have different dtypes under two recipes. plans: the dtypes under each recipe. left, right:
-    the short names of the recipes.
-    """
+    """Return a table of the tensors that have different dtypes under the plans of two recipes. left, right: their short names."""
     first, second = plans
     differ = [tensor for tensor in experiment.tree.order if first.dtypes[tensor.name] != second.dtypes[tensor.name]]
     caches = [name for name in experiment.tree.caches if first.caches.get(name) != second.caches.get(name)]
@@ -175,9 +171,7 @@ def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right:
 
 
 def _modules(one: Side, other: Side) -> Table | Text:
-    """Return a table of the modules whose drift differs between two recipes, largest difference first. one, other: the two
-    recipes.
-    """
+    """Return a table of the modules whose drift differs between two recipes, largest difference first."""
     if one.modules is None or other.modules is None:
         return _heading("modules: not kept for both; going back to a recipe measures it again")
     rows = []

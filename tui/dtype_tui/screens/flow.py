@@ -14,9 +14,9 @@ from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.answer import Answer
 
 MOST_ROWS = 200
-"""Maximum number of casts that the window shows. Drawing a thousand casts takes two seconds, and no key is handled meanwhile."""
+"""Maximum number of casts that are shown. Drawing a thousand takes two seconds, in which no key is handled."""
 _NAME_WIDTH = 26
-"""Minimum width in cells of module names. Operation names are truncated if they would leave less."""
+"""Minimum width in cells of module names, for which operation names are truncated."""
 
 
 def flow_screen(answer: Answer[None, tuple[ImplicitCastStats, ...]]) -> Overlay:

@@ -26,11 +26,10 @@ MOST_ROWS = 200
 
 
 class InputsScreen(ModalScreen[None]):
-    """Shows the current inputs, and a line in which the user names other inputs. After Enter, the window stays open. It shows the
-    new inputs when the engine has prepared them.
+    """Shows the current inputs, and a line in which the user names others, which are shown once the engine has prepared them.
 
-    compared: at how many positions of the output, such as tokens, the last measurement compared the models; None if unknown. ask:
-    called with the text of the line, or None to have no line.
+    compared: the positions of the output, such as tokens, at which the models were compared. ask: called with the text of the line,
+    or None to have no line.
     """
 
     HELP = (
@@ -118,8 +117,8 @@ class InputsScreen(ModalScreen[None]):
 
 
 def inputs_table(summary: InputsSummary, compared: int | None = None) -> Table:
-    """Return a table of the inputs: a description, their sources, and a row for each call of the model. compared: at how many
-    positions of the output, such as tokens, the last measurement compared the models; None if unknown.
+    """Return a table of the inputs: a description, their sources, and a row for each call of the model. compared: the positions of
+    the output at which the models were compared.
     """
     head = PlainTable.labelled()
     for index, part in enumerate(summary.made_of):

@@ -13,7 +13,7 @@ from dtype_tui.screens.overlay import Overlay
 
 
 def messages_screen(said: Iterable[Notification]) -> Overlay:
-    """Return a window with every message and its time of day, the newest first. said: the messages, oldest first."""
+    """Return a window with every message and its time of day, the newest first."""
     grid = PlainTable.labelled()
     for each in reversed(list(said)):
         style = "" if each.severity == "information" else "bold"

@@ -15,7 +15,7 @@ from dtype_tui.screens.modal import ModalScreen
 
 
 class Overlay(ModalScreen[None]):
-    """A box of text over the main screen. Arrow and page keys scroll the text."""
+    """A box of text over the main screen."""
 
     DEFAULT_CSS = """
     Overlay { align: center middle; }
@@ -49,6 +49,5 @@ class Overlay(ModalScreen[None]):
             yield Static(self._body, markup=False)
 
     def action_edge(self, last: bool) -> None:
-        """Scroll to the last line if `last` is True, otherwise to the first."""
         box = self.query_one(VerticalScroll)
         box.scroll_to(y=box.max_scroll_y if last else 0, animate=False)

@@ -45,7 +45,7 @@ TOOLS = {
     "modelopt": "the recipe as quant_cfg of NVIDIA ModelOpt",
     "comfyui": "pipelines of pictures: the recipe as ComfyUI's metadata",
 }
-"""What is written for each tool, keyed by the tool's name. The keys are those of `TARGET_SUFFIXES`."""
+"""What is written for each tool of `TARGET_SUFFIXES`."""
 KINDS: tuple[tuple[str, str], ...] = (
     ("checkpoint", "safetensors that load back in just these dtypes"),
     ("recipe", "rules, settings and the measurement, to use again"),
@@ -53,14 +53,11 @@ KINDS: tuple[tuple[str, str], ...] = (
     *((target, TOOLS[target]) for target in TARGET_SUFFIXES),
 )
 WRITTEN_THERE = ("checkpoint", "report")
-"""The kinds of file that the engine writes even if it runs on another machine. Their paths are paths on that machine."""
+"""The kinds of file that an engine on another machine writes there."""
 
 
 class SaveScreen(ChoiceScreen[SaveRequest | None]):
-    """The window in which the user chooses a kind of file and types its path.
-
-    The result is the request to save the file, or None if the user leaves.
-    """
+    """The window in which the user chooses a kind of file and types its path. The result is the request to save it."""
 
     HEADING = "Save"
     KEYS = "↑↓ choose  Enter writes  Esc closes"
@@ -86,10 +83,9 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         check_path: Callable[[str, bool], None] = lambda path, for_export: None,
         source: Path | None = None,
     ) -> None:
-        """title: the name of the model. rules: number of rules in the recipe. results: what is known about the recipe. lost:
-        returns the weights in which casts make values infinite or zero, or None while these weights are unknown. host: the machine
-        on which the engine writes, or "" for this one. check_path: asks the engine whether a path exists there. source: the model's
-        path on this machine.
+        """title: the name of the model. rules: the number of rules. lost: returns the weights in which casts lose values, or None
+        while these are unknown. host: the machine on which the engine writes, or "" for this one. check_path: asks the engine
+        whether a path exists there. source: the model's path on this machine.
         """
         super().__init__(len(KINDS))
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
@@ -102,7 +98,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         self._check_path = check_path
         self._source = source
         self._checking: str | None = None
-        """The path that an engine on another machine is checking, or None if no path is being checked."""
+        """The path that an engine on another machine is checking."""
 
     def compose_box(self) -> ComposeResult:
         yield Static(id="kinds", markup=False)
@@ -229,7 +225,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         self.query_one(LineInput).put(self._free_name(), select=True)
 
     def _path_typed(self, line: str) -> None:
-        """Show what holds for the typed path. A warning about another path is taken back."""
+        """Show what holds for the typed path. A warning about another one is taken back."""
         if any(path not in (None, line.strip()) for path in (self._warned, self._checking)):
             self._warned = self._checking = None
         self.redraw()
@@ -256,9 +252,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             self._write_to(typed, Path(typed).expanduser(), taken)
 
     def _write_to(self, typed: str, path: Path, taken: bool) -> None:
-        """Close the window with the request to write. If the path exists, warn, and replace it only if Enter is pressed again.
-        typed: the path as typed. taken: whether it exists.
-        """
+        """Close the window with the request to write. If the path is taken, warn first; pressing Enter again replaces it."""
         if taken and self._warned != typed:
             self._warned = typed
             self.redraw()
@@ -267,7 +261,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
 
 
 def _loading_one_file(typed: str) -> str:
-    """Return a sentence on how to load the file of weights that an export to the path `typed` makes, or "" if it makes a folder."""
+    """Return how to load the file of weights that an export to `typed` makes, or "" if it makes a folder."""
     if not is_one_file(Path(typed)):
         return ""
     reader = "safetensors.torch.load_file" if typed.endswith(".safetensors") else "torch.load"
@@ -275,9 +269,7 @@ def _loading_one_file(typed: str) -> str:
 
 
 def save_request(kind: str, path: Path, replace: bool, results: Results) -> SaveRequest:
-    """Return the request to write a file of the kind `kind`, one of `KINDS`, such as "recipe". replace: whether to replace an
-    existing file. results: what is known about the current recipe.
-    """
+    """Return the request to write a file of one of `KINDS`. replace: whether to replace an existing file."""
     match kind:
         case "checkpoint":
             return ExportRequest(path, replace)

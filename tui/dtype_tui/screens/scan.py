@@ -29,7 +29,7 @@ _SHADES = " ·░▒▓█"
 
 
 class ScanScreen(ModalScreen[str | None]):
-    """Shows the scan's current estimates. The window's result is the node to go to, `AGAIN` to resume or start a scan, or None."""
+    """Shows the scan's current estimates. The window's result is a node to go to, or `AGAIN` to resume or start a scan."""
 
     AGAIN: ClassVar[str] = ":scan"
     HELP = (
@@ -65,7 +65,7 @@ class ScanScreen(ModalScreen[str | None]):
     ]
 
     def __init__(self, experiment: Experiment, pause: Callable[[], None]) -> None:
-        """pause: called to pause the scan, or to continue a paused scan."""
+        """pause: pauses the scan, or continues a paused one."""
         super().__init__()
         self._pause = pause
         self.experiment = experiment
@@ -243,7 +243,7 @@ class ScanScreen(ModalScreen[str | None]):
 
 
 def _score(score: WeightScore, wide: bool) -> str:
-    """Return a score with its error: `7.4097e-05 ± 2.5e-06`. wide: whether to write all significant digits instead of two."""
+    """Return a score with its error: `7.4097e-05 ± 2.5e-06`. wide: whether to write all significant digits."""
     if math.isinf(score.score):
         return "not finite"
     if wide:
@@ -252,10 +252,9 @@ def _score(score: WeightScore, wide: bool) -> str:
 
 
 def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
-    """Return a different heading for each kind of module, such as `self_attn.q_proj`. No heading is wider than `width` cells.
+    """Return a different heading of at most `width` cells for each kind of module, such as `self_attn.q_proj`.
 
-    A heading is the last part of the kind's name, such as `q`. For kinds with the same last part, the headings are the ends of
-    their full names.
+    A heading is the last part of the kind's name, such as `q`, or the end of the full name if kinds share the last part.
     """
     last = [kind.removesuffix("_proj").rpartition(".")[2] for kind in kinds]
     heads = [
@@ -271,16 +270,14 @@ def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
 
 
 def _share(score: float, most: float) -> float:
-    """Return a score as a number from 0 to 1 on a logarithmic scale: 1 for the highest score, `most`, and 0 for a hundredth of it
-    or less.
-    """
+    """Return a score on a logarithmic scale: 1 for the highest, `most`, and 0 for a hundredth of it or less."""
     if math.isinf(score):
         return 1.0
     return max(0.0, 1 + math.log10(score / most) / 2) if score > 0 and most > 0 else 0.0
 
 
 def _shade(score: float, most: float) -> str:
-    """Return a character for a score in the map: the closer it is to `most`, the highest score, the denser the character."""
+    """Return a character for a score in the map, the denser the closer it is to `most`."""
     if math.isinf(score):
         return "!"
     return _SHADES[0] if score <= 0 else _SHADES[1 + min(4, int(_share(score, most) * 4.999))]

@@ -13,7 +13,7 @@ from dtype_tui.state.answer import Answer
 
 
 def speed_screen(answer: Answer[None, SpeedReport]) -> Overlay:
-    """Return a window with the times of forward passes. Each row's speed is relative to the first row, the reference."""
+    """Return a window with the times of forward passes, in relation to the first row, the reference."""
     report = answer.result
     grid = PlainTable.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)

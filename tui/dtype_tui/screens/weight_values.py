@@ -18,9 +18,7 @@ from dtype_tui.state.answer import Answer
 
 
 def weight_screen(answer: Answer[InspectTensor, WeightStats]) -> Overlay:
-    """Return a window with the error of casting a tensor to each dtype, and with the exponents of the tensor's values next to each
-    dtype's range of exponents.
-    """
+    """Return a window with the error of casting a tensor to each dtype, and its exponents beside each dtype's range."""
     experiment, name, stats = answer.experiment, answer.parameters.tensor, answer.result
     table = PlainTable.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
@@ -54,9 +52,7 @@ _HISTOGRAM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 def exponent_histogram(stats: WeightStats) -> Text:
-    """Return a histogram of the absolute values of a tensor's elements, in ranges between powers of two. The `range_mark` of each
-    dtype is shown next to each range.
-    """
+    """Return a histogram of absolute values between powers of two, with the `range_mark` of each dtype."""
     counts = dict(stats.exponents.counts)
     text = Text()
     if not counts:
@@ -85,11 +81,9 @@ def exponent_histogram(stats: WeightStats) -> Text:
 
 
 def range_mark(first: int, step: int, row: dtypes.DType) -> str:
-    """Return a mark for the worst that a cast does to absolute values from 2^first to 2^(first + step). row: the dtype of the cast,
-    which has no scales.
+    """Return a mark for the worst that a cast without scales does to absolute values from 2^first to 2^(first + step).
 
-    "∞": a value overflows. "0": a value becomes zero. ":": a value is subnormal and loses bits. "|": all values are in the normal
-    range.
+    "∞": a value overflows. "0": a value becomes zero. ":": a value is subnormal and loses bits. "|": all are in the normal range.
     """
     if first + step - 1 > math.frexp(row.max)[1] - 1:
         return "∞"

@@ -15,19 +15,19 @@ _INSPECTED = (
 
 
 def inspect(tensor: str) -> Ask:
-    """Return the command that requests statistics of a tensor's values, including the error of a cast to each of several dtypes."""
+    """Return the command that asks for statistics of a tensor's values and the error of each cast."""
     return VALUES.ask(InspectTensor(tensor, _INSPECTED))
 
 
 class AwaitedResults:
-    """Prevents duplicate requests: until the engine answers a request, a key that sends the same request again has no effect."""
+    """Prevents duplicate requests: a request that the engine has yet to answer is not sent again."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
         self._pending: set[tuple[Command, Recipe, RunSettings]] = set()
 
     def ask(self, command: Command) -> None:
-        """Send a command. Do nothing if the engine has yet to answer the same command for the same recipe and settings."""
+        """Send a command, unless the same one waits for its answer for the same recipe and settings."""
         experiment = self._controller.experiment
         key = (command, experiment.recipe, experiment.settings)
         if key in self._pending:
@@ -37,13 +37,11 @@ class AwaitedResults:
             self._pending.add(key)
 
     def reset(self) -> None:
-        """Forget all unanswered requests, because their results will never come or would belong to earlier inputs."""
+        """Forget all requests: their results will never come, or are of earlier inputs."""
         self._pending.clear()
 
     def take(self, event: events.Event) -> None:
-        """Forget the requests that this event answers. If the event means that no answers will come, for example because the engine
-        has ended, forget all requests.
-        """
+        """Forget the requests that this event answers, or all if no answers will come."""
         match event:
             case events.JobDone():
                 self._answered(event.ask)

@@ -1,8 +1,4 @@
-"""The controller, which manages the experiment and the engine. It does not depend on widgets.
-
-The main screen calls the controller's methods for keys and commands, and passes the engine's events to the controller. After that,
-the main screen draws the experiment.
-"""
+"""The controller of the experiment and the engine. It does not depend on widgets."""
 
 from __future__ import annotations
 
@@ -50,9 +46,8 @@ class Controller:
     """Controls one experiment and the engine that runs it. Every method except `handle` calls `changed` after it has changed the
     state.
 
-    notify: a function that shows a sentence until the user has read it. changed: a function that redraws the screen. read_only:
-    whether reading and writing files is forbidden. withdraw: a function that hides a sentence that `notify` shows, once it is no
-    longer true.
+    notify: shows a sentence until the user has read it. changed: redraws the screen. read_only: whether reading and writing files
+    is forbidden. withdraw: hides a sentence that `notify` shows.
     """
 
     def __init__(
@@ -75,28 +70,24 @@ class Controller:
         self.open_error: str | None = None
         """Why the model could not be opened, or None if it is open or still opening."""
         self._saved_recipe = Recipe()
-        """The recipe that was last saved to a recipe file or with a checkpoint, or is being saved. Before that, the recipe from the
-        command line.
-        """
+        """The recipe from the command line, or the one that was last saved to a file or with a checkpoint."""
         self._preset: str | None = None
-        """Name of the preset to apply once the module classes are known, or None if no preset is waiting."""
+        """Name of the preset to apply once the module classes are known."""
         self._after_preset = Recipe()
-        """The rules from the command line, which are applied together with the preset in `_preset`, after the preset's rules."""
+        """The rules from the command line, which follow those of `_preset`."""
         self._notified: set[str] = set()
         """The notices that the user has already been shown."""
 
     @property
     def unsaved_rules(self) -> int:
-        """The number of rules of the recipe, or 0 if the user has saved it to a recipe file or with a checkpoint, or gave it on the
-        command line.
-        """
+        """The number of rules of the recipe, or 0 if the user has saved it or gave it on the command line."""
         return 0 if self.read_only or self.experiment.recipe == self._saved_recipe else len(self.experiment.recipe)
 
     # -- events of the engine ------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event) -> bool:
-        """Update the state from an event of the engine. Returns False, and changes nothing, if the event belongs to a recipe or
-        settings that are not the current ones. The caller has to redraw the screen, because many events may arrive at once.
+        """Update the state from an event of the engine. The caller has to redraw the screen. Returns False, and changes nothing, if
+        the event belongs to another recipe or other settings than the current ones.
         """
         if self.experiment.is_stale(event):
             return False
@@ -175,9 +166,8 @@ class Controller:
     # -- the start -----------------------------------------------------------------------------------------------
 
     def begin(self, launch: Launch) -> None:
-        """Restore the session to resume, if there is one. Then apply the preset and the recipe from the command line.
-
-        Most presets are applied later, when the module classes are known.
+        """Restore the session to resume, if there is one. Then apply the recipe from the command line and, once the module classes
+        are known, the preset.
         """
         recipe, saved = launch.recipe, launch.saved
         self._saved_recipe = recipe
@@ -222,11 +212,11 @@ class Controller:
     # -- recipes -------------------------------------------------------------------------------------------------
 
     def apply_recipe(self, recipe: Recipe) -> bool:
-        """Make a recipe the current one. Returns False if it already is the current one."""
+        """Make a recipe the current one. Returns False if it already is."""
         return self._change(lambda: self.experiment.push(recipe))
 
     def apply_rules(self, rules: RuleList) -> bool:
-        """Make a list of rules the current one. Returns False if it already is the current one."""
+        """Make a list of rules the current one. Returns False if it already is."""
         return self._change(lambda: self.experiment.push_rules(rules))
 
     def _change(self, change: Callable[[], bool]) -> bool:
@@ -251,10 +241,7 @@ class Controller:
                 self.life.begin("casting")
 
     def add_rule(self, rule: Rule) -> None:
-        """Add a rule to the current recipe, and warn if it casts a module that the model declares to need float32.
-
-        Refuses a rule that matches nothing.
-        """
+        """Add a rule, unless it matches nothing. Warn if it casts a module that the model declares to need float32."""
         experiment = self.experiment
         if (refusal := experiment.refusal(rule)) is not None:
             self.notify(refusal, "warning")
@@ -269,9 +256,7 @@ class Controller:
             self.notify(f"{broken[0]}{more} should stay in float32, as the model's own code declares", "warning")
 
     def cast_node(self, node: str, dtype: str) -> None:
-        """Cast all tensors at or below a node. If this changes no tensor's dtype, or the tensors are not known yet, notify the user
-        and add no rule. node: the name of a module, of a tensor, or of a fold, such as `model.layers.{2..9}`.
-        """
+        """Cast all tensors at or below a module, a tensor or a fold. If this changes no dtype, only notify the user."""
         experiment = self.experiment
         if not experiment.model.has_tree:
             self.notify("nothing can be cast before the model's tensors are known", "information")
@@ -307,7 +292,7 @@ class Controller:
             self.notify("nothing to redo", "information")
 
     def drop_rules(self, node: str) -> None:
-        """Remove the rules that match tensors of this node and no tensors outside it. If there are none, tell the user why."""
+        """Remove the rules that match tensors of this node and no others. If there are none, tell the user why."""
         inside, beyond = rules_within(self.experiment.tree, self.experiment.plan, node)
         if inside:
             self.apply_rules(self.experiment.rules.without(inside))
@@ -320,16 +305,14 @@ class Controller:
             self.notify("no rule matches this node", "information")
 
     def change_rule(self, row: int, rule: Rule) -> None:
-        """Replace the rule at index `row` of the list of rules by `rule`. Refuses a rule that matches nothing."""
+        """Replace the rule at index `row` of the list of rules, unless the new one matches nothing."""
         if (refusal := self.experiment.refusal(rule)) is not None:
             self.notify(refusal, "warning")
         elif self.apply_rules(self.experiment.rules.with_rule(row, rule)):
             self._warn_unmatched()
 
     def put_back(self, node: str) -> None:
-        """Give a node the dtype that it has in the reference, by a rule that is added after all others. Tell the user how many
-        bytes that costs.
-        """
+        """Give a node the dtype of the reference by a rule after all others, and tell the user how many bytes that costs."""
         experiment, name = self.experiment, node or "the model"
         rule, before = reference_rule(experiment.tree, node, experiment.model.reference), experiment.plan
         rules = experiment.rules.then(rule)
@@ -348,9 +331,7 @@ class Controller:
         self.notify(f"{name} is {dtype} again{cost}; u undoes this", "information")
 
     def apply_remedy(self) -> None:
-        """Apply the rules that make the output finite. If no such rules have been found, apply the rules that prevent casts from
-        making weight values infinite or zero.
-        """
+        """Apply the rules that make the output finite or, if there are none, those that keep the values which casts lose."""
         nonfinite, losses = self.experiment.results.nonfinite, self.experiment.results.loss_remedy
         rules = nonfinite.remedy if nonfinite is not None else ()
         if not rules and losses is not None:
@@ -379,16 +360,12 @@ class Controller:
         self._changed()
 
     def set_budget(self, budget: int | None) -> None:
-        """Show the largest context at which weights, KV cache and activations fit in `budget` bytes. If `budget` is None, show
-        none.
-        """
+        """Show the largest context at which weights, KV cache and activations fit in `budget` bytes, or none."""
         self.experiment.served.budget = budget
         self._changed()
 
     def estimate_activations(self) -> None:
-        """Ask the engine for the memory of activations at the current context and at two longer ones. Values for contexts between
-        them are interpolated.
-        """
+        """Ask for the memory of activations at the current context and at two longer ones. Between them, it is interpolated."""
         context = self.experiment.tokens
         contexts = sorted({context, 2 * context, max(4 * context, self.experiment.tree.kv_cache.longest or 0)})
         self.engine.request(ACTIVATIONS.ask(PassSizes(tuple(contexts), self.experiment.served.batch)))
@@ -403,7 +380,7 @@ class Controller:
         self.replace_rules(chosen.recipe(self.experiment.tree))
 
     def go_back_to(self, measured: MeasuredRecipe) -> None:
-        """Make an earlier, measured recipe the current one. The settings of a run stay as they are."""
+        """Make a measured recipe the current one. The settings of a run stay as they are."""
         if measured.settings != self.experiment.settings:
             self.notify(f"that was measured with {measured.settings}; the current settings stay", "information")
         self.apply_recipe(measured.recipe)
@@ -415,10 +392,7 @@ class Controller:
         self._changed()
 
     def measure(self) -> None:
-        """Measure the current recipe again, over all inputs.
-
-        If a measurement of the recipe is running, extend that measurement to all inputs.
-        """
+        """Measure the current recipe over all inputs. A running measurement of it is extended to them."""
         if not self.life.is_available():
             return
         if self.activity.running != "measure":
@@ -427,7 +401,7 @@ class Controller:
         self._changed()
 
     def set_settings(self, settings: RunSettings) -> None:
-        """Run the cast model with these settings from now on, and measure the current recipe with them."""
+        """Run the cast model with these settings from now on, and measure it."""
         if settings == self.experiment.settings:
             return
         self.experiment.set_settings(settings)
@@ -440,10 +414,7 @@ class Controller:
         self._expect("inputs")
 
     def ask(self, command: Command) -> None:
-        """Request a job from the engine.
-
-        If the job has to run the model but the model can't run, tell the user why, and request nothing.
-        """
+        """Request a job. If it has to run the model and the model can't run, only tell the user why."""
         if command.traits.needs_model and self.experiment.model.no_forward:
             self.notify(self.experiment.model.no_forward, "warning")
             return
@@ -463,7 +434,7 @@ class Controller:
         self._expect("write")
 
     def stop(self) -> None:
-        """Stop the engine's jobs. If a job still runs after an earlier call, end the engine and start another one."""
+        """Stop the engine's jobs. If one still runs after an earlier call, restart the engine."""
         if self.life.must_end:
             self.restart_engine()
         else:
@@ -482,16 +453,14 @@ class Controller:
             self._changed()
 
     def measure_recipes(self, recipes: Sequence[Recipe]) -> None:
-        """Measure several recipes without making them current. Each is added to the history as soon as it is measured."""
+        """Measure several recipes without making them current. Each is then added to the history."""
         if recipes:
             self.ask(MeasureRecipes(tuple(dict.fromkeys(recipes))))
 
     # -- the scan ------------------------------------------------------------------------------------------------
 
     def next_of_scan(self) -> Literal["choose", "show", "wait"]:
-        """Return what the key for scans should do next: "choose" (open the window that chooses dtypes for a new scan), "show" (open
-        the current results), or "wait" (open nothing). If a scan was stopped, this method also resumes it.
-        """
+        """Resume a stopped scan, and return what to open: the choice of dtypes for a new scan, the results, or nothing."""
         experiment, scan = self.experiment, self.experiment.scan
         if experiment.model.no_forward:
             self.notify(experiment.model.no_forward, "warning")
@@ -516,7 +485,7 @@ class Controller:
         return True
 
     def start_scan(self, dtypes: tuple[str, ...]) -> None:
-        """Start a scan in these dtypes. If the last scan had the same dtypes, resume it."""
+        """Start a scan in these dtypes, or resume the last one if it had the same."""
         if not self.life.is_available():
             return
         scan = self.experiment.scan

@@ -1,6 +1,5 @@
-"""The state of the app: the model, the history of recipes, and the results of the current recipe.
-
-This module uses neither widgets nor torch: it computes only with the engine's packages that do not import torch.
+"""The state of the app: the model, the history of recipes, and the results of the current recipe. It uses neither widgets nor
+torch.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ if TYPE_CHECKING:
     from dtype_engine.results.serving_memory import ServingMemory
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
-"""Types of events that are handled even if they belong to a recipe that is no longer the current one."""
+"""Events that are handled even if they belong to an earlier recipe."""
 _MOST_MODULES_SIZE = 32 << 20
-"""Maximum size, roughly in bytes, of the drift of all modules. A module counts as 100 plus the length of its name."""
+"""Maximum size, roughly in bytes, of the drift of all modules."""
 _MOST_OF_A_FAILURE = 2000
-"""Maximum number of characters of the reason why a measurement failed. A longer reason is cut."""
+"""Maximum number of characters of the reason why a measurement failed."""
 _MOST_KNOWN = 10
-"""Maximum number of drift reports that are kept. An undo shows the report of the earlier recipe at once, if the report is kept."""
+"""Maximum number of drift reports that are kept, for undo to show."""
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -61,34 +60,34 @@ class ModelFacts(msgspec.Struct, frozen=True):
     class_name: str = ""
     device: str = ""
     host: str = ""
-    """The name of the machine that holds the model, or "" if it is this machine."""
+    """The machine that holds the model, or "" for this one."""
     inputs: str = ""
-    """A description of the inputs that the model runs on."""
+    """A description of the inputs."""
     inputs_summary: InputsSummary | None = None
-    """A summary of the inputs with which the model is called, or None until the engine has prepared them."""
+    """None until the engine has prepared the inputs."""
     no_forward: str | None = None
     """Why the model can't run, or None if it can."""
     no_text: str | None = None
-    """Why the model can't generate text. None if it can, or if this is not known yet."""
+    """Why the model can't generate text. None if it can, or if this is not known."""
     memory_bytes: int | None = None
-    """The bytes of memory on the device of the model, also if the model is not loaded yet. None while this is unknown."""
+    """The memory of the model's device, or None while it is unknown."""
     live: bool = False
-    """Whether the engine has opened the model, so that the model's modules exist in memory."""
+    """Whether the engine has loaded the model."""
     has_tree: bool = True
-    """Whether the modules and tensors are known. The tree is empty while they are not."""
+    """Whether the modules and tensors are known. Until then, the tree is empty."""
     path: Path | None = None
-    """The path of the model on this machine, or None if this machine has no file of the model."""
+    """The model on this machine, or None if this machine has no file of it."""
     partial: bool = False
-    """Whether only some of the headers of a large checkpoint have been read. Sums then do not cover the whole model yet."""
+    """Whether the headers of a large checkpoint are read in part, so that sums do not cover the whole model."""
     provenance: tuple[str, ...] = ()
-    """Lines that say how the checkpoint was quantized, such as "written by dtype-tui". Empty if its files do not say."""
+    """Lines that say how the checkpoint was quantized, such as "written by dtype-tui"."""
     reference: str = "float32"
-    """The reference from which drift is measured: "float32", "as stored (bfloat16)", or the name of another checkpoint."""
+    """What drift is measured from: "float32", "as stored (bfloat16)", or the name of another checkpoint."""
 
 
 @dataclass
 class Experiment:
-    """One model, its history of recipes, and the results of the current recipe.
+    """One model, its history of recipes, and the results of the current one.
 
     Results of other recipes are kept only in `measured`, `module_log` and `scan`.
     """
@@ -102,8 +101,8 @@ class Experiment:
     totals: NodeTotals = field(init=False)
     results: Results = field(default_factory=Results)
     before: DriftReport | None = None
-    """The drift report that was shown last before the current recipe and settings were chosen, on the same inputs. Shown until the
-    new drift is known, and then compared with it. None if there was none.
+    """The drift report of an earlier recipe or settings on the same inputs, to show until the new drift is known, and to compare
+    with.
     """
     memory: MemoryStats | None = None
     served: Served = field(default_factory=Served)
@@ -111,25 +110,17 @@ class Experiment:
     measured: tuple[MeasuredRecipe, ...] = ()
     module_log: ModuleLog = field(default_factory=ModuleLog)
     axis: str = ""
-    """The name of the user's own metric on the vertical axis of the plots of measured recipes, or "" if the plots show the
-    drift.
-    """
+    """The user's own metric on the vertical axis of the plots of measured recipes, or "" for the drift."""
     baseline: MeasuredRecipe | None = None
-    """The measured recipe with which the tree and the panes compare the current one."""
+    """The measured recipe with which the current one is compared."""
     scan: ScanState = field(default_factory=ScanState)
     same_plan: bool = False
-    """Whether the last change of the recipe left every tensor's planned dtype as it was, so that the existing measurement is still
-    valid.
-    """
+    """Whether the last change of the recipe changed no tensor's dtype, so that the measurement stays valid."""
 
     _prepared: tuple[Plan, NodeTotals] | None = field(default=None, init=False)
-    """The plan of the current recipe for a tree that is about to replace `tree`, and the totals (such as bytes by dtype) of each
-    node. `prepare` computes both in advance for the next call of `replace_tree`.
-    """
+    """The plan and the totals of each node that `prepare` has computed for the next call of `replace_tree`."""
     _known: dict[tuple[Recipe, RunSettings], Results] = field(default_factory=dict, init=False)
-    """The latest results for recipes that were measured on all of the current inputs, by recipe and settings. An undo shows the
-    results of its recipe at once.
-    """
+    """The latest results over all of the current inputs, by recipe and settings, which an undo shows at once."""
 
     def __post_init__(self) -> None:
         self.served.caches = add_cache_nodes(self.tree)
@@ -137,7 +128,7 @@ class Experiment:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in each sequence of the KV caches whose bytes are shown."""
+        """The tokens in each sequence of the KV caches whose bytes are shown."""
         return self.served.context or default_context(self.tree)
 
     @property
@@ -146,7 +137,7 @@ class Experiment:
         return f"{self.tokens:,} tokens" + (f" × {self.served.batch}" if self.served.batch > 1 else "")
 
     def cache_totals(self, tensors: Iterable[KVCacheTensor]) -> Totals:
-        """Return the bytes of tensors of KV caches under the recipe, by format, at the current context."""
+        """Return the bytes of tensors of KV caches by format, at the current context."""
         found, compute = Totals(), serving_dtype(self.totals[""], self.tree.kv_cache)
         for tensor in tensors:
             form = self.plan.caches.get(tensor.name, compute)
@@ -155,7 +146,7 @@ class Experiment:
         return found
 
     def serving(self) -> ServingMemory:
-        """Return the memory that serving the model takes under the recipe, at the current context."""
+        """Return the memory that serving the model takes, at the current context."""
         served = self.served
         known = (self.plan, self.tokens, served.batch, served.budget, served.peaks)
         if served.known is None or served.known[0] != known:
@@ -176,15 +167,11 @@ class Experiment:
 
     @property
     def room(self) -> int | None:
-        """The bytes of memory in which the model must fit: the budget or, if none is set, the memory of the device. None if both
-        are unknown.
-        """
+        """The bytes in which the model must fit: the budget or, without one, the memory of the device, if known."""
         return self.served.budget or self.model.memory_bytes
 
     def needed_bytes(self, plan: Plan) -> int:
-        """Return the bytes that must fit in `room` under a plan. With a budget, these are the bytes of weights, KV cache and
-        activations together; without one, those of the weights.
-        """
+        """Return what must fit in `room` under a plan: the weights and, with a budget, KV cache and activations."""
         return self._serving_under(plan).total_bytes if self.served.budget else plan.planned_bytes
 
     @property
@@ -224,11 +211,7 @@ class Experiment:
         self.before = None
 
     def prepare(self, tree: Tree) -> None:
-        """Compute in advance what `replace_tree` needs for a new tree.
-
-        The computation is slow. It runs on the thread that reads the engine's events, so that it does not delay the handling of
-        keys.
-        """
+        """Compute in advance what `replace_tree` needs for a new tree. This is slow, and runs on the thread that reads events."""
         plan = make_plan(tree, self.recipe)
         self._prepared = plan, tree.totals(plan.dtypes)
         add_cache_nodes(tree)
@@ -259,11 +242,11 @@ class Experiment:
         return explain_no_match(self.tree, rule.pattern, plan.selections[last]) + more
 
     def push(self, recipe: Recipe) -> bool:
-        """Make a recipe the current one, and drop all disabled rules. Returns False if it already is the current one."""
+        """Make a recipe the current one, without any disabled rules. Returns False if it already is."""
         return recipe != self.recipe and self.push_rules(RuleList.of(recipe.rules))
 
     def push_rules(self, rules: RuleList) -> bool:
-        """Make a list of rules the current one. Returns False if it already is the current one."""
+        """Make a list of rules the current one. Returns False if it already is."""
         return self._change(lambda: self.history.push(rules))
 
     def undo(self) -> bool:
@@ -273,9 +256,7 @@ class Experiment:
         return self._change(self.history.redo)
 
     def _change(self, change: Callable[[], bool]) -> bool:
-        """Call `change`, which changes the history of rules and returns whether it did. If enabled rules have changed, plan again.
-        Returns the result of `change`.
-        """
+        """Call `change`, which changes the history and returns whether it did. If enabled rules have changed, plan again."""
         before = self.recipe
         changed = change()
         if self.recipe != before:
@@ -283,14 +264,11 @@ class Experiment:
         return changed
 
     def restore(self, history: History[RuleList]) -> None:
-        """Replace the history of rules by that of a saved session."""
         self.history = history
         self._replan()
 
     def _replan(self, before: Plan | None = None) -> None:
-        """Compute the dtype of every tensor under the current recipe, and drop the results. before: the previous plan for the same
-        tree, or None. If both plans have the same dtypes, the results stay valid and are kept.
-        """
+        """Plan the current recipe, and drop the results unless the plan `before`, of the same tree, has the same dtypes."""
         self.plan = make_plan(self.tree, self.recipe)
         self.same_plan = before is not None and before.same_casts(self.plan) and self.results.report is not None
         if self.same_plan:
@@ -309,16 +287,14 @@ class Experiment:
             self.before = self.results.report
 
     def set_settings(self, settings: RunSettings) -> None:
-        """Use these settings for the cast model from now on, and drop the results that were measured with the previous settings."""
+        """Use these settings from now on, and drop the results with the previous ones."""
         self.settings = settings
         self.scan.measured.clear()
         self.forget_figures()
         self._recall()
 
     def forget_figures(self) -> None:
-        """Drop the results of the current recipe. Only the numbers of weight values that its casts make infinite or zero are kept,
-        because they depend on the weights alone.
-        """
+        """Drop the results of the current recipe, except for its lost values, which depend on the weights alone."""
         self._remember_shown()
         self.results = Results(losses=self.results.losses)
 
@@ -419,15 +395,13 @@ class Experiment:
             del self._known[old]
 
     def _remember(self, **further: Any) -> None:
-        """Add results to the stored results of the current recipe, which an undo shows again. further: fields of `Results`, such as
-        `speed`.
-        """
+        """Add fields of `Results` to the stored results of the current recipe."""
         key = self.recipe, self.settings
         if key in self._known:
             self._known[key] = replace(self._known[key], **further)
 
     def _keep(self, plan: Plan, settings: RunSettings, report: DriftReport) -> None:
-        """Add a measurement to the history, even if its recipe and inputs are not the current ones."""
+        """Add a measurement to the history, also of other recipes and inputs than the current ones."""
         if plan.recipe == self.recipe or (settings, report.inputs) == (self.settings, self.model.inputs):
             self.scan.note_measured(self.tree, plan, report)
         entry = measured(report, plan.recipe, settings, plan.planned_bytes)
@@ -437,7 +411,7 @@ class Experiment:
     # -- comparing -----------------------------------------------------------------------------------------------
 
     def compare_with(self, entry: MeasuredRecipe) -> None:
-        """Make a measured recipe the baseline. If it already is the baseline, use no baseline."""
+        """Make a measured recipe the baseline or, if it already is, use none."""
         self.baseline = None if self.is_baseline(entry) else entry
 
     def is_baseline(self, entry: MeasuredRecipe) -> bool:
@@ -445,25 +419,20 @@ class Experiment:
 
     @property
     def baseline_mark(self) -> str:
-        """The mark of the baseline recipe in the history, such as `#4`, or "" if there is no baseline."""
+        """The mark of the baseline in the history, such as `#4`, or ""."""
         places = (index for index, entry in enumerate(self.measured) if self.is_baseline(entry))
         return next((f"#{mark(index)}" for index in places), "")
 
     @property
     def baseline_modules(self) -> Mapping[str, ModuleDrift]:
-        """The drift of the modules under the baseline recipe, by name. Empty without a baseline, or if its drift is not stored."""
+        """The drift of the modules under the baseline, by name, as far as it is stored."""
         return (self.module_log.of(self.baseline) or {}) if self.baseline is not None else {}
 
     @property
     def why_scan_is_stale(self) -> str:
-        """Why the scan does not apply to the current inputs and settings, such as `the inputs differ from those of the scan`, or ""
-        if it does.
-        """
+        """Why the scan does not apply to the current inputs and settings, or "" if it does."""
         return self.scan.why_stale(self.model.inputs, self.settings)
 
     def predicted(self) -> str:
-        """Return the current recipe's drift as predicted by the scan, such as `1.2e-03 nats per token`, or "" if unknown.
-
-        The prediction is the sum of the scores of the recipe's weights.
-        """
+        """Return the drift that the scan predicts, such as `1.2e-03 nats per token`, or "" if it is unknown."""
         return "" if self.why_scan_is_stale else self.scan.predicted(self.tree, self.plan)

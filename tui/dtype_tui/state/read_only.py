@@ -8,9 +8,7 @@ from dtype_tui.config.key_names import name_of
 __all__ = ["HIDDEN", "READ_ONLY", "refuses"]
 
 HIDDEN = frozenset({"leave-with", "suspend-process", "tour"})
-"""The ids of the key bindings that a read-only session neither runs nor shows. For example, suspending the app would give a viewer
-the shell from which it was started.
-"""
+"""The ids of key bindings that a read-only session neither runs nor shows. Suspending the app would give viewers a shell."""
 
 
 def refuses(action: str) -> bool:

@@ -40,9 +40,7 @@ class RuleList(msgspec.Struct, frozen=True, dict=True):
         return tuple(next(enabled) if row.enabled else None for row in self.rows)
 
     def then(self, rule: Rule) -> RuleList:
-        """Return this list with `rule` added at the end. An enabled rule with the same pattern is removed, because the new rule
-        overrides it.
-        """
+        """Return this list with `rule` added at the end, in place of an enabled rule with the same pattern."""
         kept = (row for row in self.rows if not row.enabled or row.rule.pattern != rule.pattern)
         return RuleList((*kept, ListedRule(rule)))
 
@@ -56,7 +54,7 @@ class RuleList(msgspec.Struct, frozen=True, dict=True):
         return self._with_row(row, replace(self.rows[row], rule=rule))
 
     def toggled(self, row: int) -> RuleList:
-        """Return this list with the rule in a row disabled if it is enabled, and enabled if it is disabled."""
+        """Return this list with the rule in a row disabled or, if it is disabled, enabled."""
         return self._with_row(row, replace(self.rows[row], enabled=not self.rows[row].enabled))
 
     def without_row(self, row: int) -> RuleList:

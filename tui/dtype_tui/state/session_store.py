@@ -1,7 +1,7 @@
 """Stores sessions on disk, so that a lost connection loses no work. Also lists the recently opened models.
 
 Each run of the app has one JSON file in the user's state folder (`$XDG_STATE_HOME/dtype-tui/sessions`), which only the user can
-read. Options that allow a model to run code are not saved: the user has to give them each time.
+read. Options that let a model run code are not saved.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ MOST_KEPT = 40
 MOST_STEPS = 200
 """Maximum number of undo steps, and likewise of redo steps, that are saved for a resumed session."""
 NOT_KEPT = frozenset({"trust_pickle", "trust_remote_code", "download", "read_only", "metrics", "data"})
-"""Options that sessions do not save. They allow code to run or to be downloaded, name such code, or restrict what viewers may do. A
-file must not decide what is permitted.
-"""
+"""Options that sessions do not save, because a file must not decide what code may run or be downloaded, or what viewers may do."""
 _OPTIONS = [option.name for option in dataclasses.fields(Options) if option.name not in {*NOT_KEPT, "settings"}]
 _SETTINGS = [setting.name for setting in dataclasses.fields(RunSettings)]
 _LARGEST = 64 << 20
@@ -60,12 +58,12 @@ class SavedSession:
     """The state of a session when it was last saved."""
 
     model: str | None
-    """The command-line argument MODEL, in a form that names the model from any folder. None for the demo."""
+    """MODEL, in a form that names the model from any folder. None for the demo."""
     title: str
     path: Path | None = None
-    """The path of the model's files, or None if it has none on this machine."""
+    """The model's files, or None if it has none on this machine."""
     folder: Path | None = None
-    """The folder in which the user started the program."""
+    """The folder in which the program was started."""
     options: Options = field(default_factory=Options)
     rule_lists: tuple[RuleList, ...] = (RuleList(),)
     """The rules of each step of the session's history, oldest first."""
@@ -75,16 +73,16 @@ class SavedSession:
     """Name of the node under the cursor."""
     measured: tuple[MeasuredRecipe, ...] = ()
     scanned: tuple[str, ...] = ()
-    """The dtypes of the last scan, whether it was finished or not. Empty if there was no scan."""
+    """The dtypes of the last scan, finished or not. Empty if there was none."""
     context: int | None = None
-    """The length of a sequence, in tokens, for which the bytes of KV caches were shown, or None for the default."""
+    """The tokens of a sequence for which the bytes of KV caches were shown, or None for the default."""
     batch: int = 1
     """The number of such sequences."""
     budget: int | None = None
-    """The bytes into which the model was to fit when it is served, or None if the user gave no budget."""
+    """The bytes into which the served model was to fit, or None."""
     saved: datetime = field(default_factory=lambda: datetime.now(UTC))
     own: bool = True
-    """Whether only this user can have written the session's file. If False, no Python code that the session names is run."""
+    """Whether only this user can have written the file. If False, no Python code that it names is run."""
 
     @property
     def recipe(self) -> Recipe:
@@ -93,9 +91,7 @@ class SavedSession:
 
     @property
     def valid_measurements(self) -> tuple[MeasuredRecipe, ...]:
-        """The saved measurements. Empty if a file of the model was written after the session was saved, or if this can't be
-        determined, for example because the clock was set back.
-        """
+        """The saved measurements, or () if a file of the model may have been written since, as after a change of the clock."""
         if self.path is None or self.saved > datetime.now(UTC):
             return ()
         try:
@@ -116,8 +112,8 @@ def recent_models() -> tuple[SavedSession, ...]:
 
 
 def newest_session(model: str | None = None) -> SavedSession:
-    """Return the session that was saved last or, if `model` (the command-line argument MODEL) is given, the last one of that model.
-    Raises UserError if there is none. Without `model`, also raises UserError if the newest session can't be read.
+    """Return the session that was saved last, of `model` if MODEL is given. Raises UserError if there is none, or if the newest one
+    can't be read and no model is given.
     """
     if model is None:
         files = _files()
@@ -136,9 +132,7 @@ def sessions_folder() -> Path:
 
 
 def canonical_model_ref(model: str | None) -> str | None:
-    """Return the command-line argument MODEL in a form that means the same in any folder. Paths become absolute, and the demo
-    becomes None.
-    """
+    """Return MODEL in a form that means the same in any folder: paths become absolute, and the demo becomes None."""
     if model is None or (model == "demo" and not Path(model).exists()):
         return None
     if is_address(model):
@@ -176,7 +170,7 @@ class SessionFile:
 
 
 def prune() -> None:
-    """Delete the oldest sessions. Also delete partial files more than a day old, which killed processes have left behind."""
+    """Delete the oldest sessions, and partial files more than a day old, which killed processes have left behind."""
     for path in _files()[MOST_KEPT:]:
         with contextlib.suppress(OSError):  # another run of the app has deleted it, or it is not a file
             path.unlink()
@@ -217,9 +211,8 @@ def read_session(path: Path) -> SavedSession:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether only this user can have written a file.
-
-    It must be a regular file of the user that no one else may read or write, in a folder of the user that no one else may write to.
+    """Return whether only this user can have written a file: it and its folder are the user's, and no one else may read or write
+    it, or write to the folder.
     """
     file, folder = path.lstat(), path.parent.stat()
     return (
@@ -251,21 +244,21 @@ def _readable() -> Iterator[SavedSession]:
 
 
 class _Measurement(msgspec.Struct, kw_only=True):
-    """A `MeasuredRecipe` as a session file stores it: the rules of its recipe are text."""
+    """A `MeasuredRecipe` as a session file stores it."""
 
     rules: list[str]
     settings: RunSettings
     inputs: str
     planned_bytes: int
     output: OutputDrift
-    """In the file, the figures are not in fields but keyed by name (`OutputDrift.by_name`)."""
+    """In the file, its figures are keyed by name (`OutputDrift.by_name`)."""
     extent: Extent
     seconds: float | None
     overflowed: int | None
     vanished: int | None
     pinned: bool
     metrics: tuple[MetricChange, ...] = ()
-    """The values of the user's own metrics. Files of older versions have none."""
+    """Missing in files of older versions."""
 
 
 class _File(msgspec.Struct):
@@ -285,9 +278,7 @@ class _File(msgspec.Struct):
     measured: list[_Measurement]
     scanned: tuple[str, ...] = ()
     disabled: list[list[tuple[int, str]]] = []
-    """The disabled rules of each step of the history: (index among all rules of the step, rule). Empty in files of older versions,
-    which could not disable rules.
-    """
+    """The disabled rules of each step: (index among all rules of the step, rule). Empty in files of older versions."""
     context: Annotated[int, _COUNT] | None = None
     batch: Annotated[int, _COUNT] = 1
     budget: Annotated[int, _COUNT] | None = None

@@ -14,38 +14,27 @@ Condition = Callable[[Experiment], bool]
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the tour, which teaches one task. The step ends when the user has performed one of the task's actions. If the step
-    then waits for the engine, it ends when `until` returns True.
-    """
+    """A step of the tour, which teaches one task. It ends when the user has performed one of the actions and `until` holds."""
 
     words: str
-    """The text to show before the action: what to press and why. `{undo}` is replaced by the key of the action `undo`."""
+    """What to press and why. `{undo}` is replaced by the key of the action `undo`."""
     actions: tuple[str, ...]
-    """Names of actions. The user has to perform one of them."""
+    """One of these actions has to be performed."""
     window: str = ""
-    """The class name of the window in which the step begins, or "" for none. If the user closes this window, the tour goes back to
-    the step that opens it.
+    """The class name of the window in which the step begins, or "". If it is closed, the tour goes back to the step that opens it.
     """
     through: tuple[str, ...] = ()
-    """The class names of windows that the user opens on the way to the action. In any other window, the text begins by telling how
-    to close it.
-    """
+    """The class names of windows on the way to the action. In any other, the text begins by telling how to close it."""
     leaves: str | None = None
-    """The window that must be open after the action: its class name, "" for none, or None for any. If another window is open, the
-    action does not complete the step.
-    """
+    """The window that must be open after the action: its class name, "" for none, or None for any."""
     done: Condition = lambda experiment: True
-    """A function that returns whether the action had the wanted effect. If it returns False right after the action, the step is not
-    complete.
-    """
+    """Whether the action had the wanted effect. If not, right after it, the step is not complete."""
     until: Condition = lambda experiment: True
-    """A function that returns whether the engine has done what the step waits for after the action, such as a measurement. The next
-    step begins only when it returns True.
-    """
+    """Whether the engine has done what the step waits for after the action, such as a measurement."""
     meanwhile: str = ""
-    """The text to show after the action while the step waits for `until`. In the last step, the last words of the tour."""
+    """The text while the step waits for `until`. In the last step, the last words of the tour."""
     unless: Condition = lambda experiment: False
-    """A function that returns whether the step is to be skipped."""
+    """Whether the step is to be skipped."""
 
 
 def _is_cast(experiment: Experiment) -> bool:
@@ -146,7 +135,7 @@ STEPS = (
 
 
 class Tour:
-    """The user's progress through the tour. key_of: returns the label of the key for an action, given the action's name."""
+    """The user's progress through the tour. key_of: returns the label of an action's key."""
 
     def __init__(self, experiment: Experiment, key_of: Callable[[str], str]) -> None:
         self._experiment = experiment
@@ -162,9 +151,7 @@ class Tour:
 
     @property
     def words(self) -> str:
-        """The text of the current step, with the names of the user's keys filled in. It says how to close a window that does not
-        belong to the step.
-        """
+        """The text of the current step, with the user's keys. It says how to close a window that does not belong to the step."""
         step = STEPS[self.index]
         words = step.meanwhile if self._acted and step.meanwhile else step.words
         if not self._acted and self._window not in ("", step.window, step.leaves, *step.through):
@@ -172,17 +159,15 @@ class Tour:
         return re.sub(r"\{([\w-]+)\}", lambda found: self._key_of(found[1]), words)
 
     def acted(self, action: str, window: str) -> None:
-        """Record an action of the user, whether by key, command or click. window: the class name of the open window, or "" if none
-        is open.
-        """
+        """Record an action of the user. window: the class name of the open window, or ""."""
         step = STEPS[self.index]
         if name_of(action) in step.actions and step.leaves in (None, window) and step.done(self._experiment):
             self._acted = True
         self.follow(window)
 
     def follow(self, window: str) -> None:
-        """Go to the next step if the current one is complete. Go back to the step that opens the current step's window if no window
-        is open. window: the class name of the open window, or "" if none is open.
+        """Go to the next step if the current one is complete, or back to the one that opens the window which the current one needs.
+        window: the class name of the open window, or "".
         """
         self._window = window
         while self.index < len(STEPS) - 1:
