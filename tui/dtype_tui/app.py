@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,9 +25,10 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import plural
 from dtype_engine.service import events
+from dtype_engine.service.commands import READ_ONLY
 from dtype_engine.service.engine import CLOSE_WAIT_S, Engine
 from dtype_tui.base_app import BaseApp
-from dtype_tui.config.bindings import APP_KEYS, KEYS
+from dtype_tui.config.bindings import APP_KEYS, KEYS, refuses
 from dtype_tui.config.key_names import keys_of, on_keyboard
 from dtype_tui.config.questions import questions_without_keys
 from dtype_tui.main_screen import PAUSE_S, MainScreen, message_text
@@ -37,7 +39,6 @@ from dtype_tui.state.controller import Controller
 from dtype_tui.state.event_queue import EventQueue
 from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
-from dtype_tui.state.read_only import READ_ONLY, refuses
 from dtype_tui.state.served import Served
 
 # Importing these would delay the first paint, so they are imported where they are used.
@@ -47,23 +48,20 @@ if TYPE_CHECKING:
 
 _SAVE_EVERY_S = 0.2
 _SERVER_EVERY_S = 1.0
-"""Number of seconds between checks of whether the web server is still connected."""
+"""Seconds between checks of whether the web server is still connected."""
 _SIGNAL_WAIT_S = 0.3
-"""Maximum number of seconds, after a signal, that the engine gets to end. It is then killed, so that the app ends within a
-second.
-"""
+"""Maximum seconds, after a signal, that the engine gets to end before it is killed."""
 _SIGNAL_MOST_S = 0.8
-"""Maximum number of seconds, after a signal, for restoring the terminal and closing the engine. Then the process ends in any case.
-"""
+"""Maximum seconds, after a signal, for restoring the terminal and closing the engine. Then the process ends in any case."""
 LONGEST_WITHOUT_GC_S = 60.0
 StartEngine = Callable[[Callable[[events.Event], None], Callable[[], None]], Engine]
 
 
 class DtypeApp(BaseApp[None]):
-    """The app for exploring a model: the user casts the tensors that a pattern matches, and watches drift and memory.
+    """The app for exploring a model.
 
-    start_engine: a function that creates the engine. Its arguments are the function that the engine calls with every event, from
-    any thread, and a function that waits until the app has handled all of them.
+    start_engine: creates the engine, given the function to call with every event, from any thread, and one that waits until the app
+    has handled all of them.
     """
 
     CSS_PATH = "app.tcss"
@@ -97,7 +95,7 @@ class DtypeApp(BaseApp[None]):
         self.controller.begin(launch)
         self._saver: SessionSaver | None = None
         self._has_begun = False
-        """Whether the tour was offered, or begun, if it is to be at launch."""
+        """Whether the tour was offered or begun, if that was to be."""
         self._terminal = terminal_settings()
         self._ending = threading.Lock()
         """Acquired for good by the thread that ends the process after a signal."""
@@ -109,7 +107,7 @@ class DtypeApp(BaseApp[None]):
         return TourGuide(self, self.main, self.controller, self.launch)
 
     def _emit(self, event: events.Event) -> None:
-        """Queue an event for the main screen. The engine's threads call this method, possibly after the app has ended."""
+        """Queue an event for the main screen. The engine's threads call this, possibly after the app has ended."""
         if isinstance(event, events.HeadersRead | events.ModelReady):
             self.controller.experiment.prepare(event.tree)
         self._events.put(event)
@@ -167,10 +165,10 @@ class DtypeApp(BaseApp[None]):
             self._saver.update(self.controller.experiment, cursor)
 
     def _end_by_signal(self, number: int, frame: object) -> None:
-        """Handle a signal: save the session, restore the terminal, close the engine, and end the process.
+        """Save the session, restore the terminal, close the engine, and end the process.
 
-        All of this runs in the signal's handler, because the event loop may be busy with large windows for seconds. `exit` is not
-        used, because Textual then unmounts every widget of every window, which also takes seconds.
+        This runs in the signal's handler, because the event loop may be busy with large windows for seconds. `exit` would also take
+        seconds to unmount every widget.
         """
         status = 128 + number
         closing = threading.Thread(target=self._close_engine, args=[_SIGNAL_WAIT_S], daemon=True)
@@ -221,8 +219,8 @@ class DtypeApp(BaseApp[None]):
         default_namespace: DOMNode | None = None,
         namespaces: Mapping[str, DOMNode] | None = None,
     ) -> bool:
-        """Run an action as Textual's method of this name does, and report the action to the tour. Returns whether the action was
-        handled. A read-only session says why it refuses an action.
+        """Run an action as Textual does, and report it to the tour. Returns whether it was handled. A read-only session says why it
+        refuses one.
         """
         # Actions of the tree need no panes, unlike those of others, such as `screen.next_pane`.
         if default_namespace is not self.main.tree_view or not isinstance(action, str) or "." in action:
@@ -245,9 +243,7 @@ class DtypeApp(BaseApp[None]):
         self.guide.begin_or_leave()
 
     async def action_quit(self) -> None:
-        """Quit. If the recipe has rules that are saved to no file, a message says that the session keeps them. If the session can't
-        be saved, the first call warns the user and does not quit.
-        """
+        """Quit, and say if only the session keeps the rules. If it can't be saved, the first call warns and does not quit."""
         rules, is_kept = self.controller.unsaved_rules, self._saver is not None and self._saver.works
         if self.controller.life.may_quit(0 if is_kept else rules):
             words = f"{plural(rules, 'rule')} not saved to a file: `dtype-tui --resume` restores the session."
@@ -260,22 +256,27 @@ class DtypeApp(BaseApp[None]):
         return f"Esc closes the line, then {keys} quits" if isinstance(self.focused, Input) else f"{keys} quits"
 
     def deliver_screenshot(self, *arguments: Any, **named: Any) -> str | None:
-        """Save a picture of the screen, as Textual's method of this name does, unless the session is read-only."""
+        """Save a picture of the screen, unless the session is read-only."""
         if self.launch.read_only:
             self.main.say(READ_ONLY, "warning")
             return None
         return super().deliver_screenshot(*arguments, **named)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action is available and shown in Textual's panel of keys. A read-only session hides the actions that it
-        refuses.
-        """
+        """Return whether an action is available. A read-only session hides the actions that it refuses."""
         return not (self.launch.read_only and refuses(action)) and super().check_action(action, parameters)
 
     def action_messages(self) -> None:
-        from dtype_tui.screens.messages import messages_screen
+        from dtype_tui.rendering.plain_table import PlainTable
+        from dtype_tui.screens.overlay import Overlay
 
-        self.push_screen(messages_screen(self.messages))
+        grid = PlainTable.labelled()
+        for each in reversed(self.messages):
+            style = "" if each.severity == "information" else "bold"
+            grid.add_row(time.strftime("%H:%M:%S", time.localtime(each.raised_at)), Text(each.message, style=style))
+        if not grid.row_count:
+            grid.add_row("", "No messages yet.")
+        self.push_screen(Overlay("Messages", grid))
 
     # -- the palette ---------------------------------------------------------------------------------------------
 

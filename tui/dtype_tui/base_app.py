@@ -45,18 +45,16 @@ from dtype_tui.widgets.message_line import MessageLine
 
 MOST_MESSAGES = 200
 READ_S = 4.0
-"""Minimum number of seconds that a message is shown before a key press removes it as read. Escape removes it at any time."""
+"""Seconds that a message is shown before a key press removes it as read. Escape removes it at any time."""
 
 
 class BaseApp(App[ReturnType]):
     """Draws with the configured theme and characters, and exits with a single sentence after an unexpected error.
 
-    Textual would show a traceback of hundreds of lines, and still does if DTYPE_TUI_TRACEBACK is set. Two kinds of errors do not
-    end the session: an error in Textual's command palette only closes the palette, and a click that Textual can't handle is
-    ignored. Errors of both kinds are reported and written to a file.
+    Textual would show a traceback of hundreds of lines, and still does if DTYPE_TUI_TRACEBACK is set. An error in Textual's command
+    palette only closes that, and a click that Textual can't handle is ignored; both are reported and written to a file.
 
-    Messages appear in a separate line of the topmost window and stay there until they are read. Textual's toasts would cover the
-    widgets below them, and disappear unread.
+    Messages appear in a line of the topmost window until they are read. Textual's toasts would cover widgets, and disappear unread.
     """
 
     NOTIFICATION_TIMEOUT = math.inf
@@ -74,22 +72,17 @@ class BaseApp(App[ReturnType]):
         """The last message that the user has read."""
 
     def get_driver_class(self) -> type[Driver]:
-        """Return the driver for this platform, made to write frames in fewer bytes."""
         return with_short_frames(super().get_driver_class())
 
     def get_css_variables(self) -> dict[str, str]:
-        """Return the variables of the style sheets. Unless the theme uses the terminal's own colors, these variables make the
-        cursor of every list look like the tree's.
-        """
+        """Return the variables of the style sheets, by which the cursor of every list looks like the tree's."""
         theme = self.current_theme
         own = {} if theme.ansi else {**cursor_variables(theme.dark), **theme.variables}
         self.theme_variables = {**super().get_css_variables(), **own}
         return self.theme_variables
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Apply the theme's colors, as Textual's method of this name does. Before there is a screen, the style sheets are not
-        parsed here, because the first screen parses them anyway.
-        """
+        """Apply the theme's colors. The first screen parses the style sheets, so this waits for it."""
         if self.screen_stack:
             super().refresh_css(animate)
         else:
@@ -119,9 +112,7 @@ class BaseApp(App[ReturnType]):
             line.show(newest)
 
     def _note_read(self, surely: bool) -> None:
-        """After a key press, mark the newest message as read if it has been shown for at least `READ_S` seconds. surely: whether to
-        mark it even if it is newer.
-        """
+        """Mark the newest message as read after a key press, if it was shown for `READ_S` seconds or `surely` is true."""
         said = self.messages
         if not said or said[-1] is self._read:
             return
@@ -130,7 +121,7 @@ class BaseApp(App[ReturnType]):
             self._refresh_notifications()
 
     def withdraw(self, message: str) -> None:
-        """Stop showing the message with this text. If it is not the newest message, do nothing."""
+        """Stop showing the message with this text, if it is the newest."""
         if self.messages and self.messages[-1].message == message:
             self._note_read(True)
 
@@ -140,7 +131,6 @@ class BaseApp(App[ReturnType]):
             self.screen.refresh()
 
     def action_repaint(self) -> None:
-        """Draw the whole screen again. Otherwise only those cells are written that change."""
         self.screen.refresh()
 
     @property
@@ -148,14 +138,10 @@ class BaseApp(App[ReturnType]):
         return "Esc quits"
 
     def action_help_quit(self) -> None:
-        """After Ctrl+C, tell the user which key quits the app; Ctrl+C itself only copies text.
-
-        Textual's own message contains markup and names a key that is not in use.
-        """
+        """After Ctrl+C, tell the user which key quits. Textual's own message has markup and names a key that is not in use."""
         self.notify(self.quit_words, markup=False)
 
     def pop_screen(self) -> AwaitComplete:
-        """Close the topmost window, and let Textual forget its drawings."""
         closed = super().pop_screen()
         forget_drawings()
         return closed
@@ -163,8 +149,8 @@ class BaseApp(App[ReturnType]):
     async def on_event(self, event: Event) -> None:
         """Handle a key completely before the next event.
 
-        Textual passes a key from the focused widget to its parents and finally to the app, through a queue at each step. If several
-        keys arrive together over a slow connection, the later ones would be handled before the earlier ones have taken effect.
+        Textual passes a key from the focused widget to its parents, through a queue at each step. Of keys that arrive together, the
+        later ones would be handled before the earlier ones have taken effect.
         """
         if not isinstance(event, (Key, Paste)) or event.is_forwarded or self.screen.maximized is not None:
             await super().on_event(event)
@@ -239,9 +225,7 @@ class BaseApp(App[ReturnType]):
 
 
 def _after_escape(key: Key) -> Key | None:
-    """Return the key j for alt+j, and likewise for other letters: the user may have pressed Escape and then j, for which most
-    terminals send the same bytes. Returns None for all other keys.
-
-    A terminal that sends different bytes for both reports alt+j without a character. The result is then None, too.
+    """Return the key j for alt+j, and likewise for other letters: for Escape and then j, most terminals send the same bytes. Those
+    that send other bytes report alt+j without a character. For these and all other keys, the result is None.
     """
     return Key(key.character, key.character) if key.key.startswith("alt+") and key.character else None

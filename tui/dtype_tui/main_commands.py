@@ -22,7 +22,7 @@ from dtype_tui.widgets.tree_rows import ORDERS
 
 
 class CommandWords:
-    """The commands of the `:` line that act on the tree and the controller. Each raises UserError for invalid arguments."""
+    """The commands of the `:` line that act on the tree and the controller. They raise UserError for invalid arguments."""
 
     def __init__(self, controller: Controller, tree: ModuleTree) -> None:
         self._controller = controller
@@ -34,7 +34,7 @@ class CommandWords:
             "sort_by": self.sort_by,
             "show_columns": self.show_columns,
             "use_context": self.use_context,
-            "use_budget": self.use_budget,
+            "use_budget": lambda size="": controller.set_budget(parse_bytes(size, 0) if size else None),
             "estimate_activations": controller.estimate_activations,
             "use_theme": self.use_theme,
             "use_preset": controller.use_preset,
@@ -42,14 +42,12 @@ class CommandWords:
             "save_recipe_to": lambda file: self.save_to("recipe", file),
             "save_report_to": lambda file: self.save_to("report", file),
         }
-        """Maps each `Command.action` to the function that runs the command. The function receives the command's arguments."""
+        """The function that runs each `Command.action` with the command's arguments."""
 
     def filter_by(self, text: str = "") -> None:
-        """Show only nodes whose names contain the text, and go to the first of them. If the text is empty, show all nodes."""
+        """Show only nodes whose names contain the text, and go to the first of them. Without a text, show all."""
         self._tree.set_filter(text)
-        if self._tree.matches:
-            self._tree.next_match(1)
-        elif text:
+        if not self._tree.next_match(1) and text:
             self._controller.notify(f"no name contains {text}", "information")
 
     def go_to(self, name: str) -> None:
@@ -57,32 +55,21 @@ class CommandWords:
             raise UserError(f"there is no {printable(name, 200)} in this model")
 
     def sort_by(self, order: str) -> None:
-        """Sort the children of every node by one of `ORDERS`, such as "drift". Raises UserError for a text that is not in
-        `ORDERS`.
-        """
+        """Sort the children of every node by one of `ORDERS`, such as "drift"."""
         if order not in ORDERS:
             raise UserError(f"children are sorted by {', '.join(ORDERS)}")
         self._tree.sort_by(order)
         self._controller.notify(f"children in order of {'the model' if order == 'model' else order}", "information")
 
     def use_context(self, tokens: str, sequences: str = "1") -> None:
-        """Show the bytes of KV caches for this number of tokens and sequences. Raises UserError unless both texts are whole numbers
-        above 0.
-        """
         numbers = [text.replace(",", "").replace("_", "") for text in (tokens, sequences)]
         if not all(text.isdecimal() and 0 < len(text) < 9 and int(text) for text in numbers):
             raise UserError("write the number of tokens and, if you like, of sequences, such as context 8192 4")
         context, batch = map(int, numbers)
         self._controller.set_context(context, batch)
 
-    def use_budget(self, size: str = "") -> None:
-        """Show in the Memory pane the largest context at which the model fits in `size`, such as "24GiB". If `size` is empty, show
-        none. Raises UserError for any other text.
-        """
-        self._controller.set_budget(parse_bytes(size, 0) if size else None)
-
     def show_columns(self, words: str = "") -> None:
-        """Show only the columns that the text names, separated by blanks or commas. If the text is empty, show all of `COLUMNS`."""
+        """Show only these columns, separated by blanks or commas. Without any, show all of `COLUMNS`."""
         wanted = words.replace(",", " ").split() or list(COLUMNS)
         if not set(wanted) <= set(COLUMNS):
             raise UserError(f"columns are {', '.join(COLUMNS)}; the name and the dtype are always shown")
@@ -95,10 +82,7 @@ class CommandWords:
         self._tree.app.theme = name
 
     def save_to(self, kind: str, typed: str) -> None:
-        """Write a file of one of the kinds that the save screen offers, such as "recipe", to the path `typed`.
-
-        Raises UserError if the path exists: only the save screen replaces files, after asking.
-        """
+        """Write a file of one of the save screen's kinds to the path `typed`. Only the save screen replaces files, after asking."""
         from dtype_tui.screens.save import WRITTEN_THERE, save_request
 
         experiment = self._controller.experiment
@@ -111,7 +95,7 @@ class CommandWords:
         self._controller.save(save_request(kind, path, False, experiment.results))
 
     def completer(self) -> Completer:
-        """Return a completer for key actions, for commands with arguments, and for the names of this model's nodes."""
+        """Return a completer for key actions, commands with arguments, and the names of this model's nodes."""
         actions = [
             (binding.action, binding.description)
             for binding in KEYS
@@ -121,13 +105,10 @@ class CommandWords:
         return Completer(
             all_commands(actions),
             lambda: experiment.tree.names[0],
-            self._patterns,
+            lambda: patterns_for(experiment.tree, self._tree.current.name),
             self._choices,
             self._controller.read_only,
         )
-
-    def _patterns(self) -> list[str]:
-        return patterns_for(self._controller.experiment.tree, self._tree.current.name)
 
     def _choices(self, kind: str) -> list[str]:
         if kind == "preset":

@@ -1,7 +1,4 @@
-"""The main screen: the tree, the panes, the prompts, and the keys.
-
-Keys that change the experiment call the controller; keys that open a window call `Windows`.
-"""
+"""The main screen: the tree, the panes, the prompts, and the keys. Keys that change the experiment call the controller."""
 
 from __future__ import annotations
 
@@ -17,35 +14,31 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Container, Horizontal, Vertical
 from textual.geometry import Size
-from textual.screen import Screen
 from textual.widgets import Static
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.service import events
-from dtype_engine.service.commands import Download, OpenOverMemory
-from dtype_engine.service.jobs import GENERATE, Ask
-from dtype_tui.config.bindings import MAIN_KEYS
+from dtype_engine.service.commands import READ_ONLY, Download, OpenOverMemory
+from dtype_engine.service.jobs import GENERATE, VALUES, Ask, InspectTensor
+from dtype_tui.config.bindings import HIDDEN, MAIN_KEYS
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.screens.engine_event import EngineEvent
-from dtype_tui.state.awaited import AwaitedResults, inspect
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
-from dtype_tui.state.read_only import HIDDEN, READ_ONLY
 from dtype_tui.widgets.header import header_line
 from dtype_tui.widgets.line import Line
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.side import SidePanes
 from dtype_tui.widgets.status import key_line, next_keys, status_line
 from dtype_tui.widgets.tree_rows import ORDERS
-from dtype_tui.windows import Windows
+from dtype_tui.windows import OpensWindows
 
 # Importing these would delay the first paint. They are imported in `MainScreen.complete`, or where they are used.
 if TYPE_CHECKING:
     from dtype_tui.main_commands import CommandWords
     from dtype_tui.state.commands import Command
-    from dtype_tui.state.experiment import Experiment
     from dtype_tui.widgets.bottom_prompt import BottomPrompt
     from dtype_tui.widgets.panes.base import Pane
     from dtype_tui.widgets.panes.depth import DepthPane
@@ -54,37 +47,34 @@ if TYPE_CHECKING:
 SMALLEST = (60, 15)
 NARROW_BELOW = 100
 DEPTH_FROM = (120, 36)
-"""The smallest terminal, as (columns, lines), that has room for the plot of drift over depth below the tree."""
+"""The smallest (columns, lines) with room for the plot of drift over depth below the tree."""
 TRADE_OFF_FROM = 180
-"""Minimum number of terminal columns for showing the plot of drift against bytes next to the plot of drift over depth."""
+"""Minimum columns for the plot of drift against bytes next to that."""
 PAUSE_S = 0.01
-"""Number of seconds between the steps that follow the first paint: importing the panes, mounting them, and starting the engine. In
-between, the effects of keys are drawn. A frame takes 8 ms.
+"""Seconds between the steps that follow the first paint: importing the panes, mounting them, starting the engine. In between, the
+effects of keys are drawn. A frame takes 8 ms.
 """
 MOST_WINDOWS = 6
-"""Maximum number of open screens, the main screen included. If this many are open, no window opens for a result that arrives.
-Textual draws all screens, one over the other: for twenty windows of 200 rows, this takes eight seconds, in which no key is handled.
+"""Open screens from which on no window opens for a result. Textual draws all of them, one over the other: for twenty windows of 200
+rows, this takes eight seconds, in which no key is handled.
 """
 
 
 def message_text(sentence: str) -> str:
-    """Return a sentence as the user sees it: each placeholder, such as `{undo}`, is replaced by the key, such as `u`."""
+    """Return a sentence in which each placeholder, such as `{undo}`, is replaced by the key, such as `u`."""
     return printable(with_keys(sentence), 500)
 
 
-class MainScreen(Screen[None]):
+class MainScreen(OpensWindows):
     """Shows the module tree, drift, memory and rules.
 
-    chosen_keys: the user's own keys, by binding id, such as {"measure": "f5"}. cursor: the node to start at. If None, this is the
-    root. next_event: returns the oldest waiting event of the engine, or None if none waits.
+    chosen_keys: the user's own keys, by binding id, such as {"measure": "f5"}. cursor: the node to start at. next_event: returns
+    the oldest waiting event of the engine, or None.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = MAIN_KEYS
     draw_every_s = 0.1
-    """Minimum number of seconds between two redraws that are caused by engine events.
-
-    Ten redraws a second look smooth, and leave most of a connection of 50 kB/s to the redraws after keys, which are not delayed.
-    """
+    """Seconds between two redraws for events. Ten a second look smooth, and leave a slow connection time for redraws after keys."""
 
     def __init__(
         self,
@@ -93,35 +83,24 @@ class MainScreen(Screen[None]):
         cursor: str | None,
         next_event: Callable[[], events.Event | None],
     ) -> None:
-        super().__init__()
+        super().__init__(controller, chosen_keys)
         self._next_event = next_event
-        self.controller = controller
-        self._chosen_keys = chosen_keys
         self._wanted_cursor = cursor
-        """The node of the resumed session's cursor, or None after the cursor has reached it or the user has moved the cursor."""
+        """The node of the resumed session's cursor, until the cursor has reached it or the user has moved it."""
         self._worst = ""
-        """The module to which the action `worst` last moved the cursor. If the action is repeated, the cursor goes to the module
-        with the next smaller drift.
-        """
-        self.tree_view = ModuleTree(self.experiment, id="tree")
+        """The module to which the action `worst` last moved the cursor."""
         self.side = SidePanes(controller)
         self.depth: DepthPane
         self.trade_off: TradeOffPane
         self._too_small = Static(id="too-small", markup=False)
         self._message = Static(id="message", markup=False)
-        self._windows = Windows(controller, self.tree_view, lambda *window: self.app.push_screen(*window))
-        self._awaited = AwaitedResults(controller)
         self._completing = asyncio.Lock()
         self._has_panes = False
-        """Whether the panes and prompts exist. They may still be mounting; `_is_complete` tells when they are mounted."""
+        """Whether the panes and prompts exist. They may still be mounting, unlike when `_is_complete`."""
         self._is_complete = False
         self.draw_is_due = False
-        """Whether the engine has told something that the screen does not show yet. A redraw is then scheduled."""
+        """Whether a redraw is scheduled for what the engine has told."""
         self._drawn_at = 0.0
-
-    @property
-    def experiment(self) -> Experiment:
-        return self.controller.experiment
 
     # -- layout --------------------------------------------------------------------------------------------------
 
@@ -144,9 +123,7 @@ class MainScreen(Screen[None]):
         self.show_all()  # for the first paint, and after a window was closed, since some windows change the baseline
 
     async def complete(self) -> None:
-        """Mount the panes and the prompts, unless they are mounted. They are not part of the first paint, but only keys of the tree
-        are handled without them.
-        """
+        """Mount the panes and the prompts, unless they are. The first paint and the keys of the tree do without them."""
         async with self._completing:
             if self._is_complete:
                 return
@@ -172,7 +149,9 @@ class MainScreen(Screen[None]):
                     CastPrompt(self.experiment, self.controller.add_rule),
                     CommandLine(self.experiment, completer, self._run),
                     FilterPrompt(
-                        self.tree_view.set_filter, lambda: len(self.tree_view.matches), self._go_to_first_match
+                        self.tree_view.set_filter,
+                        lambda: len(self.tree_view.matches),
+                        lambda: self.tree_view.next_match(1),
                     ),
                 ),
             ]
@@ -188,7 +167,6 @@ class MainScreen(Screen[None]):
         return CommandWords(self.controller, self.tree_view)
 
     def lay_out(self, size: Size) -> None:
-        """Arrange the tree and the panes to fit a terminal of this size."""
         self.set_class(size.width < SMALLEST[0] or size.height < SMALLEST[1], "small")
         narrow = size.width < NARROW_BELOW
         self.set_class(narrow, "narrow")
@@ -229,7 +207,7 @@ class MainScreen(Screen[None]):
     def _show_status(self) -> None:
         experiment, life, width = self.experiment, self.controller.life, self.app.size.width
         idle = life.idle_words(self.controller.open_error is not None)
-        chosen = self._chosen_keys
+        chosen = self.chosen_keys
         header, status, keys = (self.query_one(id, Line) for id in ("#header", "#status", "#keys"))
         header.show(header_line(experiment, width))
         status.show(status_line(experiment, life.current_activity(), life.activity, idle, width, chosen))
@@ -237,7 +215,7 @@ class MainScreen(Screen[None]):
         keys.show(key_line(pairs, width, chosen))
 
     def _draw_soon(self) -> None:
-        """Schedule a redraw unless one is already scheduled, so that one redraw can show the effects of many engine events."""
+        """Schedule a redraw unless one is, so that it can show the effects of many engine events."""
         if self.draw_is_due:
             return
         self.draw_is_due = True
@@ -259,19 +237,17 @@ class MainScreen(Screen[None]):
             window.refresh()  # a window below another caches a picture of what is below it
 
     def say(self, text: str, severity: Severity) -> None:
-        """Show a sentence until the user has read it."""
         self.notify(message_text(text), severity=severity, markup=False)
 
     # -- events of the engine ------------------------------------------------------------------------------------
 
     def on_event_waits(self) -> None:
-        """Pass the oldest waiting event of the engine to the controller, then to every open window."""
+        """Pass the oldest waiting event to the controller, then to every open window."""
         event = self._next_event()
         if event is None or self.app.return_code is not None:
             return  # a newer event has replaced it, or the app is ending
         if events.is_opened(event):
             resume_gc()
-        self._awaited.take(event)
         if not self.controller.handle(event):
             return
         match event:
@@ -283,9 +259,9 @@ class MainScreen(Screen[None]):
             case events.Measured() if self.tree_view.order == "drift":
                 self.tree_view.rebuild()
             case events.JobDone() if (texts := events.result_of(event, GENERATE)) is not None:
-                self._windows.keep_texts(texts)
+                self.keep_texts(texts)
             case events.JobDone() if len(self.app.screen_stack) < MOST_WINDOWS:
-                self._windows.open_result(event, self.app.size.width)
+                self.open_result(event)
         for window in self.app.screen_stack[1:]:
             window.post_message(EngineEvent(event))
         self._draw_soon()
@@ -294,7 +270,7 @@ class MainScreen(Screen[None]):
 
     @property
     def cursor(self) -> str | None:
-        """The name of the node to save as the position of the cursor, or None while the model is unknown."""
+        """The node to save as the position of the cursor, or None while the model is unknown."""
         if self._wanted_cursor is not None or not self.experiment.model.has_tree:
             return self._wanted_cursor
         # The widget exists longer than the screen, so this works while the app is ending, and the last keys count.
@@ -312,10 +288,9 @@ class MainScreen(Screen[None]):
             self.side.recipe.show("", message.name)
 
     def action_worst(self) -> None:
-        """Go to the module in whose code values stop being finite. If there is none, go to the module with the largest drift.
+        """Go to the module in whose code values stop being finite or, if there is none, to the one with the largest drift.
 
-        Each further press of the key goes to the module with the next smaller drift and, from the module with the smallest drift,
-        back to the first.
+        Each further press goes to the module with the next smaller drift and, from the last, back to the first.
         """
         results = self.experiment.results
         names = list(dict.fromkeys([results.origin, *(drift.name for drift in results.worst_modules())]))
@@ -363,12 +338,6 @@ class MainScreen(Screen[None]):
     def action_remedy(self) -> None:
         self.controller.apply_remedy()
 
-    def action_presets(self) -> None:
-        self._windows.presets()
-
-    def action_history(self) -> None:
-        self._windows.history()
-
     # -- measuring -----------------------------------------------------------------------------------------------
 
     def action_measure(self) -> None:
@@ -376,60 +345,28 @@ class MainScreen(Screen[None]):
 
     def action_ask(self, job: str) -> None:
         """Ask for a job without parameters. Its result opens a window."""
-        self._awaited.ask(Ask(job))
-
-    def action_generate(self) -> None:
-        self._windows.generation()
+        self.controller.ask_once(Ask(job))
 
     def action_download_model(self) -> None:
-        self._awaited.ask(Download())
+        self.controller.ask_once(Download())
 
     def action_over_memory(self) -> None:
         memory = self.experiment.memory
         if memory is not None and memory.read_bytes is not None:
             self.say("the model runs from the disk already", "information")  # the engine would say so after its jobs
             return
-        self._awaited.ask(OpenOverMemory())
-
-    def action_causes(self) -> None:
-        self._windows.causes()
-
-    def action_inputs(self, line: str = "") -> None:
-        """Run the model on the inputs that the text `line` names.
-
-        If there is no such text, open the window with the current inputs.
-        """
-        if not self.experiment.model.live:
-            self.say(self.controller.open_error or "the inputs are known when the model is loaded", "information")
-        elif line:
-            self._set_inputs(line)
-        else:
-            self._windows.inputs(self._set_inputs)
-
-    def _set_inputs(self, line: str) -> None:
-        self._awaited.reset()
-        self.controller.set_inputs(line)
-
-    def action_settings(self) -> None:
-        self._windows.settings()
+        self.controller.ask_once(OpenOverMemory())
 
     def action_values(self) -> None:
         tensor = self.tree_view.current.tensor
         if tensor is None:
             self.say("only tensors have values: go to one", "information")
-        else:
-            self._awaited.ask(inspect(tensor.name))
+            return
+        from dtype_tui.screens.weight_values import CAST_TO
 
-    def action_scan(self) -> None:
-        self._windows.scan()
+        self.controller.ask_once(VALUES.ask(InspectTensor(tensor.name, CAST_TO)))
 
-    def action_optimise(self) -> None:
-        self._windows.optimise()
-
-    # -- saving and copying --------------------------------------------------------------------------------------
-
-    def action_leave_with(self) -> None:
-        self._windows.save()
+    # -- copying --------------------------------------------------------------------------------------
 
     def action_copy_name(self) -> None:
         self._copy(self.tree_view.current.name or "*", "the name")
@@ -439,9 +376,7 @@ class MainScreen(Screen[None]):
         self._copy(" ".join(f"--cast {shlex.quote(str(rule))}" for rule in rules), "the rules as --cast options")
 
     def _copy(self, text: str, what: str) -> None:
-        """Copy a text to the terminal's clipboard (OSC 52). Over SSH, this is the clipboard of the user's own machine. what: a word
-        for the text in the message to the user.
-        """
+        """Copy a text to the clipboard of the user's own machine (OSC 52). what: names it in the message."""
         if text:
             self.app.copy_to_clipboard(text)
             self.say(f"copied {what}: {text}", "information")
@@ -457,7 +392,6 @@ class MainScreen(Screen[None]):
             self.tree_view.set_filter("")
             self.show_all()
         else:
-            self._awaited.reset()
             self.controller.stop()
             self.set_timer(STOP_WAIT_S, self.controller.life.check_stopped)
 
@@ -467,11 +401,7 @@ class MainScreen(Screen[None]):
 
         return next((prompt for prompt in self.query(BottomPrompt) if prompt.is_open), None)
 
-    def action_jobs(self) -> None:
-        self._windows.jobs(self._awaited.reset)
-
     def action_restart_engine(self) -> None:
-        self._awaited.reset()
         self.controller.restart_engine()
 
     def action_filter(self) -> None:
@@ -479,10 +409,6 @@ class MainScreen(Screen[None]):
 
         self._leave_zoom()
         self.query_one(FilterPrompt).open(self.tree_view.filter_text)
-
-    def _go_to_first_match(self) -> None:
-        if self.tree_view.matches:
-            self.tree_view.next_match(1)
 
     def action_match(self, step: int) -> None:
         if not self.tree_view.next_match(step):
@@ -492,13 +418,13 @@ class MainScreen(Screen[None]):
         self._words.sort_by(ORDERS[(ORDERS.index(self.tree_view.order) + 1) % len(ORDERS)])
 
     def action_fold(self) -> None:
-        """Switch between two ways to show neighbors that are alike: in one row, or each in a row of its own."""
+        """Show neighbors that are alike in one row, or each in a row of its own."""
         self.tree_view.fold(not self.tree_view.folds)
         words = "neighbors that are alike share a row" if self.tree_view.folds else "every layer has a row of its own"
         self.say(words, "information")
 
     def action_next_pane(self) -> None:
-        """Go from the tree to the first pane, and from each pane to the next. If there is room for only one pane, show the next."""
+        """Go from the tree to the first pane, and from each pane to the next. Show the next if there is room for only one."""
         side = self.side
         focused = next((pane for pane in side.panes if pane.has_focus), None)
         if side.is_narrow or self.has_class("zoomed"):
@@ -509,7 +435,7 @@ class MainScreen(Screen[None]):
             self.set_focus((side.after(focused) or self.tree_view) if focused is not None else side.panes[0])
 
     def action_jump(self) -> None:
-        """Put labels on the panes and on the rows of the tree. When the user types a label, go to its pane or row."""
+        """Put labels on the panes and the rows of the tree. When the user types one, go there."""
         others = [pane for pane in (self.depth, self.trade_off) if pane.region]
         panes = [*self.side.places(), *((pane, pane.region.offset) for pane in others)]
         rows = list(self.tree_view.rows_on_screen()) if self.tree_view.region else []
@@ -524,7 +450,9 @@ class MainScreen(Screen[None]):
                 self.tree_view.go_to_row(rows[index - len(panes)][0])
 
         if panes or rows:
-            self._windows.jump([place for _, place in (*panes, *rows)], go)
+            from dtype_tui.screens.jump import JumpScreen
+
+            self.app.push_screen(JumpScreen([place for _, place in (*panes, *rows)]), go)
 
     def _go_to_pane(self, pane: Pane) -> None:
         if pane in self.side.panes:
@@ -533,15 +461,13 @@ class MainScreen(Screen[None]):
         self.call_after_refresh(self._show_panes)
 
     def action_rules(self) -> None:
-        """Go to the list of rules, and there to the rule that decides the dtype of the node under the cursor."""
+        """Go to the list of rules, and there to the one that decides the dtype of the node under the cursor."""
         self.side.activate(self.side.recipe)
         self.set_focus(self.side.recipe)
         self.side.recipe.go_to_deciding_rule(self.tree_view.current.name if self.tree_view.rows else "")
 
     def action_edit_rule(self) -> None:
-        """Open the cast prompt with the rule under the cursor of the Recipe pane. The text that the user enters replaces this
-        rule.
-        """
+        """Open the cast prompt with the rule under the cursor of the Recipe pane, to replace it."""
         from dtype_tui.widgets.prompts import CastPrompt
 
         row, rule = self.side.recipe.cursor, self.side.recipe.current
@@ -549,14 +475,13 @@ class MainScreen(Screen[None]):
             self.query_one(CastPrompt).edit(rule, lambda changed: self.controller.change_rule(row, changed))
 
     def action_zoom(self) -> None:
-        """Show the active pane alone or, if a pane is shown alone, everything again."""
+        """Show the active pane alone or, if one is, everything again."""
         zoomed = not self.has_class("zoomed")
         self.set_class(zoomed, "zoomed")
         self.side.zoom(zoomed)
         self.set_focus(self.side.active if zoomed else self.tree_view)
 
     def action_to_tree(self) -> None:
-        """Return from a pane to the tree."""
         self._leave_zoom()
         self.set_focus(self.tree_view)
 
@@ -564,17 +489,18 @@ class MainScreen(Screen[None]):
         if self.has_class("zoomed"):
             self.action_zoom()
 
-    def action_details(self) -> None:
-        self._windows.details()
-
     def action_help(self) -> None:
+        from dtype_tui.screens.help import HelpScreen, keys_for_node
+
+        experiment, node, node_keys = self.experiment, "", []
+        if self.tree_view.rows:
+            node, node_keys = self.tree_view.current.name, keys_for_node(experiment, self.tree_view.current)
+        words = [(pane.title, pane.HELP) for pane in (*self.side.panes, self.depth, self.trade_off)]
         hidden = HIDDEN if self.controller.read_only else frozenset()
-        self._windows.help(self._chosen_keys, (*self.side.panes, self.depth, self.trade_off), hidden)
+        self.app.push_screen(HelpScreen(node or experiment.model.title, node_keys, self.chosen_keys, words, hidden))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action is available and shown in Textual's panel of keys. A read-only session hides the actions in
-        `HIDDEN`.
-        """
+        """Return whether an action is available. A read-only session hides the actions in `HIDDEN`."""
         return not (self.controller.read_only and action.replace("_", "-") in HIDDEN)
 
     # -- the command line ----------------------------------------------------------------------------------------

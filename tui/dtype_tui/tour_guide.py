@@ -20,15 +20,13 @@ from dtype_tui.widgets.prompts import CastPrompt
 from dtype_tui.widgets.tour_panel import TourPanel
 
 _LOOK_EVERY_S = 0.1
-"""Number of seconds between two checks. Each check looks whether a new window needs the tour's panel, and whether the engine has
-done what the current step waits for.
-"""
+"""Seconds between two looks for new windows, which need the tour's panel, and for what the current step waits for."""
 _ARROWS = {"↑": "Up", "↓": "Down", "←": "Left", "→": "Right"}
-"""The names of the arrow keys. In ASCII mode, ↓ itself would become the letter v, which is another key."""
+"""In ASCII mode, ↓ itself would become the letter v, which is another key."""
 
 
 class TourGuide:
-    """Manages the app's tour, the offer of the tour, and the panels that show both. main: the app's main screen."""
+    """Manages the tour, its offer, and the panels that show both. main: the main screen."""
 
     def __init__(self, app: App[None], main: Screen[None], controller: Controller, launch: Launch) -> None:
         self._app = app
@@ -61,11 +59,7 @@ class TourGuide:
         self._show()
 
     def closes_offer(self, action: str) -> bool:
-        """Close the offer of the tour if the offer is shown and `action` is the action `stop` (Esc). Returns whether the offer was
-        closed.
-
-        If so, the key must have no other effect.
-        """
+        """Close the offer of the tour on `stop` (Esc). Returns whether it was open; the key then has no other effect."""
         if not self._offers or action != "stop":
             return False
         self._offers = False
@@ -83,7 +77,7 @@ class TourGuide:
             self._show()
 
     def key_of(self, action: str) -> str:
-        """Return the label of the first key of an action, given the action's name. Raises KeyError for an unknown action."""
+        """Return the label of the first key of an action. Raises KeyError for an unknown action."""
         for binding in (*KEYS, *ModuleTree.BINDINGS):
             if isinstance(binding, Binding) and binding.id == action:
                 shown = on_keyboard(keys_of(binding, self._launch.config.keys).split(",")[0])
@@ -92,7 +86,7 @@ class TourGuide:
 
     @property
     def _window(self) -> str:
-        """The class name of the window or prompt that receives the keys, or "" for the main screen itself."""
+        """The class name of the window or prompt that receives the keys, or "" for the main screen."""
         if self._app.screen is not self._main:
             return type(self._app.screen).__name__
         prompts = self._main.query(CastPrompt)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.helpers.recording_engine import demo_tree, engine, make_app, running, say
-from tests.helpers.screen_text import lines, screen, until
+from tests.helpers.recording_engine import demo_tree, engine, launched, say
+from tests.helpers.screen_text import lines, missing, screen, until
 from textual.widgets import Input, OptionList
 
 from dtype_engine.checkpoint.source import locate
@@ -31,8 +31,7 @@ async def test_every_offered_model_is_on_the_screen(size: tuple[int, int]) -> No
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
         text = screen(app)
-        for words in ("llama-7b/", "12.6 GiB", "days ago", "org/", "demo", "Enter opens"):
-            assert words in text, words
+        assert not missing(app, "llama-7b/", "12.6 GiB", "days ago", "org/", "demo", "Enter opens")
         assert "\x1b" not in text
         assert all(len(line) <= size[0] for line in lines(app))
 
@@ -142,8 +141,7 @@ def test_offer_lines_fit_their_width(width: int) -> None:
 )
 async def test_garbage_is_collected_once_nothing_is_loading(told: events.Event | None) -> None:
     """And not among what was loaded: a pass over torch and transformers would hold up a key."""
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await until(pilot, lambda: engine(app).commands == ["start"])
         assert not gc.isenabled()
         before = gc.get_freeze_count()

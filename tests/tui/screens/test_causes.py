@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 from tests.helpers.observations import chosen, cursor, marked_line
-from tests.helpers.recording_engine import engine, make_app, report, running, say
-from tests.helpers.screen_text import notices, screen, until
+from tests.helpers.recording_engine import engine, launched, make_app, report, running, say
+from tests.helpers.screen_text import missing, notices, screen, until
+from tests.helpers.slow_net import app_on
 from textual.pilot import Pilot
 
-from dtype_engine.checkpoint.source import locate
-from dtype_engine.core.options import Options
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Recipe, Rule
@@ -28,12 +27,10 @@ from dtype_engine.results.attribution import (
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.thresholds import Limit
 from dtype_engine.service import events, jobs
-from dtype_engine.service.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.causes import CausesScreen
 from dtype_tui.screens.history import MeasurementsScreen
 from dtype_tui.screens.overlay import Overlay
-from dtype_tui.state.launch import Launch
 from dtype_tui.state.node_rules import reference_rule
 from dtype_tui.widgets.module_tree import ModuleTree
 
@@ -69,8 +66,7 @@ CAUSES = AttributionReport(
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
 async def test_causes_are_requested_plotted_and_cancelled(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with launched(size=size) as (app, pilot):
         await pilot.press("d")
         assert not isinstance(app.screen, CausesScreen)
         assert notices(app)[-1] == "causes need a complete measurement: m measures"
@@ -98,11 +94,8 @@ async def test_causes_are_requested_plotted_and_cancelled(size: tuple[int, int])
         await measured(app, pilot, Recipe((Rule("*", "float16"),)))
         assert app.controller.experiment.results.causes is None
         await pilot.press("d")
-        await say(
-            app,
-            pilot,
-            events.WorkingProgress(app.controller.experiment.recipe, "running each module as cast by itself", 1, 48),
-        )
+        recipe = app.controller.experiment.recipe
+        await say(app, pilot, events.WorkingProgress(recipe, "running each module as cast by itself", 1, 48))
         await pilot.press("escape")
         assert engine(app).commands[-2:] == ["causes", "cancel causes"]
         assert not isinstance(app.screen, CausesScreen)
@@ -120,8 +113,7 @@ UP = "model.layers.2.mlp.up_proj"
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
 async def test_causes_appear_as_found_and_stay_when_cancelled(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with launched(size=size) as (app, pilot):
         await measured(app, pilot)
         await pilot.press("d")
         await say(app, pilot, found_so_far(BF16, UP))
@@ -139,8 +131,7 @@ async def test_causes_appear_as_found_and_stay_when_cancelled(size: tuple[int, i
         assert engine(app).commands[-1] == "cancel causes"
         await say(app, pilot, events.Stopped(BF16, "causes"), events.Idle())
         assert isinstance(app.screen, CausesScreen)
-        assert "Drift over depth: stopped after 3 of 48" in screen(app)
-        assert "lm_head" in screen(app)
+        assert not missing(app, "Drift over depth: stopped after 3 of 48", "lm_head")
         await pilot.press("escape")
         assert not isinstance(app.screen, CausesScreen)
         await pilot.press("d")
@@ -153,8 +144,7 @@ async def test_causes_appear_as_found_and_stay_when_cancelled(size: tuple[int, i
 
 
 async def test_enter_jumps_to_the_module() -> None:
-    app = make_app()
-    async with running(app, SMALL) as pilot:
+    async with launched(size=SMALL) as (app, pilot):
         await measured(app, pilot)
         await pilot.press("d", "enter")
         assert isinstance(app.screen, CausesScreen), "no module is found yet"
@@ -167,8 +157,7 @@ async def test_enter_jumps_to_the_module() -> None:
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
 async def test_restored_module_reruns_the_causes(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with launched(size=size) as (app, pilot):
         await measured(app, pilot)
         await pilot.press("d")
         await say(app, pilot, events.JobDone(BF16, jobs.CAUSES.ask(None), CAUSES), events.Idle())
@@ -218,28 +207,20 @@ async def test_drift_pane_shows_limits_and_noise_floor() -> None:
     for size in (WIDE, SMALL):
         async with running(app, size) as pilot:
             await measured(app, pilot)
-            await say(
+            floor = NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)
+            await say(app, pilot, events.JobDone(None, jobs.FLOOR.ask(None), floor))
+            assert not missing(
                 app,
-                pilot,
-                events.JobDone(
-                    None, jobs.FLOOR.ask(None), NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)
-                ),
+                "FAIL",
+                "KL 0.00025 > 0.0001 nats",
+                "SQNR 40 ≥ 30 dB",
+                "same top-1 98 < 99 %",
+                "KL 9.0e-13 nats, 128.0 dB",
+                " small  no worse than llama.cpp Q8_0",
+                "● ready",
             )
-            text = screen(app)
-            assert "FAIL" in text
-            assert "KL 0.00025 > 0.0001 nats" in text
-            assert "SQNR 40 ≥ 30 dB" in text
-            assert "same top-1 98 < 99 %" in text
-            assert "KL 9.0e-13 nats, 128.0 dB" in text
-            assert " small  no worse than llama.cpp Q8_0" in text
-            assert "● ready" in text
-            await say(
-                app,
-                pilot,
-                events.JobDone(
-                    None, jobs.FLOOR.ask(None), NoiseFloor(("eager attention",), 256, 30.0, 1e-5, 1e-7, 9e-4, 1.0)
-                ),
-            )
+            floor = dataclasses.replace(floor, sqnr_db=30.0, kl_mean=9e-4)
+            await say(app, pilot, events.JobDone(None, jobs.FLOOR.ask(None), floor))
             assert " under the floor  noise" in screen(app)
         app = make_app()
         app.controller.experiment.thresholds = LIMITS
@@ -247,8 +228,7 @@ async def test_drift_pane_shows_limits_and_noise_floor() -> None:
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
 async def test_pane_names_the_remedy_for_a_nonfinite_output(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with launched(size=size) as (app, pilot):
         await pilot.press("a")
         assert engine(app).recipes == []
         await measured(app, pilot)
@@ -272,8 +252,7 @@ async def test_pane_names_the_remedy_for_a_nonfinite_output(size: tuple[int, int
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
 async def test_history_pins_compares_and_goes_back(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with launched(size=size) as (app, pilot):
         await pilot.press("H")
         assert not isinstance(app.screen, MeasurementsScreen)
         await measured(app, pilot)
@@ -284,8 +263,7 @@ async def test_history_pins_compares_and_goes_back(size: tuple[int, int]) -> Non
         await pilot.press("H")
         assert isinstance(app.screen, MeasurementsScreen)
         text = screen(app)
-        assert "*=float16, lm_head=float32" in text
-        assert "across: planned MiB, up: KL, nats" in text
+        assert not missing(app, "*=float16, lm_head=float32", "across: planned MiB, up: KL, nats")
         assert ("98.00 %" in text) == (size == WIDE), "at 80 columns it gives way to the rules"
         await pilot.press("j", "j", "p")
         assert [entry.pinned for entry in app.controller.experiment.measured] == [True, False, False]
@@ -293,10 +271,7 @@ async def test_history_pins_compares_and_goes_back(size: tuple[int, int]) -> Non
         await pilot.press("c", "j", "c")
         await pilot.pause()
         assert isinstance(app.screen, Overlay)
-        text = screen(app)
-        assert "only in 1" in text
-        assert "only in 3" in text
-        assert "lm_head=float32" in text
+        assert not missing(app, "only in 1", "only in 3", "lm_head=float32")
         await pilot.press("escape")
         await pilot.press("k", "enter")
         await pilot.pause()
@@ -323,10 +298,7 @@ def llama_with_a_large_weight(folder: Path) -> None:
 
 async def test_one_key_fixes_a_model_with_a_large_weight(tmp_path: Path) -> None:
     llama_with_a_large_weight(tmp_path / "llama")
-    source = locate(str(tmp_path / "llama"))
-    checkpoint = source.open()
-    assert checkpoint is not None
-    app = DtypeApp(Launch("llama", checkpoint.tree()), lambda emit, _: Worker(source, Options(), emit))
+    app = app_on("thread", str(tmp_path / "llama"))
     async with running(app, SMALL) as pilot:
         app.query_one(ModuleTree).focus()
         await pilot.press("3")

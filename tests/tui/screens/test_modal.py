@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.color import Color
-from tests.helpers.recording_engine import make_app, report, running, say
+from tests.helpers.recording_engine import launched, make_app, model_ready, report, running, say
 from tests.helpers.scenes import mixed
 from tests.helpers.screen_text import notices, screen, until
 from textual._context import active_message_pump
@@ -22,7 +22,6 @@ from dtype_engine.service import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.save import SaveScreen
-from dtype_tui.state.results import Results
 
 WINDOW_KEYS = ("question_mark", "enter", "comma", "p", "e", "s", "H", "d", "i", "ctrl+p")
 
@@ -33,8 +32,7 @@ async def test_closing_a_window_twice_keeps_the_main_screen(key: str) -> None:
     app = make_app()
     recipe = app.controller.experiment.recipe
     async with running(app, (80, 24)) as pilot:
-        ready = events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
-        await say(app, pilot, ready, events.Measured(recipe, report(recipe)))
+        await say(app, pilot, model_ready(app), events.Measured(recipe, report(recipe)))
         await pilot.press(key)
         await pilot.pause()
         window = app.screen
@@ -56,8 +54,7 @@ async def test_two_keys_in_one_burst_open_one_window(first: str) -> None:
     app = make_app()
     recipe = app.controller.experiment.recipe
     async with running(app, (80, 24)) as pilot:
-        ready = events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
-        await say(app, pilot, ready, events.Measured(recipe, report(recipe)))
+        await say(app, pilot, model_ready(app), events.Measured(recipe, report(recipe)))
         for second in dict.fromkeys((first, "d", "e", "question_mark")):
             for key in (first, second):
                 app.post_message(Key(key, key if len(key) == 1 else None))
@@ -71,8 +68,7 @@ async def test_two_keys_in_one_burst_open_one_window(first: str) -> None:
 @pytest.mark.slow
 async def test_pending_work_of_a_closed_window_raises_no_error() -> None:
     """Opened and closed in one burst: its mounting, its workers and what the engine has for it come after it is gone."""
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         for window in ("p", "e", "ctrl+p", "i", "d", "s", "comma"):
             for _ in range(3):
                 app.post_message(Key(window, window if len(window) == 1 else None))
@@ -84,9 +80,8 @@ async def test_pending_work_of_a_closed_window_raises_no_error() -> None:
 
 
 async def test_plan_that_arrives_before_the_window_is_shown() -> None:
-    app = make_app()
-    async with running(app) as pilot:
-        window = SaveScreen("demo", 0, Results())
+    async with launched() as (app, pilot):
+        window = SaveScreen(app.controller)
         app.push_screen(window)
         window.post_message(EngineEvent(events.ExportPlanned(Recipe(), None, "it can not be exported")))
         await until(pilot, lambda: "it can not be exported" in screen(app))
@@ -107,8 +102,7 @@ def cells(app: DtypeApp) -> list[list[tuple[str, float]]]:
 
 @pytest.mark.parametrize("key", ["p", "comma", "J"])
 async def test_background_of_a_window_is_dimmed(key: str) -> None:
-    app = make_app()
-    async with running(app, (120, 36)) as pilot:
+    async with launched(size=(120, 36)) as (app, pilot):
         await mixed(app, pilot)
         before = cells(app)
         await pilot.press(key)
@@ -127,8 +121,7 @@ async def test_background_of_a_window_is_dimmed(key: str) -> None:
 
 async def look_for_nothing(closed: bool) -> None:
     """Have the app look for what is not there in a window, which is closed by then or not."""
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await pilot.press("p")
         window = app.screen
         if closed:
@@ -148,8 +141,7 @@ async def test_failed_query_is_an_error_only_in_an_open_window() -> None:
 async def test_error_in_the_palette_closes_only_the_palette(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await pilot.press("ctrl+p")
         await until(pilot, lambda: app.screen.query(OptionList))
         listed = app.screen.query_one(OptionList)
@@ -167,8 +159,7 @@ async def test_error_in_the_palette_search_is_ignored(monkeypatch: pytest.Monkey
     """The search is a task of its own, whose error comes wrapped; a list that is gone by then ended the program."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await pilot.press("ctrl+p")
         await until(pilot, lambda: app.screen.query(CommandList))
         palette = app.screen

@@ -8,8 +8,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.helpers.recording_engine import RecordingEngine, demo_tree, engine, make_app, report, running, say
-from tests.helpers.screen_text import notices, screen, until
+from tests.helpers.recording_engine import (
+    RecordingEngine,
+    demo_tree,
+    engine,
+    launched,
+    make_app,
+    model_ready,
+    report,
+    running,
+    say,
+)
+from tests.helpers.screen_text import missing, notices, screen, until
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -127,8 +137,7 @@ def test_preset_outcomes_equal_their_plans() -> None:
 async def test_command_line_preset_waits_for_classes() -> None:
     bare = demo_tree()
     casts = Recipe((Rule("lm_head", "float32"),))
-    app = make_app(bare, recipe=casts, preset="fp8-linears")
-    async with running(app) as pilot:
+    async with launched(bare, recipe=casts, preset="fp8-linears") as (app, pilot):
         assert app.controller.experiment.recipe == casts
         tree = Tree(bare.tensors.values(), {name: "Linear" if "proj" in name else "M" for name in bare.modules})
         await say(app, pilot, events.ModelReady(tree, "Llama", "cpu", 1.0, "prompts", ()))
@@ -153,15 +162,14 @@ async def test_save_screen_says_what_will_be_written(app: DtypeApp, size: tuple[
         await pilot.pause()
         assert engine(app).commands[-1] == "plan export"
         await say(app, pilot, planned(app), events.Idle())
-        text = screen(app)
-        for words in (
+        assert not missing(
+            app,
             "944.71 KiB in 2 files, 56 tensors",
             "bf16 516.00 KiB",
             "fp8 428.71 KiB",
             "It loads so.",
             "one note",
-        ):
-            assert words in text, words
+        )
         assert app.screen.query_one(Input).value == "demo-cast"
         await pilot.press("enter")
         assert engine(app).saves == [ExportRequest(Path("demo-cast"))]
@@ -287,8 +295,7 @@ async def test_invalid_export_target_is_refused_at_once(tmp_path: Path, path: st
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()
     (tmp_path / "link").symlink_to(tmp_path / "other")
-    app = make_app(path=tmp_path / "model")
-    async with running(app) as pilot:
+    async with launched(path=tmp_path / "model") as (app, pilot):
         await pilot.press("e", *path, "enter")
         await pilot.pause()
         assert says in notices(app)[-1]
@@ -330,8 +337,7 @@ async def test_unreadable_path_is_reported(app: DtypeApp) -> None:
 
 
 async def test_session_is_saved_as_it_changes() -> None:
-    app = make_app(saver=lambda: SessionSaver(None, "demo", None, Options(prompts=("a",))))
-    async with running(app) as pilot:
+    async with launched(saver=lambda: SessionSaver(None, "demo", None, Options(prompts=("a",)))) as (app, pilot):
         await pilot.press("j", "j", "2", "j", "3")
 
         def kept() -> bool:
@@ -362,8 +368,7 @@ async def test_session_is_saved_as_it_changes() -> None:
 
 
 async def test_session_is_saved_when_the_terminal_closes_early() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with launched() as (app, pilot):
         await pilot.press("j", "j", "2")
         recipe = app.controller.experiment.recipe
         assert len(recipe) == 1
@@ -378,8 +383,7 @@ async def test_session_is_saved_when_the_terminal_closes_early() -> None:
 async def test_unwritable_session_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    app = make_app(saver=lambda: SessionSaver(None, "demo", None, Options()))
-    async with running(app) as pilot:
+    async with launched(saver=lambda: SessionSaver(None, "demo", None, Options())) as (app, pilot):
         await until(pilot, lambda: notices(app))
         await pilot.press("2", "j")
         await pilot.pause(0.5)
@@ -388,9 +392,8 @@ async def test_unwritable_session_is_reported_once(tmp_path: Path, monkeypatch: 
 
 
 async def test_missing_cursor_node_is_ignored() -> None:
-    app = make_app(saved=SavedSession(None, "demo", cursor="gone.since"))
-    async with running(app) as pilot:
-        await say(app, pilot, events.ModelReady(app.controller.experiment.tree, "Llama", "cpu", 1.0, "prompts", ()))
+    async with launched(saved=SavedSession(None, "demo", cursor="gone.since")) as (app, pilot):
+        await say(app, pilot, model_ready(app))
         await pilot.press("j")
         assert app.query_one(ModuleTree).cursor == 1
 

@@ -9,23 +9,20 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from tests.helpers.recording_engine import demo_tree, engine, make_app, report, say
-from tests.helpers.screen_text import notices, screen, until
+from tests.helpers.recording_engine import demo_tree, engine, launched, model_ready, report, say
+from tests.helpers.screen_text import is_measured, missing, notices, screen, until
+from tests.helpers.slow_net import app_on
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
-from dtype_engine import Options
-from dtype_engine.checkpoint.source import locate
 from dtype_engine.recipe import Recipe, Rule, make_plan, tensor_bytes
 from dtype_engine.results.drift import NATS
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.service import events
-from dtype_engine.service.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.optimise import OptimiseScreen
 from dtype_tui.screens.scan import ScanScreen, short_kinds
 from dtype_tui.screens.scan_setup import PRESET, ScanSetup
-from dtype_tui.state.launch import Launch
 from dtype_tui.widgets.module_tree import ModuleTree
 
 DTYPES = ("bfloat16", "int8")
@@ -44,21 +41,14 @@ def scan_report(sequences: int = 2, of: int = 2) -> ScanReport:
 
 
 @asynccontextmanager
-async def running(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIterator[Pilot[None]]:
-    async with app.run_test(size=size) as pilot:
-        await pilot.pause()
-        await say(
-            app,
-            pilot,
-            events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ()),
-            events.Idle(),
-        )
-        yield pilot
+async def opened(size: tuple[int, int] = (120, 36)) -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
+    async with launched(size=size) as (app, pilot):
+        await say(app, pilot, model_ready(app), events.Idle())
+        yield app, pilot
 
 
 async def test_s_key_asks_for_dtypes_and_scans() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with opened() as (app, pilot):
         await pilot.press("o")
         assert "s starts one" in notices(app)[-1]
         await pilot.press("s")
@@ -70,8 +60,7 @@ async def test_s_key_asks_for_dtypes_and_scans() -> None:
 
 @pytest.mark.slow
 async def test_cancelled_scan_resumes_and_space_pauses() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with opened() as (app, pilot):
         await pilot.press("s", "enter")
         asked = engine(app).commands[-1]
         await say(app, pilot, events.ScanUpdated(scan_report(1, 2), False))
@@ -93,9 +82,8 @@ async def test_cancelled_scan_resumes_and_space_pauses() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_tree_shows_the_score_sum_of_a_node(size: tuple[int, int]) -> None:
-    app = make_app()
     found = scan_report()
-    async with running(app, size) as pilot:
+    async with opened(size) as (app, pilot):
         before = screen(app)
         assert "nats" not in before.splitlines()[1]
         await say(app, pilot, events.ScanUpdated(found, True))
@@ -115,9 +103,8 @@ async def test_tree_shows_the_score_sum_of_a_node(size: tuple[int, int]) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int, int]) -> None:
-    app = make_app()
     found = scan_report()
-    async with running(app, size) as pilot:
+    async with opened(size) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(found, True))
         await pilot.press("s")
         view = app.screen
@@ -146,8 +133,7 @@ async def test_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int, int
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_sensitivity_map_has_a_row_per_layer_and_a_column_per_kind(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with opened(size) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("s", "m")
         lines = screen(app).splitlines()
@@ -159,8 +145,7 @@ async def test_sensitivity_map_has_a_row_per_layer_and_a_column_per_kind(size: t
 
 
 async def test_scan_of_other_inputs_predicts_nothing_and_is_repeated() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with opened() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("2")
         await until(pilot, lambda: "predicted" in screen(app))
@@ -184,16 +169,14 @@ def test_short_headings_of_kinds_are_distinct() -> None:
 
 
 async def test_prediction_is_shown_at_once_beside_the_measurement() -> None:
-    app = make_app()
     found = scan_report()
-    async with running(app) as pilot:
+    async with opened() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(found, True))
         await pilot.press("2")
         whole = math.fsum(score.score for score in found.weights if score.dtype == "bfloat16")
         assert f"predicted {whole:.1e} nats per token" in screen(app)
-        await say(
-            app, pilot, events.Measured(app.controller.experiment.recipe, report(app.controller.experiment.recipe))
-        )
+        recipe = app.controller.experiment.recipe
+        await say(app, pilot, events.Measured(recipe, report(recipe)))
         text = screen(app)
         assert "KL 2.50e-4" in text  # measured
         assert f"predicted {whole:.1e}" in " ".join(text.split())
@@ -206,8 +189,7 @@ async def test_prediction_is_shown_at_once_beside_the_measurement() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_point_of_the_front_is_chosen_and_applied(size: tuple[int, int]) -> None:
-    app = make_app()
-    async with running(app, size) as pilot:
+    async with opened(size) as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("o")
         view = app.screen
@@ -230,9 +212,7 @@ async def test_point_of_the_front_is_chosen_and_applied(size: tuple[int, int]) -
         assert engine(app).recipes[-1] == view.recipe == app.controller.experiment.recipe
         await say(app, pilot, events.Measured(view.recipe, report(view.recipe)))
         await pilot.pause()
-        text = screen(app)
-        assert "measured 2.5e-04" in text
-        assert "x" in text
+        assert not missing(app, "measured 2.5e-04", "x")
         await pilot.press("enter")
         assert "already applied" in notices(app)[-1]
         await pilot.press("u")
@@ -243,8 +223,7 @@ async def test_point_of_the_front_is_chosen_and_applied(size: tuple[int, int]) -
 
 @pytest.mark.slow
 async def test_front_includes_scanned_caches_at_the_context() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with opened() as (app, pilot):
         whole, experiment = scan_report(), app.controller.experiment
         form = "kv:int8@token"
         caches = tuple(WeightScore(name, form, 0, 1e-9, 1e-10) for name in experiment.tree.caches)
@@ -270,8 +249,7 @@ async def test_front_includes_scanned_caches_at_the_context() -> None:
 
 
 async def test_front_shows_measured_recipes_without_drift() -> None:
-    app = make_app()
-    async with running(app, (80, 24)) as pilot:
+    async with opened((80, 24)) as (app, pilot):
         for rule, kl in (("*.mlp=bfloat16", 3e-5), ("*norm*=float32", 0.0)):
             recipe = Recipe((Rule.parse(rule),))
             app.controller.experiment.push(recipe)
@@ -289,8 +267,7 @@ async def test_front_shows_measured_recipes_without_drift() -> None:
 
 
 async def test_front_of_a_cancelled_scan_says_so() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with opened() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(6, 25), False))
         await pilot.press("o")
         await pilot.pause()
@@ -301,8 +278,7 @@ async def test_front_of_a_cancelled_scan_says_so() -> None:
 
 @pytest.mark.slow
 async def test_typed_limits_are_respected() -> None:
-    app = make_app()
-    async with running(app) as pilot:
+    async with opened() as (app, pilot):
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("o")
         view = app.screen
@@ -338,14 +314,9 @@ async def test_typed_limits_are_respected() -> None:
 
 @pytest.mark.slow
 async def test_cast_interrupts_a_real_scan_which_then_continues() -> None:
-    source = locate(None)
-    checkpoint = source.open()
-    assert checkpoint is not None
-    app = DtypeApp(Launch("demo", checkpoint.tree()), lambda emit, _: Worker(source, Options(), emit))
+    app = app_on("thread", "demo")
     async with app.run_test(size=(120, 36)) as pilot:
-        await until(
-            pilot, lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy
-        )
+        await until(pilot, lambda: is_measured(app))
         await pilot.press("s")
         assert isinstance(app.screen, ScanSetup)
         for _ in range(4):
@@ -355,9 +326,8 @@ async def test_cast_interrupts_a_real_scan_which_then_continues() -> None:
         app.controller.add_rule(Rule("*.mlp", "int8"))
         await until(pilot, lambda: app.controller.experiment.results.report is not None)
         await until(pilot, lambda: app.controller.experiment.scan.finished)
-        found = app.controller.experiment.scan.prediction(
-            app.controller.experiment.tree, app.controller.experiment.plan
-        )
+        experiment = app.controller.experiment
+        found = experiment.scan.prediction(experiment.tree, experiment.plan)
         assert found is not None
-        assert app.controller.experiment.results.report is not None
-        assert found.value == pytest.approx(app.controller.experiment.results.report.output.kl_mean, rel=0.5)
+        assert experiment.results.report is not None
+        assert found.value == pytest.approx(experiment.results.report.output.kl_mean, rel=0.5)

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import ipaddress
 import logging
+import resource
 import secrets
 import signal
 import socket
@@ -25,7 +26,6 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 _SHUTDOWN_SECONDS = 2.0
 _LARGEST = 1000, 500
 """Maximum (columns, rows) of the screen in a page. Drawing a screen of a billion cells would take all memory."""
-_MOST_APPS = 16
 
 
 class GuardedServer(Server):
@@ -34,53 +34,48 @@ class GuardedServer(Server):
     A person who controls the app has the user's rights. A listening port is open to the other users of this machine, and to any web
     page in the user's own browser: pages may open web sockets to any address, and a name on the internet can resolve to 127.0.0.1
     (DNS rebinding). Therefore every request must carry the token, must be addressed to a host name that only this server can have,
-    and must not come from another page. The server answers all other requests with status 403.
+    and must not come from another page. All others get status 403.
 
-    A connection that has sent no request with the token is a stranger's. The number of strangers' connections is limited, so that
-    enough file descriptors are left for the user's connections and the app.
-
-    Attributes:
-        token: The secret path.
-        most_strangers: How many strangers' connections may be open. If one more is opened, the oldest is closed.
-        stranger_seconds: How many seconds a stranger's connection may stay open.
-        most_apps: How many pages may have the app open. Each has processes of its own for the app and its engine.
+    A connection that has sent no request with the token is a stranger's. Their number is limited, so that file descriptors are
+    left.
     """
 
     def __init__(self, command: str, host: str, port: int, title: str) -> None:
         super().__init__(command, host=host, port=port, title=title)
         self.token = secrets.token_urlsafe(24)
+        """The secret path."""
         self.most_strangers = _most_strangers()
+        """How many strangers' connections may be open. If one more is opened, the oldest is closed."""
         self.stranger_seconds = 10.0
-        self.most_apps = _MOST_APPS
+        """How long a stranger's connection may stay open."""
+        self.most_apps = 16
+        """How many pages may have the app open. Each has processes of its own for the app and its engine."""
         self._apps = 0
         self._strangers: dict[RequestHandler, asyncio.TimerHandle] = {}
 
     @property
     def address(self) -> str:
-        """The URL to open in a browser. It contains the token."""
+        """The URL to open in a browser, with the token."""
         shown = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{shown}:{self.port}/{self.token}/"
 
-    def initialize_logging(self) -> None:
-        """Log warnings and errors only, in plain lines. Requests are not logged, because their paths contain the token."""
-        logging.basicConfig(level=logging.WARNING, format="dtype-tui serve: %(message)s")
-
     def serve(self, debug: bool = False) -> None:
         """Serve the app until the process receives SIGINT or SIGTERM. Raises OSError if the address can't be listened on."""
-        self.initialize_logging()
+        logging.basicConfig(
+            level=logging.WARNING, format="dtype-tui serve: %(message)s"
+        )  # no paths: they have the token
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
         ended = asyncio.Event()
-        with suppress(NotImplementedError):  # Windows
-            for number in (signal.SIGINT, signal.SIGTERM):
-                asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
         async with self.listening():
             await ended.wait()
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """A context manager that serves the app until its block ends. Raises OSError if the address can't be listened on."""
+        """Serve the app within a block. Raises OSError if the address can't be listened on."""
         runner = web.AppRunner(await self._make_app(), access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
         await runner.setup()
         loop = asyncio.get_running_loop()
@@ -101,21 +96,19 @@ class GuardedServer(Server):
             await runner.cleanup()
 
     def _close(self, handler: RequestHandler) -> None:
-        """Close at once a connection that has not sent the token, even if data is left to send."""
+        """Close a stranger's connection at once, even if data is left to send."""
         self._admit(handler)
         if handler.transport is not None:
             handler.transport.abort()
 
     def _admit(self, handler: RequestHandler) -> None:
-        """Record that a connection has sent the token, so that it is not closed as a stranger's."""
+        """Record that a connection has sent the token."""
         timer = self._strangers.pop(handler, None)
         if timer is not None:
             timer.cancel()
 
     async def handle_download(self, request: web.Request) -> web.StreamResponse:
-        """Send to the browser a file that the app offers for download. The URL contains the file's own secret key instead of the
-        token. The connection is not closed while the download lasts.
-        """
+        """Send a file that the app offers for download, by its own secret key. The connection then counts as the user's."""
         with suppress(KeyError):
             await self.download_manager.get_download_metadata(request.match_info["key"])
             self._admit(request.protocol)
@@ -135,9 +128,7 @@ class GuardedServer(Server):
             self._apps -= 1
 
     async def _process_messages(self, websocket: web.WebSocketResponse, app_service: AppService) -> None:
-        """Pass the keys and sizes that a page sends on to its app. Messages of any other kind are ignored, because textual-serve's
-        page sends none.
-        """
+        """Pass the keys and sizes that a page sends on to its app, and ignore all that textual-serve's page does not send."""
         async for message in websocket:
             if message.type != WSMsgType.TEXT:
                 continue
@@ -149,7 +140,8 @@ class GuardedServer(Server):
                 case ["stdin", str(keys)]:
                     await app_service.send_bytes(keys.encode(errors="replace"))
                 case ["resize", {"width": int(width), "height": int(height)}]:
-                    await app_service.set_terminal_size(*map(_within, (width, height), _LARGEST))
+                    columns, rows = (max(1, min(pair)) for pair in zip((width, height), _LARGEST, strict=True))
+                    await app_service.set_terminal_size(columns, rows)
                 case ["ping", str() | int() | float() as sign]:
                     await websocket.send_json(["pong", sign])
                 case ["blur", *_]:
@@ -165,17 +157,14 @@ class GuardedServer(Server):
         return outer
 
     async def on_startup(self, app: web.Application) -> None:
-        """Print nothing. textual-serve would print the address, but the caller of this class does that."""
+        """Print nothing, unlike textual-serve: the caller prints the address."""
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if not self._is_meant(request.host):
             raise web.HTTPForbidden(text="this server does not go by that name\n")
-        origin = request.headers.get("Origin")
-        if origin is not None and origin.lower() not in (
-            f"http://{request.host}".lower(),
-            f"https://{request.host}".lower(),
-        ):
+        own = f"http://{request.host}".lower(), f"https://{request.host}".lower()
+        if request.headers.get("Origin", own[0]).lower() not in own:
             raise web.HTTPForbidden(text="other pages may not use this server\n")
         first, _, rest = request.path.removeprefix("/").partition("/")
         if hmac.compare_digest(first.encode(), self.token.encode()):
@@ -188,10 +177,7 @@ class GuardedServer(Server):
         return response
 
     def _is_meant(self, host: str) -> bool:
-        """Return whether a request's Host header names this server, by a name or address that an attacker can't redirect to it.
-
-        Any port is accepted, because a tunnel may use another port at its far end.
-        """
+        """Return whether a Host header, with any port, names this server in a way that an attacker can't redirect to it."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -208,10 +194,7 @@ class GuardedServer(Server):
 
     @aiohttp_jinja2.template("app_index.html")
     async def handle_index(self, request: web.Request) -> dict[str, Any]:
-        """Return the values for the template of the page that shows the app.
-
-        The URLs in the page use the host that the request names, because the far end of a tunnel has its own host name and port.
-        """
+        """Return the values for the page's template. Its URLs use the requested host, which may be a tunnel's far end."""
         base = f"//{request.host}/{self.token}"
         return {
             "font_size": to_int(request.query.get("fontsize", "16"), 16),
@@ -221,17 +204,7 @@ class GuardedServer(Server):
         }
 
 
-def _within(size: int, largest: int) -> int:
-    return max(1, min(size, largest))
-
-
 def _most_strangers() -> int:
-    """Return how many connections that have not sent the token may be open: the smaller of 64 and a quarter of the file descriptors
-    that this process may open.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 64
+    """Return how many strangers' connections may be open: 64, or a quarter of this process's file descriptors if that is less."""
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 64 if descriptors == resource.RLIM_INFINITY else max(1, min(64, descriptors // 4))

@@ -1,4 +1,4 @@
-"""The `dtype-tui` program. It runs the app's command, with default options from the configuration file, or the command `serve`."""
+"""The `dtype-tui` program: the app's command, with defaults from the configuration file, or the command `serve`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from dtype_tui.config.config import config_path
 
 
 def configured_defaults() -> dict[str, Any]:
-    """Return the options' default values from the configuration file, in the form that click expects.
-
-    Raises UserError if an option can't have the configured value.
-    """
+    """Return the options' default values from the configuration file, as click expects them. Raises UserError."""
     known = click_options()
     found: dict[str, Any] = {}
     for name, value in configured().defaults.items():

@@ -1,4 +1,4 @@
-"""The screen that opens if the command line names no model. It offers local, cached and recently opened models, and the demo."""
+"""The screen that opens if the command line names no model. It offers local, cached and recent models, and the demo."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from textual.widgets.option_list import Option
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
+from dtype_engine.core.units import plural
 from dtype_tui.base_app import BaseApp
 from dtype_tui.config.config import Config
 from dtype_tui.process.gc_policy import resume_gc
@@ -31,12 +32,11 @@ class Offer:
     """A model that the user can choose."""
 
     model: str
-    """The text that names this model as the command-line argument MODEL."""
     origin: str
-    """A few words that say where the model comes from, such as "opened recently"."""
+    """Where the model comes from, such as "opened recently"."""
     nbytes: int | None = None
     modified: float | None = None
-    """The time in seconds since 1970 at which the model was last written or opened."""
+    """When the model was last written or opened, in seconds since 1970."""
 
 
 DEMO = Offer("demo", "built in, 708 k parameters")
@@ -45,8 +45,7 @@ DEMO = Offer("demo", "built in, 708 k parameters")
 class ModelPicker(BaseApp[str]):
     """An app in which the user chooses a model or types its name. `run` returns the name, or None if the user leaves.
 
-    Typed text filters the list. If it matches no model in the list, Enter opens the model that the text names. A typed path that
-    exists comes first in the list.
+    Typed text filters the list. If it matches nothing, Enter opens the model that it names.
     """
 
     TITLE = "dtype-tui"
@@ -67,16 +66,11 @@ class ModelPicker(BaseApp[str]):
     ]
 
     def __init__(self, offers: Sequence[Offer], check: Callable[[str], object], config: Config | None = None) -> None:
-        """offers: the models to list. check: a function that is called with the chosen or typed name, and raises UserError if there
-        is no such model.
-        """
+        """offers: the models to list. check: called with the chosen name; raises UserError if there is no such model."""
         super().__init__(config or Config())
         self.offers = list(offers[:MOST_SHOWN])
         self._check = check
         self._shown: list[Offer] = []
-        """The models in the list: those of `offers` that contain the typed text. Before them comes the text itself if it is an
-        existing path.
-        """
 
     def compose(self) -> ComposeResult:
         title = Text.assemble(("dtype-tui", "bold"), "  what happens if these layers are in another dtype?")
@@ -152,10 +146,9 @@ def _is_path(text: str) -> bool:
 
 
 def offer_line(offer: Offer, width: int, origin_width: int = 0) -> Text:
-    """Return a line of `width` cells with a model's name, size, age and origin, such as "opened recently". The origin is left out
-    if there is no room.
+    """Return a line of `width` cells with a model's name, size and age and, if there is room, its origin.
 
-    origin_width: width in cells of the longest origin of all lines, which aligns the columns.
+    origin_width: width of the longest origin of all lines, which aligns the columns.
     """
     origin_width = max(origin_width, len(offer.origin))
     size = short_bytes(offer.nbytes) if offer.nbytes is not None else ""
@@ -174,6 +167,5 @@ def offer_line(offer: Offer, width: int, origin_width: int = 0) -> Text:
 def _age(seconds: float) -> str:
     for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= length:
-            count = int(seconds // length)
-            return f"{count} {unit}{'s' if count != 1 else ''} ago"
+            return f"{plural(int(seconds // length), unit)} ago"
     return "just now"

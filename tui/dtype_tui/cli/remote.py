@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.service.connection import SESSION, Connection, EngineCommand, NoAnswer, new_session
-from dtype_tui.state.addresses import is_address
+from dtype_tui.state.launch import Launch, is_address
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dtype_engine.core.options import Options
     from dtype_engine.recipe import Recipe
+    from dtype_engine.service.engine import Engine
+    from dtype_engine.service.events import Event
+    from dtype_tui.app import StartEngine
 
 _ADDRESS = re.compile(
     r"ssh://(?:(?P<user>[A-Za-z0-9_][\w.+-]*)@)?(?P<host>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])"
@@ -24,9 +29,9 @@ _ADDRESS = re.compile(
 )
 _FAR_COMMAND = f"dtype-engine stdio --compressed --linger 10m --session {SESSION}"
 _ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
-"""ssh options that detect a dead connection within a minute. Without them, ssh would give up only after hours."""
+"""Options by which ssh notices a dead connection within a minute, not only after hours."""
 _UNATTENDED = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-"""ssh options for reconnecting while the screen is open, when ssh can't ask for a password."""
+"""Options for reconnecting while the screen is open, when ssh can't ask for a password."""
 _NOT_FOUND = 127
 _SSH_FAILED = 255
 
@@ -39,26 +44,11 @@ class Address:
     """[USER@]HOST, as ssh expects it."""
     port: str | None
     model: str | None
-    """The model's path on the other machine, or None for the demo."""
-
-
-@dataclass(frozen=True)
-class FarEngine:
-    """A connection to an engine, usually on another machine. The engine has already found the model."""
-
-    command: EngineCommand
-    model: str | None
-    title: str
-    session: str
-    """The token that identifies this engine when the app reconnects to it."""
-    connection: Connection
+    """The path on the other machine, or None for the demo."""
 
 
 def address_of(model: str) -> Address:
-    """Parse `ssh://[USER@]HOST[:PORT]/PATH`, `ssh://HOST/~/PATH`, or `ssh://HOST`, which means the demo on HOST.
-
-    Raises UserError for any other text.
-    """
+    """Parse `ssh://[USER@]HOST[:PORT]/PATH`, `ssh://HOST/~/PATH`, or `ssh://HOST`, which is the demo there. Raises UserError."""
     found = _ADDRESS.fullmatch(model)
     if found is None:
         raise UserError(
@@ -71,12 +61,10 @@ def address_of(model: str) -> Address:
 
 
 def reference_there(model: str | None, options: Options) -> str:
-    """Return `Options.reference` as an engine on another machine needs it. model: the candidate's address, such as
-    "ssh://HOST/twin".
+    """Return `Options.reference` as an engine on another machine needs it: of "ssh://HOST/base", the path "/base". "float32" and
+    "stored" stay.
 
-    If the reference is a checkpoint, "ssh://HOST/base" becomes its path on that machine, "/base". "float32" and "stored" are
-    returned unchanged. Raises UserError if the reference is a checkpoint, unless both
-    it and the candidate are addresses on one machine.
+    Raises UserError if the reference is a checkpoint, unless it and the candidate, `model`, are addresses on one machine.
     """
     if options.reference_model is None:
         return options.reference
@@ -90,10 +78,7 @@ def reference_there(model: str | None, options: Options) -> str:
 
 
 def command_of(address: Address) -> EngineCommand:
-    """Return the ssh command that starts the engine. ssh also applies the user's own ssh configuration.
-
-    The model's path is not part of the command line: the engine receives it as data, so no shell interprets it.
-    """
+    """Return the ssh command that starts the engine. The engine receives the model's path as data, so no shell interprets it."""
     port = ("-p", address.port) if address.port else ()
     end = (*port, "--", address.destination, _FAR_COMMAND)
     return EngineCommand(
@@ -105,7 +90,7 @@ def command_of(address: Address) -> EngineCommand:
 
 
 def command_from(line: str) -> EngineCommand:
-    """Parse the command that the user gave with --engine-command. Raises UserError if it can't be split into words."""
+    """Parse the command of --engine-command. Raises UserError if it can't be split into words."""
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -115,10 +100,11 @@ def command_from(line: str) -> EngineCommand:
     return EngineCommand(tuple(words), name=PurePath(words[0]).name, compressed="--compressed" in line)
 
 
-def connect(model: str | None, engine_command: str | None, options: Options, recipe: Recipe) -> FarEngine:
-    """Connect to an engine and let it open the model, with the options and the recipe. Returns the connection. model: MODEL from
-    the command line. engine_command: the command that starts the engine; if None, ssh is used. This happens before the screen
-    opens, so that ssh can ask for a password.
+def connect(
+    model: str | None, engine_command: str | None, options: Options, recipe: Recipe
+) -> tuple[Launch, StartEngine]:
+    """Start an engine by ssh or by `engine_command`, and let it open the model. This happens before the screen opens, so that ssh
+    can ask for a password. Returns what the app needs to go on with this engine.
 
     Raises UserError if the engine can't be reached, the model can't be found, or a rule matches nothing.
     """
@@ -133,6 +119,7 @@ def connect(model: str | None, engine_command: str | None, options: Options, rec
     else:
         command = command_from(engine_command)
     from dtype_engine.service.control import Open
+    from dtype_engine.service.process import EngineProcess
 
     session = new_session()
     connection = Connection(command, command.start(session, attended=True))
@@ -144,13 +131,16 @@ def connect(model: str | None, engine_command: str | None, options: Options, rec
     except BaseException:
         connection.kill()
         raise
-    return FarEngine(command, model, title, session, connection)
+
+    def start_engine(emit: Callable[[Event], None], wait: Callable[[], None]) -> Engine:
+        message = Open(model, options, read_headers=True)
+        return EngineProcess(command, message, emit, connection=connection, session=session, wait=wait)
+
+    return Launch(title), start_engine
 
 
 def _why_not(error: NoAnswer, command: EngineCommand, by_ssh: bool) -> str:
-    """Return a sentence for the user: why dtype-engine did not answer, and what may help. by_ssh: whether this program's own ssh
-    command was used, not one of the user's.
-    """
+    """Return why dtype-engine did not answer, and what may help. by_ssh: whether it was started by our own ssh command."""
     name, words = command.name, error.words.partition(": ")[2] or error.words
     if by_ssh and error.status == _SSH_FAILED:
         return f"{name} can't be reached: {words}"

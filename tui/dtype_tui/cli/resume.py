@@ -1,4 +1,4 @@
-"""Implements `--resume`: chooses the saved session, and combines its options with those of the command line."""
+"""`--resume`: chooses the saved session, and combines its options with those of the command line."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from dtype_engine.checkpoint.source import is_python
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable
-from dtype_tui.state.addresses import is_address
+from dtype_tui.state.launch import is_address
 from dtype_tui.state.session_store import NOT_KEPT, SavedSession, newest_session
 
 
 def with_saved_options(options: Options, saved: Options, explicit: Set[str]) -> Options:
-    """Return a saved session's options combined with those of the command line, which take precedence.
-
-    explicit: the fields of Options and RunSettings that the command line sets. Permissions to run or download code are never saved,
-    so they always come from the command line.
+    """Return a saved session's options with those that the command line sets, whose fields are in `explicit`. Permissions to run or
+    download code always come from the command line.
     """
     settings = dataclasses.replace(
         saved.settings,
@@ -33,14 +31,11 @@ def with_saved_options(options: Options, saved: Options, explicit: Set[str]) -> 
 
 
 def saved_session(model: str | None) -> SavedSession:
-    """Return the session that `--resume` resumes: the newest session of `model`, or the newest of all if `model` is None.
+    """Return the session that `--resume` resumes: the newest one, of `model` unless that is None. If its model is a Python module,
+    the folder in which it was started is added to `sys.path`.
 
-    If the session's model is a Python module, the folder in which the session was started is added to `sys.path`, so that Python
-    finds the module.
-
-    Raises UserError if there is no such session. Also raises UserError for two kinds of sessions whose file another user could have
-    written. One names a cluster, which may run code here. In the other, the model is Python code; it is refused only if `model` is
-    None, and the user then has to name the code on the command line.
+    Raises UserError if there is none, or if another user could have written it and it names a cluster, which may run code here, or
+    names Python code that the command line does not.
     """
     saved = newest_session(model)
     if isinstance(saved.options.workers, str) and not saved.own:

@@ -1,7 +1,7 @@
 """Redraws every line in ASCII, with the same width, for terminals and fonts that lack Unicode characters.
 
-This happens after all drawing, so no widget needs to know about ASCII. Some characters are replaced by two, such as `→` by `->`,
-because `>` alone would be misleading; a blank elsewhere in the line is then removed. A character without a replacement becomes `?`.
+This happens after all drawing, so no widget needs to know about it. Some characters are replaced by two, such as `→` by `->`,
+because `>` alone would be misleading; a blank elsewhere in the line is then removed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def wants_ascii(setting: str) -> bool:
 
 @lru_cache(4096)
 def _in_ascii(character: str) -> str:
-    """Return ASCII characters of the same width that replace a character, or the character itself if it is ASCII."""
+    """Return ASCII characters of the same width for a character. Without a replacement, these are `?`."""
     if character.isascii():
         return character
     if character in _SAME_WIDTH:
@@ -69,9 +69,7 @@ class AsciiFilter(LineFilter):
 
 
 def line_in_ascii(line: str) -> list[str]:
-    """Return, for each character of a line, the ASCII text to draw in its place. The texts together are as wide as the line. If a
-    text has two characters, such as `->`, a blank elsewhere in the line gets the text "" to make room.
-    """
+    """Return the ASCII text for each character of a line, together as wide as the line: for each `->`, a blank becomes ""."""
     drawn = list(map(_in_ascii, line))
     for match in _RANGE.finditer(line):
         drawn[match.start() : match.end()] = "..."
@@ -87,11 +85,8 @@ def line_in_ascii(line: str) -> list[str]:
 
 
 def _spare_blank(drawn: list[str], index: int) -> int | None:
-    """Return the index of a blank in the line `drawn` that can be removed, or None if there is none. Its removal makes room for the
-    replacement at `index`, which has two characters.
-
-    A blank in a gap of two or more is preferred: the nearest to the right or, if there is none, the nearest to the left. Otherwise
-    a single blank next to `index` is used.
+    """Return the index of a blank to remove for a second character at `index`, or None: the nearest one to the right, else to the
+    left, in a gap of two or more, else one next to `index`.
     """
     after, before = range(index + 1, len(drawn) - 1), range(index - 1, 0, -1)
     gaps = [blank for blank in after if drawn[blank] == drawn[blank + 1] == " "]

@@ -28,18 +28,18 @@ ASCII_CHOICES = ("auto", "always", "never")
 
 
 class Config(msgspec.Struct, frozen=True):
-    """The settings in the configuration file. A setting that the file lacks has its default value."""
+    """The settings in the configuration file, or their defaults."""
 
     theme: str | None = None
-    """The theme's name. If None, the app's dark theme is used."""
+    """None for the app's dark theme."""
     ascii: str = "auto"
-    """Whether to draw in ASCII: one of the words in ASCII_CHOICES."""
+    """One of `ASCII_CHOICES`."""
     keys: Mapping[str, str] = msgspec.field(default_factory=dict)
     """The user's keys by binding id, such as {"measure": "f5"}."""
     defaults: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Values of command-line options, not yet converted by click. Each key is an option's name without dashes."""
+    """Values of command-line options, by the option's name without dashes, not yet converted by click."""
     fold: bool = True
-    """Whether neighboring modules that are alike, such as layers, share one row of the tree when the app starts."""
+    """Whether neighboring modules that are alike share one row of the tree at first."""
 
 
 def config_path() -> Path:
@@ -47,9 +47,9 @@ def config_path() -> Path:
 
 
 def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable[str]) -> Config:
-    """Return the user's configuration, checked against the names of the existing actions, themes and options.
+    """Return the user's configuration, checked against the names of actions, themes and options.
 
-    Raises UserError for an invalid entry. The error names the file, the entry and the nearest valid name.
+    Raises UserError for an invalid entry, which names the file, the entry and the nearest valid name.
     """
     path = config_path()
     try:
@@ -69,9 +69,6 @@ def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable
 
 
 def _checked(found: object, actions: list[str], themes: list[str], options: list[str]) -> Config:
-    """Convert the parsed YAML `found` to a Config. actions, themes, options: the names that it may contain. Raises UserError for an
-    invalid entry, and names the entry.
-    """
     from dtype_engine.core.typed_data import refuse_unknown
 
     given = _mapping("this file", found)
@@ -104,7 +101,7 @@ def _mapping(what: str, value: object) -> dict[str, Any]:
 
 
 def _is_key(name: str) -> bool:
-    """Return whether a text can be the name of a key, such as "f5". Whether any terminal sends this key is not checked."""
+    """Return whether a text can name a key, such as "f5". Whether any terminal sends it is not checked."""
     return name.isprintable() and len(name.split()) == 1 and len(name) <= _LONGEST_KEY
 
 

@@ -10,18 +10,16 @@ from textual.binding import Binding, BindingType
 from textual.keys import format_key
 
 _KEY_CAPS = {"enter": "Enter", "backspace": "Backspace", "pageup": "PgUp", "pagedown": "PgDn"}
-"""Labels as printed on a keyboard, for keys that Textual shows as a symbol or spells differently."""
+"""Labels as printed on a keyboard, for keys that Textual shows otherwise."""
 
 
 def with_ids(bindings: Iterable[Binding]) -> list[BindingType]:
-    """Return the bindings, each with an id made from its action: `drop-rules` for `drop_rules`. The configuration file uses ids."""
+    """Return the bindings, each with the `name_of` its action as its id, which the configuration file uses."""
     return [dataclasses.replace(binding, id=binding.id or name_of(binding.action)) for binding in bindings]
 
 
 def name_of(action: str) -> str:
-    """Return the binding id for an action: `cast-node-bfloat16` for `cast_node('bfloat16')`, `match-previous` for `match(-1)`,
-    `speed` for `ask('speed')`.
-    """
+    """Return the binding id for an action, such as `match-previous` for `match(-1)` and `speed` for `ask('speed')`."""
     words = action.removeprefix("app.").removeprefix("screen.").removeprefix("ask")
     words = words.replace("(-1)", "_previous").replace("(1)", "_next")
     return re.sub(r"[^A-Za-z0-9]+", "-", words).strip("-")
@@ -40,6 +38,6 @@ def keys_of(binding: Binding, chosen: Mapping[str, str]) -> str:
 
 
 def on_keyboard(key: str) -> str:
-    """Return the label of a key, given Textual's name of it, as printed on a keyboard: `Ctrl+r` for `ctrl+r`, `/` for `slash`."""
+    """Return the label on the keyboard of a key that Textual names: `Ctrl+r` for `ctrl+r`, `/` for `slash`."""
     parts = [_KEY_CAPS.get(part) or format_key(part) for part in key.strip().split("+")]
     return "+".join(part[0].upper() + part[1:] if len(part) > 1 and part.isalpha() else part for part in parts)

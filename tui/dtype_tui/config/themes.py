@@ -19,4 +19,4 @@ HIGH_CONTRAST = Theme(
     dark=True,
     variables={"surface-lighten-2": "#ffffff", "block-cursor-text-style": "reverse"},
 )
-"""White on black, with yellow and cyan for emphasis. Every pair of colors has a contrast ratio of at least 7:1."""
+"""White on black, with yellow and cyan. Every pair of colors has a contrast ratio of at least 7:1."""

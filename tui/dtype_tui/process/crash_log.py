@@ -11,9 +11,9 @@ from dtype_engine.core.user_folders import state_folder
 
 
 def recorded(error: BaseException) -> str:
-    """Write the traceback of an error to a new file in the state folder. Only the user can read this file.
+    """Write the traceback of an error to a new file in the state folder, which only the user can read. Never raises.
 
-    Returns words that name the file, to end a sentence, or "" if the file can't be written. Never raises.
+    Returns words that name the file, to end a sentence, or "" if it can't be written.
     """
     import platform
     import traceback

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 _WITHOUT = ("-h", "--help", "--version", "--in-process", "--engine-command")
-"""Command-line options that make an engine process on this machine unnecessary."""
+"""Options that need no engine process on this machine."""
 _COMPLETION = "_DTYPE_TUI_COMPLETE"
-"""Environment variable that the shell sets when it asks for completions of the command line."""
+"""Set by the shell when it asks for completions."""
 _process: subprocess.Popen[bytes] | None = None
 
 
 def start_early(arguments: Sequence[str]) -> None:
-    """Start the engine if the command line probably opens a model on this machine. arguments: those after the program's name.
+    """Start the engine if the command line probably opens a model on this machine.
 
-    An unused engine exits together with this process, because its standard input is then closed.
+    An unused engine exits with this process, because its standard input is then closed.
     """
     global _process
     if _COMPLETION in os.environ or arguments[:1] == ["serve"]:
@@ -35,9 +35,7 @@ def start_early(arguments: Sequence[str]) -> None:
 
 
 def take() -> subprocess.Popen[bytes] | None:
-    """Return the engine process that `start_early` started, but only to the first caller. Later calls, or calls without such a
-    process, return None.
-    """
+    """Return the engine process that `start_early` started, to the first caller only; otherwise None."""
     global _process
     process, _process = _process, None
     return process

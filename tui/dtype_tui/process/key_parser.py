@@ -11,34 +11,32 @@ from textual.message import Message
 from dtype_tui.process.textual_private import XTermParser, expects_more
 
 _BEGINS_MORE = "[O]PX^_"
-"""Characters that, after Escape, begin a control sequence of the terminal (ECMA-48: CSI, SS3, OSC, DCS, SOS, PM, APC)."""
+"""Characters that begin a control sequence after Escape (ECMA-48: CSI, SS3, OSC, DCS, SOS, PM, APC)."""
 _WORD_KEYS = ("\x1bb", "\x1bf")
-"""The bytes that terminals send for Alt with the left or right arrow key."""
+"""What terminals send for Alt with the left or right arrow key."""
 _PASTE, _PASTE_END = "\x1b[200~", "\x1b[201~"
-"""The bytes that terminals send before and after the text of a paste."""
+"""What terminals send before and after a paste."""
 MOST_PASTED = 4 << 20
-"""Maximum number of characters of a paste. Further ones are dropped, since a paste without an end would fill the memory."""
+"""Maximum number of characters of a paste, whose end may never come."""
 
 
 class KeyParser(XTermParser):
     """Parses Escape and a character that arrive together: as Alt with the character if it is a letter, otherwise as two keys.
 
-    Textual's own parser waits 0.1 s after Escape and a character for more bytes. If an arrow key or a reply of the terminal arrives
-    within that time, it turns Escape and the character into text (`^q`). It also turns Escape and a digit into a special character,
-    such as `¡`.
+    Textual's own parser waits 0.1 s for more bytes. If an arrow key or a reply of the terminal arrives meanwhile, it turns Escape
+    and the character into text (`^q`). It also turns Escape and a digit into a special character, such as `¡`.
 
-    All characters between the beginning and the end of a paste become the text of the paste. Textual's parser would turn escape
-    sequences in the text, and the characters after an unknown escape sequence, into keys.
+    All of a paste becomes its text, of which Textual's parser would turn escape sequences, and what follows unknown ones, into
+    keys.
     """
 
     def __init__(self, debug: bool = False) -> None:
         super().__init__(debug)
         self._pasted: str | None = None
-        """While a paste is arriving, the part of its text that has arrived; otherwise None."""
+        """While a paste is arriving, the part that has arrived."""
         self._begun = ""
-        """Characters at the end of the input that may begin a paste or a key, such as Escape and `[20`, or "" if there are none.
-        They wait here until the next characters decide. Only Escape is passed on to Textual's parser at once, because that parser
-        reports the key Escape if nothing follows.
+        """The end of the input if it may begin a paste or a key, such as Escape and `[20`, until the next characters decide. Only
+        Escape is passed on at once, because Textual's parser reports the key if nothing follows.
         """
 
     def feed(self, data: str) -> Iterable[Message]:

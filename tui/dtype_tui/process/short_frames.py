@@ -1,7 +1,7 @@
 """Draws on the terminal in fewer bytes than Textual does, for slow connections.
 
-Textual writes a changed line from the left edge of its widget on, and the complete style of each piece of text. Here cells that the
-terminal shows already are left out, and of a style only those parts are written that change.
+Textual writes a changed line from the left edge of its widget on, with complete styles. Here cells that the terminal shows already
+are left out, and of a style only what changes is written.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _PIECE = re.compile(rf"({_MODE})|\n?{_MOVE}|\x1b\[([\d;]*)m|([^\x00-\x1f\x7f-\x9
 """A mode that changes no cell, a move of the cursor, the style of the text after it, or text (ECMA-48: DECSET, CUP, SGR)."""
 _FRAME = re.compile(rf"(?:{_MODE})*(?:{_MOVE}(?:{_PIECE.pattern})*)?")
 _AMBIGUOUS = "▲▼○●←↑→↓…–·×±≈≤≥Δ"
-"""Characters that are one cell wide, but two on terminals that are set up for East Asian fonts (Unicode's East Asian Width "A")."""
+"""Characters that are one cell wide, but two on terminals set up for East Asian fonts (Unicode's East Asian Width "A")."""
 _NARROW = re.compile(rf"[ -~\u2500-\u259f▸▾✓✗{_AMBIGUOUS}\u2800-\u28ff]*")
-"""Characters that are one cell wide: ASCII, lines, blocks, braille, and others that the app draws often."""
+"""Characters that are one cell wide, as far as the app draws them often."""
 _TO_AMBIGUOUS = re.compile(rf"[^{_AMBIGUOUS}]*[{_AMBIGUOUS}]|[^{_AMBIGUOUS}]+")
 
 
 @dataclass(frozen=True, slots=True)
 class _Style:
-    """The parts of a style, as the parameters of a control sequence."""
+    """The parts of a style, as parameters of a control sequence."""
 
     colour: str = ""
     background: str = ""
@@ -37,13 +37,12 @@ class _Style:
 
 _RESET = _Style()
 _BOLD_AND_DIM = {"1", "2"}
-"""The parameters for bold and dim text. The control sequence `ESC [ 22 m` switches both off, and leaves other attributes on."""
+"""The parameters for bold and dim text, both of which `ESC [ 22 m` switches off."""
 _UNSEEN_ON_BLANKS = {"1", "2", "3"}
-"""The parameters for bold, dim and italic text."""
 
 
 def with_short_frames(driver: type[Driver]) -> type[Driver]:
-    """Return a driver that draws what `driver` draws, in fewer bytes. It is for one terminal."""
+    """Return a driver for one terminal that draws what `driver` draws, in fewer bytes."""
     cells = ShownCells()
 
     class ShortFrames(driver):  # type: ignore[misc, valid-type]
@@ -58,14 +57,14 @@ class ShownCells:
 
     def __init__(self) -> None:
         self._rows: dict[int, dict[int, tuple[str, _Style]]] = {}
-        """(character, style) by row and column, which are counted from 1."""
+        """(character, style) by row and column, counted from 1."""
 
     def shortened(self, data: str) -> str:
-        """Return text with control sequences that looks the same on the terminal as `data`.
+        """Return text with control sequences that looks the same on the terminal as `data`, which begins and ends in the terminal's
+        own style.
 
-        data: begins and ends in the terminal's own style. Unless it is text with moves and styles alone, it is returned as it is,
-        and no cell is known any more. A frame that begins every row from the first on may follow a change of the terminal's size,
-        or repair the screen, so it is written in full.
+        Unless it is text with moves and styles alone, it is returned as it is, and no cell is known any more. A frame that begins
+        every row from the first on may follow a change of the terminal's size, or repair the screen, so it is written in full.
         """
         pieces = _PIECE.findall(data) if _FRAME.fullmatch(data) else []
         begun = {int(row) for _, row, column, _, _ in pieces if column == "1"}
@@ -90,10 +89,9 @@ class ShownCells:
         return pen.end()
 
     def _draw(self, pen: _Pen, row: int, column: int, text: str, style: _Style, combines: bool) -> int:
-        """Draw those cells of a text that have changed. From a character of unknown width on, draw everything, and the character
-        before it, with which it may combine. combines: whether such a character follows the text.
-
-        Returns the column after the text, or 0 if it is unknown.
+        """Draw those cells of a text that have changed. From a character of unknown width on, and from the one before, with which
+        it may combine, draw everything. combines: whether such a character follows the text. Returns the column after it, or 0 if
+        unknown.
         """
         cells, blank = self._rows.setdefault(row, {}), _on_blank(style)
         known = _narrow(text) if column else 0
@@ -121,13 +119,13 @@ class ShownCells:
 
 
 class _Pen:
-    """Writes text with control sequences, of which it leaves out those that change nothing."""
+    """Writes text with control sequences, without those that change nothing."""
 
     def __init__(self) -> None:
         self.written: list[str] = []
         self._style = _RESET
         self._place: tuple[int, int] | None = None
-        """(row, column) of the terminal's cursor, or None if they are unknown."""
+        """(row, column) of the cursor, if known."""
         self._adrift = False
         """Whether the cursor may be a column to the right of `_place`, because of an ambiguous character."""
 
@@ -144,7 +142,7 @@ class _Pen:
         return self._adrift and self._place == (row, column)
 
     def write(self, text: str, style: _Style, exact: bool = False) -> None:
-        """Write text at the cursor. Unless exact is true, blanks are written in the current style if they look the same there."""
+        """Write text at the cursor. Unless `exact`, blanks stay in the current style if they look the same there."""
         if style != self._style and (exact or text.strip(" ") or _on_blank(style) != _on_blank(self._style)):
             self.written.append(_between(self._style, style))
             self._style = style
@@ -160,12 +158,11 @@ class _Pen:
             self._adrift = part[-1] in _AMBIGUOUS
 
     def end(self) -> str:
-        """Return all that was written, which ends in the terminal's own style."""
         return "".join([*self.written, _between(self._style, _RESET)])
 
 
 def _before_unknown(pieces: list[tuple[str, ...]]) -> set[int]:
-    """Return the indices of the texts that are followed directly by a text which begins with a character of unknown width."""
+    """Return the indices of the texts that a text beginning with a character of unknown width follows directly."""
     found: set[int] = set()
     before = -1  # the index of the text before, or -1 after a move
     for place, (mode, _, _, style, text) in enumerate(pieces):
@@ -179,7 +176,7 @@ def _before_unknown(pieces: list[tuple[str, ...]]) -> set[int]:
 
 
 def _narrow(text: str) -> int:
-    """Return how many of the first characters of a text are surely one cell wide, and combine with no other."""
+    """Return how many of the first characters are surely one cell wide, and combine with no other."""
     match = _NARROW.match(text)
     end = match.end() if match is not None else 0
     return end if end == len(text) else max(0, end - 1)
@@ -193,7 +190,6 @@ def _on_blank(style: _Style) -> _Style:
 
 @lru_cache(4096)
 def _after(style: _Style, parameters: str) -> _Style:
-    """Return the style after a control sequence with these parameters."""
     colour, background, attributes = style.colour, style.background, set(style.attributes)
     each = iter(parameters.split(";"))
     for code in each:

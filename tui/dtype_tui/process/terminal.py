@@ -25,11 +25,11 @@ _RESTORES = b"".join(
         b"\x1b[?1004l",  # reports of the focus off
     )
 )
-"""The sequences that undo Textual's application mode, as its `LinuxDriver.stop_application_mode` writes them."""
+"""What undoes Textual's application mode, as its `LinuxDriver.stop_application_mode` writes it."""
 
 
 def terminal_settings() -> list[Any] | None:
-    """Return the attributes of the terminal (`termios.tcgetattr`), or None if standard error is none."""
+    """Return the terminal's attributes (`termios.tcgetattr`), or None if standard error is none."""
     with suppress(termios.error, OSError, ValueError):
         if sys.__stderr__ is not None:
             return termios.tcgetattr(sys.__stderr__.fileno())
@@ -37,9 +37,7 @@ def terminal_settings() -> list[Any] | None:
 
 
 def restore_at_once(settings: list[Any] | None) -> None:
-    """Restore the terminal without waiting until it has taken what the app has written so far, which is discarded. settings: its
-    attributes from before the app started, as `terminal_settings` returns them.
-    """
+    """Restore the terminal, and discard what it has not taken yet. settings: those from before the app started."""
     with suppress(termios.error, OSError, ValueError):  # the terminal is gone
         assert sys.__stderr__ is not None  # to which Textual writes
         number = sys.__stderr__.fileno()
@@ -57,8 +55,8 @@ def restore_at_once(settings: list[Any] | None) -> None:
 def exit_on_terminal_loss(on_exit: Callable[[], None]) -> None:
     """Call `on_exit` and then `os._exit` when the terminal is gone.
 
-    Without this, the program would wait forever: the hang-up signal does not end it, and Textual's writer thread fails with an
-    OSError, so that the queue of this thread fills up.
+    Otherwise the program would wait forever: the hang-up signal does not end it, and Textual's writer thread fails with an OSError,
+    so that its queue fills up.
     """
     before = threading.excepthook
 
@@ -79,9 +77,7 @@ def exit_on_terminal_loss(on_exit: Callable[[], None]) -> None:
 
 
 def server_disconnected() -> bool:
-    """Return whether the web server has closed its end of this process's standard input, for an app that runs in a browser. Textual
-    does not check this, and an app that can't be reached would keep its model in memory forever.
-    """
+    """Return whether the web server has closed standard input. Textual does not check this, and the app would run on."""
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLHUP)
     return any(event & select.POLLHUP for _, event in poll.poll(0))

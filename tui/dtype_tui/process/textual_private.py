@@ -20,9 +20,7 @@ __all__ = ["XTermParser", "active_message_pump"]
 
 
 def use_parser(parser: type[XTermParser]) -> None:
-    """Make Textual's terminal driver parse keys by `parser`. The driver looks its parser up by name when its reader thread
-    starts.
-    """
+    """Make Textual's terminal driver parse keys by `parser`, which it looks up by name when its reader thread starts."""
     linux_driver.XTermParser = parser  # type: ignore[attr-defined]
 
 
@@ -37,36 +35,28 @@ def add_filters(app: App[Any], *filters: LineFilter) -> None:
 
 
 def messages_of(app: App[Any]) -> list[Notification]:
-    """Return all messages of an app, the oldest first."""
     return list(app._notifications)
 
 
 def forget_message(app: App[Any], message: Notification) -> None:
-    """Remove a message of an app without drawing anything."""
     app._unnotify(message, refresh=False)
 
 
 def forget_drawings() -> None:
-    """Clear the cache that would keep the drawings of up to 1,024 widgets, including closed ones: tens of MiB after some hundred
-    windows.
-    """
+    """Clear the cache of the drawings of up to 1,024 widgets, also closed ones: tens of MiB after some hundred windows."""
     StylesCache.get_inner_outer.cache_clear()
 
 
 async def run_bound(app: App[Any], key: Key, priority: bool = False) -> bool:
-    """Run the action to which a key is bound, and return whether there is one. priority: whether to consider only bindings that
-    come before the focused widget.
-    """
+    """Run the action to which a key is bound, if any. priority: only bindings that come before the focused widget."""
     return await app._check_bindings(key.key, priority=priority)
 
 
 async def type_into(field: Input, key: Key) -> None:
-    """Let an input field handle a key."""
     await field._on_key(key)
 
 
 def paste_into(field: Input, paste: Paste) -> None:
-    """Let an input field handle a paste."""
     field._on_paste(paste)
 
 
@@ -76,17 +66,14 @@ def choose_in(palette: CommandPalette, event: Input.Submitted) -> None:
 
 
 def is_ending(app: App[Any]) -> bool:
-    """Return whether an app was told to exit."""
     return app._exit
 
 
 def has_windows(app: App[Any]) -> bool:
-    """Return whether an app has a window left."""
     return any(app._screen_stacks.values())
 
 
 def error_of(app: App[Any]) -> Exception | None:
-    """Return the error that ends an app, or None."""
     return app._exception
 
 

@@ -38,11 +38,8 @@ _STOPPED = "Stopped: close this and press d to go on."
 
 
 class CausesScreen(ChoiceScreen[str]):
-    """Plots the SQNR of every module's output in the order of the forward pass, in two series: under the whole recipe, and with
-    only the module itself cast.
-
-    Lists the causes of the drift as they are found. The user can choose a cause, which is then the result of the window, or cast it
-    back to the reference's dtype.
+    """Plots the SQNR of every module's output, under the whole recipe and with only the module itself cast. Lists the causes of the
+    drift as they are found. The window's result is a cause to go to.
     """
 
     HEADING = "Drift over depth"
@@ -73,15 +70,12 @@ class CausesScreen(ChoiceScreen[str]):
         self._controller = controller
         self._experiment = controller.experiment
         self._ended = ""
-        """A sentence that says why no causes are being measured. "" if they are being measured or already known."""
+        """Why no causes are being measured, or "" if they are, or are known."""
         self._before: tuple[Recipe, Results] | None = None
-        """The recipe and the results from before the user changed the recipe in this window. They are shown until the causes under
-        the new recipe are known.
-        """
+        """The recipe and the results from before the user changed the recipe here, shown until the new causes are known."""
         self._chosen: str | None = None
-        """The name of the module under the cursor, or None while the user has not moved the cursor, which then stays at the top."""
+        """The module under the cursor, or None while the cursor, not moved yet, stays at the top."""
         self._drawn: tuple[AttributionReport, Recipe] | None = None
-        """The report and the recipe for which the list was last drawn."""
 
     def compose(self) -> ComposeResult:
         with Vertical():
@@ -106,7 +100,7 @@ class CausesScreen(ChoiceScreen[str]):
 
     @property
     def _report(self) -> AttributionReport | None:
-        """The causes to show: all of them, or those found so far. None if none have been found yet."""
+        """The causes to show: all of them, or those found so far."""
         results = self._results
         return results.causes or (results.partial_causes.report if results.partial_causes is not None else None)
 
@@ -119,7 +113,6 @@ class CausesScreen(ChoiceScreen[str]):
         return self._experiment.results.causes is None and not self._ended and self._controller.activity.busy
 
     def show_figures(self) -> None:
-        """Show the causes found so far, and the progress of their measurement."""
         self._show_title()
         report = self._report
         if report is None:
@@ -167,14 +160,12 @@ class CausesScreen(ChoiceScreen[str]):
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True, justify="right")
         table.add_row("  alone as cast", "drift", "share", "", "own output", style="dim")
+        tree, reference = self._experiment.tree, self._experiment.model.reference
         added: set[Rule] = set()
         if self._before is not None and self._results is self._before[1]:
             added = set(self._experiment.recipe.rules[len(self._before[0]) :])
         for index, cause in enumerate(self._rows):
-            put_back = (
-                bool(added)
-                and reference_rule(self._experiment.tree, cause.name, self._experiment.model.reference) in added
-            )
+            put_back = bool(added) and reference_rule(tree, cause.name, reference) in added
             drawn = bar(cause.share, 6) if cause.share is not None and math.isfinite(cause.share) else ""
             drift = "not finite" if math.isinf(cause.drift) else f"{cause.drift:.2e}"
             local = "" if cause.local_sqnr_db is None else decibels(cause.local_sqnr_db)
@@ -196,8 +187,10 @@ class CausesScreen(ChoiceScreen[str]):
     def _plot(self) -> None:
         modules = self._results.modules
         local = {cause.name: cause.local_sqnr_db for cause in self._rows}
-        complete = self._results.causes is not None
-        names = [name for name in modules if name in local] if complete and local else self._modules_with_weights()
+        known = self._experiment.tree.modules
+        names = [name for name in modules if name in known and known[name].tensors]
+        if self._results.causes is not None and local:
+            names = [name for name in modules if name in local]
         legend = Text("SQNR in dB of every module with weights, in order:  ⠒ as measured", style="dim")
         if local:
             legend = Text("SQNR in dB, modules in order:  ⠒ as measured  o its own error alone", style="dim")
@@ -205,18 +198,10 @@ class CausesScreen(ChoiceScreen[str]):
         whole = [(float(index), _plot_y(modules[name].sqnr_db)) for index, name in enumerate(names)]
         own = [(float(index), _plot_y(local.get(name))) for index, name in enumerate(names)]
         labels = [depth_label(name) for name in names]
-        starts = [
-            (float(index), label)
-            for index, label in enumerate(labels)
-            if label not in labels[max(0, index - 1) : index]
-        ]
+        starts = [(float(at), label) for at, label in enumerate(labels) if label not in labels[max(0, at - 1) : at]]
         widget = self.query_one("#plot", Static)
         size = max(20, widget.size.width), max(4, widget.size.height)
         widget.update(plot((Series(whole), Series(own, "o", "bold")), linear_axes([*whole, *own]), *size, names=starts))
-
-    def _modules_with_weights(self) -> list[str]:
-        modules = self._experiment.tree.modules
-        return [name for name in self._results.modules if name in modules and modules[name].tensors]
 
     # -- keys and events -----------------------------------------------------------------------------------------
 
@@ -240,7 +225,7 @@ class CausesScreen(ChoiceScreen[str]):
         self._change(self._controller.undo)
 
     def _change(self, change: Callable[[], None]) -> None:
-        """Change the recipe by calling `change`, and measure the causes under the new recipe unless they are known."""
+        """Change the recipe by calling `change`, and measure its causes unless they are known."""
         experiment = self._experiment
         recipe, results = experiment.recipe, self._results
         change()
@@ -286,7 +271,5 @@ class CausesScreen(ChoiceScreen[str]):
 
 
 def _plot_y(sqnr_db: float | None) -> float:
-    """Return an SQNR in dB as the y of a point in the plot, or NaN if it is unknown. The plot omits points whose y is NaN or
-    infinite; the SQNR is infinite for a module without any drift.
-    """
+    """Return an SQNR as the y of a point. The plot omits points that are NaN or infinite, as for a module without drift."""
     return math.nan if sqnr_db is None else sqnr_db

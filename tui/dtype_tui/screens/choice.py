@@ -18,9 +18,9 @@ class ChoiceScreen(ModalScreen[Result]):
     """A window of lines, one of which the user chooses. A subclass draws the lines in `draw` and binds keys to `action_move`."""
 
     HEADING: ClassVar[str]
-    """The title in the upper border of the box."""
+    """The title in the upper border."""
     KEYS: ClassVar[str]
-    """The window's keys, shown in the lower border."""
+    """The keys in the lower border."""
 
     DEFAULT_CSS = """
     ChoiceScreen { align: center middle; }
@@ -30,11 +30,9 @@ class ChoiceScreen(ModalScreen[Result]):
     """
 
     def __init__(self, count: int) -> None:
-        """count: the number of lines to choose from."""
         super().__init__()
         self._count = count
         self.index = 0
-        """Index of the chosen line."""
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(can_focus=False) as box:
@@ -53,7 +51,7 @@ class ChoiceScreen(ModalScreen[Result]):
 
     @property
     def lines(self) -> Static:
-        """The widget that shows the lines, as opposed to any widget for messages that a subclass adds."""
+        """The widget that shows the lines, as opposed to those that a subclass adds."""
         return self.query_one("VerticalScroll > Static", Static)
 
     def draw(self) -> Text | Table:
@@ -61,7 +59,6 @@ class ChoiceScreen(ModalScreen[Result]):
         raise NotImplementedError
 
     def redraw(self) -> None:
-        """Draw the lines again."""
         whole = self.draw()
         if isinstance(whole, Table):  # which styles the row of the cursor itself
             self.lines.update(whole)
@@ -75,9 +72,7 @@ class ChoiceScreen(ModalScreen[Result]):
         self.lines.update(Text("\n").join(drawn))
 
     def marker(self, index: int) -> tuple[str, str]:
-        """Return what to draw at the beginning of the line with this index, as (text, style): the edge of the cursor if it is the
-        chosen line, otherwise blanks.
-        """
+        """Return (text, style) of the beginning of a line: the edge of the cursor if it is the chosen one, otherwise blanks."""
         return f"{EDGE} " if index == self.index else "  ", ""
 
     def action_move(self, step: int) -> None:

@@ -53,7 +53,7 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
 
 
 def _module_rows(experiment: Experiment, node: str, modules: tuple[Module, ...]) -> Iterator[Row]:
-    """Yield what is known about a module, or about modules that are folded into one node, without their drift."""
+    """Yield what is known about a module, or about folded modules, without their drift."""
     stored = experiment.tree.totals().of(modules)
     planned = experiment.totals.of(modules)
     if len(modules) > 1:
@@ -128,9 +128,7 @@ def _rule_rows(experiment: Experiment, node: str) -> Iterator[Row]:
 
 
 def _over(report: DriftReport | None) -> str:
-    """Return how many sequences the modules' drift covers, such as `, over 2 of 6 sequences`. Returns "" if it covers all of them,
-    or if `report` is None.
-    """
+    """Return how many sequences the modules' drift covers, such as `, over 2 of 6 sequences`, or "" if it covers all."""
     extent = modules_extent_text(report) if report is not None else ""
     return f", over {extent}" if extent else ""
 

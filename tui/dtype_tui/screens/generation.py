@@ -24,22 +24,17 @@ from dtype_tui.widgets.line_input import LineInput
 
 MOST_TOKENS = 4096
 MOST_TEXTS = 100
-"""Maximum number of generated texts that the window shows."""
 _MOST_CHARACTERS = 100_000
-"""Maximum number of characters of a generated text. A longer text is cut. A line break counts as 80 characters. A text of 4,096
-tokens has about half of the maximum.
-"""
+"""Maximum number of characters of a text, of which a line break counts as 80. One of 4,096 tokens has about half."""
 _MOST_OF_A_PIECE = 1000
-"""Maximum number of characters that are shown of a single token."""
 
 
 class GenerationScreen(ModalScreen[None]):
     """Asks for a prompt and a length, and shows the texts of the reference and the candidate as they are generated. The first token
     that differs is in brackets.
 
-    wanted: the prompt and length that the user requested last, or None. Unless it is None, the window generates texts at once.
-    texts: the texts that were generated for this request, if the recipe and the settings are still the same. start: called with the
-    prompt and length to generate. stop: called if the window is closed while texts are generated.
+    wanted: the last request, whose texts are generated at once if `texts` has none. start: called with a request; returns whether
+    the engine works on it. stop: called if the window is closed while texts are generated.
     """
 
     DEFAULT_CSS = """
@@ -149,11 +144,7 @@ class GenerationScreen(ModalScreen[None]):
 
 
 def _written(text: Generation, written: Written) -> Text:
-    """Return the end of the prompt in a dim style, followed by one model's continuation of it. The first token in which the
-    continuations of the two models differ is in brackets. Control characters are escaped.
-
-    text: the prompt with the continuations of both models. written: the continuation to return.
-    """
+    """Return the end of the prompt, dim, and one model's continuation of it. The first token that differs is in brackets."""
     shown = Text(_safe_lines("…" + text.prompt[-60:] if len(text.prompt) > 60 else text.prompt), style="dim")
     parts_at = text.same_tokens if text.differs else None
     room = _MOST_CHARACTERS

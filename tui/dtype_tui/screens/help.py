@@ -1,4 +1,4 @@
-"""The help: first a page of the main screen's keys by task, then the keys of every window, then explanations of terms."""
+"""The help: the main screen's keys by task, then the keys of every window, then explanations of terms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from textual.widgets import Static
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_tui.config.bindings import DIGITS, FRONT_KEYS, KEYS
-from dtype_tui.config.key_groups import GROUPS, Entry
+from dtype_tui.config.key_groups import GROUPS
 from dtype_tui.config.key_names import described, keys_of, on_keyboard
 from dtype_tui.rendering.columns import in_columns
 from dtype_tui.screens.causes import CausesScreen
@@ -47,16 +47,14 @@ from dtype_tui.widgets.tree_rows import Row
 Section = tuple[str, list[tuple[str, str]]]
 _NARROWEST = 35
 _KEYS_WIDTH = 8
-"""Width in cells for the keys in each column of the main screen's keys. Longer keys shift their description to the right."""
+"""Width in cells for the main screen's keys. Longer ones shift their description to the right."""
 _WINDOWS_KEYS_WIDTH = 20
-"""Width in cells for the keys of windows. These are listed in a single column, which is as wide as the page."""
+"""Width in cells for the keys of windows, which are listed in a single column."""
 
 
 class HelpScreen(ModalScreen[None]):
-    """Shows the help.
-
-    node: the name of the node under the cursor. node_keys: (binding id, description) of the keys for that node. chosen: the user's
-    own keys, by binding id. words: (title, text) of the explanations. hidden: the ids of bindings to leave out.
+    """node: the name of the node under the cursor. node_keys: (binding id, description) of its keys. chosen: the user's own keys,
+    by binding id. words: (title, text) of explanations. hidden: the ids of bindings to leave out.
     """
 
     DEFAULT_CSS = """
@@ -127,9 +125,7 @@ class HelpScreen(ModalScreen[None]):
         return page
 
     def _searched(self) -> list[Section]:
-        """Return the sections of keys that a search covers: those for the node under the cursor, those on the first page, and those
-        of all windows.
-        """
+        """Return the sections that a search covers: the keys of the node under the cursor, of the page, and of all windows."""
         node = f"Here: {printable(self._node, 500)}"
         here = (node, [(_keys((name,), self._chosen), words) for name, words in self._node_keys])
         return [here, *_groups(self._chosen, self._hidden), *self._sections]
@@ -140,7 +136,7 @@ class HelpScreen(ModalScreen[None]):
         self.set_focus(field)
 
     def _close_search(self) -> None:
-        """Hide the search line. The search results stay on the page."""
+        """Hide the search line. What it found stays on the page."""
         self.query_one(LineInput).remove_class("open")
         self.query_one(VerticalScroll).focus()
 
@@ -156,12 +152,8 @@ class HelpScreen(ModalScreen[None]):
 def sections(
     chosen: Mapping[str, str], words: Iterable[tuple[str, str]], hidden: Set[str] = frozenset()
 ) -> tuple[list[Section], list[tuple[str, str]]]:
-    """Return the two parts of the help. The first consists of sections (title of a screen or prompt, its keys with descriptions);
-    the main screen comes first, then the tree. The second consists of explanations of terms as (title, text).
-
-    Descriptions begin with a lower-case letter here, unlike in the command palette. words: explanations of terms, to which those of
-    two windows are added. chosen: the user's own keys, by binding id. hidden: the ids of bindings to leave out. If there are any,
-    the section of the save window is left out, too.
+    """Return the sections of the help (title of a screen or prompt, its keys with descriptions), and the explanations of terms:
+    `words`, and those of two windows. Descriptions begin in lower case. If any bindings are hidden, the save window is left out.
     """
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
         ("Casting and measuring", KEYS),
@@ -189,7 +181,9 @@ def sections(
     )
     if hidden:
         places = tuple(
-            (title, _shown(bindings, hidden)) for title, bindings in places if bindings is not SaveScreen.BINDINGS
+            (title, [each for each in bindings if not (isinstance(each, Binding) and each.id in hidden)])
+            for title, bindings in places
+            if bindings is not SaveScreen.BINDINGS
         )
     explained = [*words, ("Inputs", InputsScreen.HELP), ("Sensitivity", ScanScreen.HELP)]
     return [
@@ -211,9 +205,7 @@ def keys_for_node(experiment: Experiment, row: Row) -> list[tuple[str, str]]:
 
 
 def node_lines(node: str, node_keys: Sequence[tuple[str, str]], chosen: Mapping[str, str], width: int) -> Text:
-    """Return the lines with the keys for the node under the cursor: one line with the keys for dtypes, then the other keys. node:
-    its name. node_keys: (binding id, description) of each key. chosen: the user's own keys, by binding id.
-    """
+    """Return a line with the keys for dtypes, then the other keys for the node under the cursor."""
     names = [dtypes.short_name(dtype) if dtype != dtypes.STORED else "as stored" for dtype in DIGITS]
     text = Text()
     text.append(f"Here: {printable(node, 500)}\n", style="bold")
@@ -229,31 +221,22 @@ def node_lines(node: str, node_keys: Sequence[tuple[str, str]], chosen: Mapping[
     return text
 
 
-def _shown(bindings: Iterable[BindingType], hidden: Set[str]) -> list[BindingType]:
-    return [binding for binding in bindings if not (isinstance(binding, Binding) and binding.id in hidden)]
-
-
 def key_blocks(chosen: Mapping[str, str], hidden: Set[str] = frozenset()) -> list[list[Text]]:
-    """Return the groups of keys, each as a heading and one line per entry. chosen: the user's own keys, by binding id. hidden: the
-    ids of bindings to leave out.
-    """
+    """Return the groups of keys, each as a heading and one line per entry."""
     return [_block(title, rows) for title, rows in _groups(chosen, hidden)]
 
 
 def _groups(chosen: Mapping[str, str], hidden: Set[str]) -> list[Section]:
-    """Return the groups of keys as (title, rows of keys and description). hidden: the ids of bindings to leave out."""
     return [
-        (title, [_row_of(entry, chosen) for entry in entries if hidden.isdisjoint(entry[1])])
-        for title, entries in GROUPS
+        (title, [(_keys(names, chosen), words) for words, names in entries if hidden.isdisjoint(names)])
+        for title, entries in GROUPS.items()
     ]
 
 
 def _block(
     title: str, rows: Iterable[tuple[str, str]], widest: int = _KEYS_WIDTH, width: int | None = None
 ) -> list[Text]:
-    """Return the lines of a heading and of the rows below it. rows: pairs (keys, description). widest: the maximum width in cells
-    of the column of keys. width: the page's width in cells; if None, descriptions are not wrapped.
-    """
+    """Return the lines of a heading and of its rows (keys, description). widest: of the keys. width: None does not wrap."""
     listed = list(rows)
     keys_width = min(widest, max(len(keys) for keys, _ in listed))
     lines = [Text(title, style="bold")]
@@ -263,23 +246,14 @@ def _block(
 
 
 def _row(keys: str, words: str, column: int, width: int) -> list[Text]:
-    """Return an entry of the help as lines: its keys and its description (`words`), which is wrapped and indented to `column`.
-    width: the page's width.
-    """
+    """Return an entry of the help as lines: its keys and its description, which is wrapped and indented to `column`."""
     wrapped = textwrap.wrap(words, width, initial_indent=" " * len(keys), subsequent_indent=" " * column)
     first, *more = wrapped or [keys]
     return [Text.assemble(keys, (first[len(keys) :], "dim")), *(Text(line, style="dim") for line in more)]
 
 
-def _row_of(entry: Entry, chosen: Mapping[str, str]) -> tuple[str, str]:
-    words, names = entry
-    return _keys(names, chosen), words
-
-
 def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
-    """Return the keys of several bindings: first each binding's first key, then each one's second key. Ctrl+r becomes `^r`. names:
-    the bindings' ids. chosen: the user's own keys, by binding id.
-    """
+    """Return the keys of several bindings, given their ids: each one's first key, then each one's second. Ctrl+r is `^r`."""
     bindings = [binding for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
     keys = [keys_of(binding, chosen).split(",") for name in names for binding in bindings if binding.id == name]
     ordered = [key for row in zip_longest(*keys) for key in row if key is not None]
@@ -287,10 +261,7 @@ def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
 
 
 def search(places: Iterable[Section], explained: Iterable[tuple[str, str]], wanted: str, width: int) -> Text:
-    """Return what the help says about `wanted` as a text: the keys whose label, section or description contains it, and the
-    sentences of explanations that contain it. places: the help's sections. explained: its explanations, each as (title, text).
-    width: the text's width in cells.
-    """
+    """Return the keys whose label, section or description contains `wanted`, and the sentences of explanations that do."""
     wanted = wanted.strip().lower()
     page = Text()
     for title, rows in places:

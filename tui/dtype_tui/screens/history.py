@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from rich.text import Text
@@ -15,7 +15,6 @@ from dtype_engine.core.dtypes import BY_NAME
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import seconds_text
-from dtype_engine.recipe import Recipe
 from dtype_engine.results.figures import About, figures_in
 from dtype_engine.results.meaning import Meaning, meaning
 from dtype_tui.rendering.canvas import Series, axes_around, linear_axes, plot
@@ -24,21 +23,19 @@ from dtype_tui.rendering.loss_text import loss_mark
 from dtype_tui.rendering.palette import ramp
 from dtype_tui.screens.comparison import comparison_screen, side_of
 from dtype_tui.screens.modal import ModalScreen
-from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.controller import Controller
 from dtype_tui.state.measurement_log import MeasuredRecipe, mark, metric_names, toggle_pin, without_figures
 
 _RULES = "rules"
 _RULES_WIDTH = 22
-"""Minimum width in cells of the column of rules. Other columns are left out if the column of rules would be narrower."""
+"""Minimum width in cells of the column of rules, for which other columns are left out."""
 _OMITTED: tuple[About, ...] = ("predictions", "values", "distribution")
-"""What the figures are about that are omitted in a narrow window, in the order in which they are omitted."""
+"""What the figures are about that a narrow window omits, in order."""
 _PADDING = 2
 
 
-class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
-    """Lists the measured recipes. The window's result is the recipe to return to, or None if the user chose none. Keys pin a
-    recipe, compare it with another one, or make it the baseline for the tree and the panes.
-    """
+class MeasurementsScreen(ModalScreen[MeasuredRecipe]):
+    """Lists the measured recipes. The window's result is the one to return to."""
 
     DEFAULT_CSS = """
     MeasurementsScreen { align: center middle; }
@@ -61,16 +58,14 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         Binding("escape,q,H", "leave", "Close"),
     ]
 
-    def __init__(self, experiment: Experiment, measure: Callable[[Sequence[Recipe]], None]) -> None:
-        """measure: a function that measures recipes without making them current."""
+    def __init__(self, controller: Controller) -> None:
         super().__init__()
-        self._experiment = experiment
-        self._measure = measure
+        self._controller = controller
+        self._experiment = controller.experiment
         self._seen: tuple[MeasuredRecipe, ...] = ()
         self._chosen: int | None = None
         self._order: list[int] = []
         self._filled_for = 0
-        """The width in cells for which the table's columns were chosen."""
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -85,7 +80,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self._fill(len(self._experiment.measured) - 1)
 
     def show_figures(self) -> None:
-        """Add recipes that were measured after the last redraw. The cursor stays on its recipe."""
+        """Add recipes that were measured since. The cursor stays on its recipe."""
         if self._seen != self._entries:
             at = self._entries[self._at].key if self._at < len(self._entries) else None
             keys = [entry.key for entry in self._entries]
@@ -96,9 +91,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         return self._experiment.measured
 
     def _fill(self, at: int) -> None:
-        """Fill the table again, with pinned measurements first and then the newest ones first. at: the index in the history of the
-        measurement to which the cursor goes.
-        """
+        """Fill the table again: pinned measurements first, then the newest first. at: the index in the history for the cursor."""
         entries = self._entries
         self._seen = entries
         self._order = sorted(range(len(entries)), key=lambda index: (not entries[index].pinned, -index))
@@ -117,11 +110,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
     @property
     def _width(self) -> int:
-        """The total width in cells of the table's columns.
-
-        Before the layout is known, the width is estimated, so that the table has rows for keys that are pressed while the window
-        opens.
-        """
+        """The total width of the columns, estimated before the layout is known, for keys that are pressed meanwhile."""
         table = self.query_one(DataTable)
         return (table.size.width or min(116, self.app.size.width * 96 // 100) - 4) - 1  # a scrollbar may come
 
@@ -144,14 +133,11 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         }
 
     def _meaning(self, entry: MeasuredRecipe) -> Meaning:
-        """Return a rating of a measurement's drift, such as "small". The rating considers the noise floor if it was measured on the
-        same inputs.
-        """
+        """Return a rating of a measurement's drift, with regard to the noise floor if that was measured on the same inputs."""
         return meaning(entry.output, self._experiment.floor if entry.inputs == self._experiment.model.inputs else None)
 
     @property
     def _at(self) -> int:
-        """Index of the measurement under the cursor."""
         return self._order[self.query_one(DataTable).cursor_row]
 
     def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
@@ -182,9 +168,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
             self._plot()
 
     def _plot(self) -> None:
-        """Plot the drift of the measured recipes against their bytes. The drift is the KL or, if the outputs are not distributions,
-        the square of the relative L2 error. If the user chose a metric of their own, it is plotted instead of the drift.
-        """
+        """Plot the drift of the measured recipes, or one of the user's own metrics, against their bytes."""
         widget = self.query_one("#plot", Static)
         axis = self._experiment.axis
         distribution = any(entry.output.kl_mean is not None for entry in self._entries)
@@ -222,7 +206,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         recipes = without_figures(self._entries, self._experiment.settings, self._experiment.model.inputs)
         if not recipes:
             self.notify("all are already measured on these inputs with these settings", severity="information")
-        self._measure(recipes)
+        self._controller.measure_recipes(recipes)
 
     def action_pin(self) -> None:
         at = self._at
@@ -247,11 +231,10 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
 
 def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
-    """Return the columns that fit into `width` cells, and their widths. rows: the cells of the table, by column name. The last
-    column, with the rules, gets all remaining cells.
+    """Return the columns that fit into `width` cells, and their widths. rows: the cells of the table, by column name.
 
-    If too few cells would remain for the rules, other columns are left out: first empty columns, then figures in the order of
-    `_OMITTED`, the bytes, and the user's metrics.
+    The column of rules gets all remaining cells. If they are too few, columns are left out: empty ones, then figures in the order
+    of `_OMITTED`, the bytes, and the user's metrics.
     """
     widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
     wanted = min(widths.pop(_RULES), _RULES_WIDTH) + _PADDING
@@ -266,9 +249,7 @@ def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
 
 
 def _time_or_extent(entry: MeasuredRecipe) -> str:
-    """Return the time of the candidate's passes as text. If not all sequences were run, return the number of those that were, such
-    as `2 of 6`.
-    """
+    """Return the time of the candidate's passes, or how many sequences were run if not all, such as `2 of 6`."""
     if entry.in_part:
         return f"{entry.extent.done:,} of {entry.extent.total:,}"
     return "" if entry.seconds is None else seconds_text(entry.seconds)

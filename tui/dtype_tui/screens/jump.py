@@ -16,24 +16,18 @@ from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.widgets.line_input import LineInput
 
 LETTERS = "asdfghjklqwertyuiopzxcvbnm"
-"""The letters that labels consist of. Those of the home row come first, because they are the easiest to type."""
+"""The letters of labels, the easiest to type first."""
 
 
 def labels(count: int) -> list[str]:
-    """Return `count` different labels, such as ["a", "s", "ma"]. No label is the beginning of another one. Labels of one letter
-    come first, and as many labels as possible have only one letter.
-    """
+    """Return `count` labels, such as ["a", "s", "ma"]. None is the beginning of another. As many as possible have one letter."""
     pairs = max(0, -(-(count - len(LETTERS)) // (len(LETTERS) - 1)))
     singles = len(LETTERS) - pairs
     return [*LETTERS[:singles], *map("".join, product(LETTERS[singles:], LETTERS))][:count]
 
 
 class JumpScreen(ModalScreen[int]):
-    """Shows a label at each of the given places of the screen below. When the user types a label, the window closes with the index
-    of its place.
-
-    places: the positions at which the labels begin, in cells from the upper left corner of the screen.
-    """
+    """Shows a label at each place, in cells of the screen below. The window's result is the index of the one that is typed."""
 
     DEFAULT_CSS = """
     JumpScreen, JumpScreen:ansi { background: transparent; }
@@ -61,9 +55,7 @@ class JumpScreen(ModalScreen[int]):
             self.dismiss()  # after a resize, the labels would be in the wrong places
 
     def _go(self, typed: str) -> None:
-        """Handle the letters typed so far. If they are a label, go to its place. If they begin several labels, show only those. If
-        they begin none, clear the input field and show all labels.
-        """
+        """Go to the place with the typed label. If the letters begin several, show only those; if they begin none, show all."""
         if typed in self._statics:
             self.dismiss(list(self._statics).index(typed))
             return

@@ -1,7 +1,7 @@
 """The base class of windows over the main screen, which makes sure that a window closes only once.
 
-Textual's own `dismiss` removes the topmost screen, even if this is not the screen that was to be closed. If two keys or clicks that
-close a window arrive together, the second would remove the screen below the window, possibly the app's last screen.
+Textual's own `dismiss` removes the topmost screen, whichever it is called on. Two keys or clicks that close a window and arrive
+together would also remove the screen below it, possibly the app's last one.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ Result = TypeVar("Result")
 
 
 def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
-    """Return whether an error only means that a widget was not found because its window is closed or not yet built, or the app is
-    ending.
-
-    Keys that open and close a window in quick succession cause such errors. The app ignores them.
+    """Return whether an error only means that a widget was not found in a window that is closed or not yet built, as when keys open
+    and close windows in quick succession, or that the app is ending.
     """
     if is_ending(app) and isinstance(error, (NoMatches, ScreenStackError)):
         return True
@@ -53,8 +51,7 @@ def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
 def nodes_in_traceback(error: Exception) -> list[DOMNode]:
     """Return the widgets and windows whose methods appear in an error's traceback, the outermost first.
 
-    They show in which window the error occurred. Textual's active message pump does not show it if the error was raised in a task
-    of the app.
+    Textual's active message pump does not show the window if the error was raised in a task of the app.
     """
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [node for node in owners if isinstance(node, DOMNode) and not isinstance(node, App)]
@@ -63,18 +60,17 @@ def nodes_in_traceback(error: Exception) -> list[DOMNode]:
 def _close_once(
     screen: Screen[Result], dismiss: Callable[[Result | None], AwaitComplete], result: Result | None
 ) -> AwaitComplete:
-    """Close a screen with a result, by Textual's method `dismiss`, if it is the topmost screen; otherwise do nothing."""
+    """Close a screen by Textual's method `dismiss` if it is the topmost; otherwise do nothing."""
     if screen.is_active:
         return dismiss(result)
     return AwaitComplete()
 
 
 def _draw_over(window: Screen[Any]) -> RenderableType | None:
-    """Return what to draw behind a window: the screen below it, tinted by the window's background. Returns None if the window is
-    not open.
+    """Return what to draw behind a window: the screen below it, tinted by the window's background, or None if it is not open.
 
-    Textual finds the screen below in a list that changes while other windows are drawn. If windows open and close during the
-    drawing, each of two windows could be drawn over the other, in an endless recursion.
+    Textual finds the screen below in a list that changes while other windows are drawn. If windows open and close meanwhile, each
+    of two could be drawn over the other, in an endless recursion.
     """
     stack = window.app.screen_stack
     place = stack.index(window) if window in stack else 0
@@ -87,7 +83,7 @@ SCROLLING = (
     Binding("pageup", "scroll(-8)", "A page up", priority=True, show=False),
     Binding("pagedown", "scroll(8)", "A page down", priority=True, show=False),
 )
-"""The keys that scroll a window while an input field has the focus."""
+"""Keys that scroll a window while an input field has the focus."""
 
 
 class ModalScreen(_ModalScreen[Result]):
@@ -100,7 +96,7 @@ class ModalScreen(_ModalScreen[Result]):
         return _close_once(self, super().dismiss, result)
 
     def show_figures(self) -> None:
-        """Show the engine's latest results. The main screen calls this whenever it redraws for the engine's events."""
+        """Show the engine's latest results. Called whenever the main screen redraws for events."""
 
     def action_leave(self) -> None:
         self.dismiss()
@@ -120,9 +116,7 @@ class CommandPalette(_CommandPalette):
 
     @on(Input.Submitted)
     async def choose_once_searched(self, event: Input.Submitted) -> None:
-        """Make Enter wait until the search for the whole text has finished. Textual would choose at once, from the results for the
-        text as it was some keys earlier.
-        """
+        """Make Enter wait for the search for the whole text. Textual would choose from the results of some keys earlier."""
         event.prevent_default()
         event.stop()
         for search in [worker for worker in self.workers if worker.node is self]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from rich.text import Text
@@ -30,22 +30,20 @@ from dtype_tui.rendering.canvas import Series, axes_around, plot
 from dtype_tui.rendering.cells import truncate
 from dtype_tui.rendering.palette import ACCENT, colour
 from dtype_tui.screens.modal import ModalScreen
-from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.controller import Controller
 from dtype_tui.state.scan import Point, figure
 from dtype_tui.widgets.line_input import LineInput
 
 _RESTS_S = 0.05
-"""Number of seconds that the cursor must rest on a point before the app computes the point's rules."""
+"""Seconds that the cursor must rest on a point before the app computes its rules."""
 _MOST_ZOOM = 64
 _AROUND = 2
-"""Number of points on either side of the cursor whose recipes are measured together with the one under the cursor."""
+"""Number of points on either side of the cursor that are measured together with the one under it."""
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 class OptimiseScreen(ModalScreen[None]):
-    """Shows the Pareto front. The keys left and right move the cursor along the front. Enter applies and measures the recipe of the
-    point under the cursor.
-    """
+    """Shows the Pareto front, along which the cursor moves. Enter applies and measures the recipe under it."""
 
     DEFAULT_CSS = """
     OptimiseScreen { background: $background; }
@@ -61,37 +59,22 @@ class OptimiseScreen(ModalScreen[None]):
     AUTO_FOCUS = ""  # the line to type limits in would take the arrows
     BINDINGS: ClassVar[list[BindingType]] = FRONT_KEYS
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        apply_recipe: Callable[[Recipe], bool],
-        measure: Callable[[Sequence[Recipe]], None],
-        undo: Callable[[], None],
-    ) -> None:
-        """apply_recipe: makes a recipe the current one, so that it is measured; returns False if it already is. measure: measures
-        recipes without making them current. undo: restores the previous recipe.
-        """
+    def __init__(self, controller: Controller) -> None:
         super().__init__()
-        self.experiment = experiment
-        self._apply_recipe = apply_recipe
-        self._measure = measure
-        self._undo = undo
-        self.view = experiment.scan
+        self._controller = controller
+        self.experiment = controller.experiment
+        self.view = self.experiment.scan
         self.front: ParetoFront | None = None
         self.index = 0
         self.within: Solution | None = None
-        """The best solution for the user's budget, if the cursor is on it. Its size may lie between those of two drawn points of
-        the front. None if the cursor is on a drawn point.
-        """
+        """The best solution for the user's budget, if the cursor is on it. Its size may lie between those of two drawn points."""
         self._rules: tuple[Solution, Recipe] | None = None
-        """The plan on the front for which a recipe was computed last, and this recipe."""
+        """The plan for which a recipe was computed last, and this recipe."""
         self._measured_caches: dict[Recipe, int] = {}
-        """Total bytes of the KV caches under each measured recipe."""
         self._timer: Timer | None = None
         self._seen = -1
-        """The value of `ScanState.version` when the screen was last drawn."""
         self.zoom = 1
-        """The width of the whole front divided by the width of its visible part."""
+        """The width of the whole front divided by that of its visible part."""
 
     def compose(self) -> ComposeResult:
         yield Static(id="front-title", markup=False)
@@ -110,13 +93,12 @@ class OptimiseScreen(ModalScreen[None]):
         self.call_after_refresh(self._draw)
 
     def show_figures(self) -> None:
-        """Redraw if the scan's estimates have changed, or if a recipe was measured after the last redraw."""
         if self._seen != self.view.version:
             self._make(self.view.limits)
 
     def _make(self, limits: SearchConstraints) -> bool:
-        """Compute the Pareto front under the user's requirements `limits`. Returns False if no plan meets them. The cursor moves to
-        the largest plan that has no more bytes than the plan that was under the cursor before.
+        """Compute the front under the user's requirements. Returns False if no plan meets them. The cursor moves to the largest
+        plan that has no more bytes than the one that was under it.
         """
         self._seen = self.view.version
         before, self.view.limits = self.view.limits, limits
@@ -142,9 +124,7 @@ class OptimiseScreen(ModalScreen[None]):
         return True
 
     def _cache_bytes(self, formats: Mapping[str, str]) -> int:
-        """Return the bytes of the KV caches at the current context, or 0 if the scan has no scores of caches. formats: the format
-        of each cache tensor, by its name; a tensor without a format has the dtype in which the model writes it.
-        """
+        """Return the bytes of the KV caches in these formats at the current context, or 0 if the scan has no scores of caches."""
         if not self.view.has_caches:
             return 0
         tree, experiment = self.experiment.tree, self.experiment
@@ -152,9 +132,7 @@ class OptimiseScreen(ModalScreen[None]):
         return sum(cache_bytes(tree, given, written_dtype(tree), experiment.tokens, experiment.served.batch).values())
 
     def _measured_bytes(self, recipe: Recipe, weights: int) -> int:
-        """Return the bytes of a measured recipe: those of the weights (`weights`) and, if the front includes them, those of the KV
-        caches.
-        """
+        """Return the bytes of a measured recipe: `weights` and, if the front includes them, KV caches."""
         if recipe not in self._measured_caches:
             caches = make_plan(self.experiment.tree, recipe).caches if self.view.has_caches else {}
             self._measured_caches[recipe] = self._cache_bytes(caches)
@@ -166,13 +144,11 @@ class OptimiseScreen(ModalScreen[None]):
 
     @property
     def recipe(self) -> Recipe | None:
-        """The shortest recipe for the plan under the cursor, or None until it has been computed."""
+        """The shortest recipe for the plan under the cursor, or None until it is computed."""
         return self._rules[1] if self._rules is not None and self._rules[0] == self.solution else None
 
     def _find_rules(self) -> None:
-        """Compute the recipe for the plan under the cursor, in a thread and only when the cursor rests, because this takes long for
-        a large model.
-        """
+        """Compute the recipe under the cursor when that rests, in a thread, because this takes long for a large model."""
         if self._timer is not None:
             self._timer.stop()
         solution = self.solution
@@ -247,23 +223,19 @@ class OptimiseScreen(ModalScreen[None]):
 
     @property
     def _unit(self) -> tuple[int, str]:
-        """The unit of the horizontal axis: (its number of bytes, its name), such as (2**20, "MiB")."""
+        """The unit of the horizontal axis, such as (2**20, "MiB")."""
         stored = self.experiment.tree.stored_bytes
         return next(pair for pair in _UNITS if stored >= pair[0] or pair[0] == 1)
 
     def _in_view(self, x: float, points: Sequence[tuple[float, float]]) -> bool:
-        """Return whether the point at `x` on the horizontal axis is visible. The centre of the visible part is the point under the
-        cursor. points: (bytes, drift) of every point of the front, in the units of the plot.
-        """
+        """Return whether the point at `x` is visible around the one under the cursor. points: in the units of the plot."""
         if self.zoom == 1:
             return True
         width = (points[-1][0] - points[0][0]) / self.zoom
         return abs(x - points[self.index][0]) <= width / 2
 
     def _measured(self) -> list[tuple[int, float]]:
-        """Return (planned bytes, measured drift) of each recipe that was measured on the current inputs and settings. The drift is
-        the metric that the scan predicts: the mean KL or the squared relative L2 error.
-        """
+        """Return (bytes, drift) of each recipe measured on the current inputs and settings. The drift is what the scan predicts."""
         experiment = self.experiment
         distribution = self.view.report is not None and self.view.report.unit != SQUARED
         now = experiment.model.inputs, experiment.settings
@@ -311,7 +283,6 @@ class OptimiseScreen(ModalScreen[None]):
         return text
 
     def point_measurement(self) -> Point | None:
-        """Return the measurement of the recipe at the point under the cursor, or None if it was not measured."""
         recipe = self.recipe
         return next((point for point in self.view.measured if recipe is not None and point.recipe == recipe), None)
 
@@ -331,7 +302,7 @@ class OptimiseScreen(ModalScreen[None]):
         recipe = self.recipe
         if recipe is None:
             return
-        if not self._apply_recipe(recipe):
+        if not self._controller.apply_recipe(recipe):
             self._warn("this point is already applied")
         self._draw()
 
@@ -350,9 +321,7 @@ class OptimiseScreen(ModalScreen[None]):
         self.app.push_screen(comparison_screen(self.experiment, point, current))
 
     def action_measure(self) -> None:
-        """Measure the recipes at the point under the cursor and at its neighbors: in parallel if there are several worker
-        processes, otherwise one by one.
-        """
+        """Measure the recipe under the cursor and its neighbors: in parallel if there are several worker processes."""
         front, here = self.front, self.solution
         if front is None or here is None:
             return
@@ -362,12 +331,12 @@ class OptimiseScreen(ModalScreen[None]):
 
         def find() -> None:
             recipes = [minimize(self.experiment.tree, solution.dtypes) for solution in solutions]
-            self.app.call_from_thread(self._measure, recipes)
+            self.app.call_from_thread(self._controller.measure_recipes, recipes)
 
         self.run_worker(find, thread=True)
 
     def action_undo(self) -> None:
-        self._undo()
+        self._controller.undo()
 
     def action_type(self) -> None:
         field = self.query_one(LineInput)

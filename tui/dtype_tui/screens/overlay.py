@@ -1,10 +1,11 @@
-"""A window that shows a text in a box over the main screen."""
+"""A window that shows a text, such as the result of a job, in a box over the main screen."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
-from rich.table import Table
+import msgspec
+from rich.console import RenderableType
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -13,9 +14,26 @@ from textual.widgets import Static
 
 from dtype_tui.screens.modal import ModalScreen
 
+if TYPE_CHECKING:
+    from dtype_tui.state.experiment import Experiment
+
+Parameters = TypeVar("Parameters")
+Result = TypeVar("Result")
+
+
+class Answer(msgspec.Struct, Generic[Parameters, Result], frozen=True):
+    """The result of a job for the current recipe, of which a function makes a window."""
+
+    result: Result
+    parameters: Parameters
+    """What the job was asked with; None for a job without parameters."""
+    experiment: Experiment
+    width: int
+    """The width of the screen in cells."""
+
 
 class Overlay(ModalScreen[None]):
-    """A box of text over the main screen. Arrow and page keys scroll the text."""
+    """A box of text over the main screen."""
 
     DEFAULT_CSS = """
     Overlay { align: center middle; }
@@ -32,7 +50,7 @@ class Overlay(ModalScreen[None]):
         Binding("G,greater_than_sign", "edge(True)", "Last line", show=False),
     ]
 
-    def __init__(self, title: str, body: Text | Table) -> None:
+    def __init__(self, title: str, body: RenderableType) -> None:
         super().__init__()
         self._title = title
         self._body = body
@@ -49,6 +67,5 @@ class Overlay(ModalScreen[None]):
             yield Static(self._body, markup=False)
 
     def action_edge(self, last: bool) -> None:
-        """Scroll to the last line if `last` is True, otherwise to the first."""
         box = self.query_one(VerticalScroll)
         box.scroll_to(y=box.max_scroll_y if last else 0, animate=False)

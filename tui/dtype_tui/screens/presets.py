@@ -17,8 +17,8 @@ from dtype_tui.screens.choice import ChoiceScreen
 from dtype_tui.state.experiment import Experiment
 
 
-class PresetsScreen(ChoiceScreen[Recipe | None]):
-    """The window in which the user chooses a preset. Its result is the preset's recipe, or None if the user leaves."""
+class PresetsScreen(ChoiceScreen[Recipe]):
+    """The window in which the user chooses a preset. Its result is the preset's recipe."""
 
     HEADING = "Presets"
     KEYS = "↑↓ choose  Enter applies  Esc closes"
@@ -33,9 +33,7 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
         super().__init__(len(PRESETS))
         self._experiment = experiment
         self.effects: list[PresetEffect] = []
-        """The effect of each preset on the model, in the order of the presets. The list ends at the last effect that has been
-        computed.
-        """
+        """The effects of the presets that have been computed, in the order of the presets."""
 
     def on_mount(self) -> None:
         self.run_worker(self._compute_effects, thread=True, exit_on_error=False)
@@ -70,7 +68,7 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
         return text
 
     def _footer(self) -> str:
-        """Return sentences that say how many bytes the model takes as stored, and in how many bytes it is to fit."""
+        """Return how many bytes the model takes as stored, and into how many it is to fit."""
         experiment, room = self._experiment, human_bytes(self._experiment.room or 0)
         sentences = [f"Stored: {human_bytes(experiment.tree.stored_bytes)}."]
         if experiment.served.budget:

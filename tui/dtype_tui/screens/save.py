@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable
+from itertools import chain, count
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,7 +20,6 @@ from dtype_engine.core.text import printable, without_controls
 from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe.targets import TARGET_SUFFIXES
 from dtype_engine.reports.text_losses import severe_sentences
-from dtype_engine.results.losses import ValueLoss
 from dtype_engine.service import events
 from dtype_engine.service.save_requests import (
     ConvertRequest,
@@ -32,10 +31,10 @@ from dtype_engine.service.save_requests import (
 from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.screens.choice import ChoiceScreen
 from dtype_tui.screens.engine_event import EngineEvent
+from dtype_tui.state.controller import Controller
 from dtype_tui.state.results import Results
 from dtype_tui.widgets.line_input import LineInput
 
-Losses = tuple[ValueLoss, ...]
 TOOLS = {
     "torchao": "the recipe as torchao's configuration in config.json",
     "llama.cpp": "the recipe as types of tensors for llama-quantize",
@@ -45,7 +44,7 @@ TOOLS = {
     "modelopt": "the recipe as quant_cfg of NVIDIA ModelOpt",
     "comfyui": "pipelines of pictures: the recipe as ComfyUI's metadata",
 }
-"""What is written for each tool, keyed by the tool's name. The keys are those of `TARGET_SUFFIXES`."""
+"""What is written for each tool of `TARGET_SUFFIXES`."""
 KINDS: tuple[tuple[str, str], ...] = (
     ("checkpoint", "safetensors that load back in just these dtypes"),
     ("recipe", "rules, settings and the measurement, to use again"),
@@ -53,14 +52,11 @@ KINDS: tuple[tuple[str, str], ...] = (
     *((target, TOOLS[target]) for target in TARGET_SUFFIXES),
 )
 WRITTEN_THERE = ("checkpoint", "report")
-"""The kinds of file that the engine writes even if it runs on another machine. Their paths are paths on that machine."""
+"""The kinds of file that an engine on another machine writes there."""
 
 
-class SaveScreen(ChoiceScreen[SaveRequest | None]):
-    """The window in which the user chooses a kind of file and types its path.
-
-    The result is the request to save the file, or None if the user leaves.
-    """
+class SaveScreen(ChoiceScreen[SaveRequest]):
+    """The window in which the user chooses a kind of file and types its path. The result is the request to save it."""
 
     HEADING = "Save"
     KEYS = "↑↓ choose  Enter writes  Esc closes"
@@ -76,33 +72,17 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         Binding("escape", "leave", "Close, and write nothing", priority=True),
     ]
 
-    def __init__(
-        self,
-        title: str,
-        rules: int,
-        results: Results,
-        lost: Callable[[], Losses | None] = lambda: None,
-        host: str = "",
-        check_path: Callable[[str, bool], None] = lambda path, for_export: None,
-        source: Path | None = None,
-    ) -> None:
-        """title: the name of the model. rules: number of rules in the recipe. results: what is known about the recipe. lost:
-        returns the weights in which casts make values infinite or zero, or None while these weights are unknown. host: the machine
-        on which the engine writes, or "" for this one. check_path: asks the engine whether a path exists there. source: the model's
-        path on this machine.
-        """
+    def __init__(self, controller: Controller) -> None:
         super().__init__(len(KINDS))
-        self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
-        self._rules = rules
-        self._results = results
+        self._experiment = controller.experiment
+        self._engine = controller.engine
+        title = self._experiment.model.title.rpartition("/")[2]
+        self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title).strip(".-") or "model"
         self._planned: events.ExportPlanned | None = None
         self._warned: str | None = None
-        self._lost = lost
-        self._host = host
-        self._check_path = check_path
-        self._source = source
+        """The existing path that the user was warned about."""
         self._checking: str | None = None
-        """The path that an engine on another machine is checking, or None if no path is being checked."""
+        """The path that an engine on another machine is checking."""
 
     def compose_box(self) -> ComposeResult:
         yield Static(id="kinds", markup=False)
@@ -134,8 +114,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
 
     @property
     def _is_remote(self) -> bool:
-        """Whether the chosen kind of file is written on another machine."""
-        return bool(self._host) and self._kind in WRITTEN_THERE
+        return bool(self._engine.host) and self._kind in WRITTEN_THERE
 
     @property
     def _thing(self) -> str:
@@ -146,12 +125,9 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         ending = {"checkpoint": "-cast", "recipe": ".recipe.yaml", "report": "-report.html"}
         end = ending.get(self._kind) or f".{self._kind}{TARGET_SUFFIXES[self._kind]}"
         word, dot, suffix = end.partition(".")
-        number = 1
-        while True:
-            name = f"{self._base}{end}" if number == 1 else f"{self._base}{word}-{number}{dot}{suffix}"
-            if self._is_remote or not Path(name).exists():
-                return name
-            number += 1
+        further = (f"{self._base}{word}-{number}{dot}{suffix}" for number in count(2))
+        names = chain([f"{self._base}{end}"], further)
+        return next(name for name in names if self._is_remote or not Path(name).exists())
 
     def draw(self) -> Text:
         text = Text()
@@ -160,7 +136,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             text.append(*self.marker(index))
             text.append(f"{name:<15}", style="bold" if chosen else "")
             text.append(f"{meaning}\n", style="" if chosen else "dim")
-        place = f" on {self._host}" if self._is_remote else " here" if self._host else ""
+        place = f" on {self._engine.host}" if self._is_remote else " here" if self._engine.host else ""
         one_file = "; a name in .pth or .safetensors makes one file" if self._kind == "checkpoint" else ""
         text.append(f"\nto a {self._thing}{place}{one_file}", style="dim")
         return text
@@ -176,28 +152,20 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
 
     def _about(self) -> list[tuple[str, str]]:
         if self._checking is not None:
-            return [(f"checking whether {self._checking} exists on {self._host}…", "")]
+            return [(f"checking whether {self._checking} exists on {self._engine.host}…", "")]
         if self._warned is not None:
             return [(f"{self._warned} already exists: Enter again replaces it.", "bold")]
         if self._kind == "checkpoint":
             return self._about_export()
+        measured = self._experiment.results.report is not None
+        words = "What the tool can't express is reported when the file is written."
         if self._kind == "recipe":
-            measured = (
-                "with the figures on the screen"
-                if self._results.report
-                else "not measured yet, so it will hold no drift"
-            )
-            return [(f"{plural(self._rules, 'rule').capitalize()}, {measured}.", "")]
-        if self._kind == "report":
-            return [
-                (
-                    "With the figures on the screen."
-                    if self._results.report
-                    else "The recipe is measured first, which takes a forward pass.",
-                    "",
-                )
-            ]
-        return [("What the tool can't express is reported when the file is written.", "")]
+            with_drift = "with the figures on the screen" if measured else "not measured yet, so it will hold no drift"
+            words = f"{plural(len(self._experiment.recipe), 'rule').capitalize()}, {with_drift}."
+        elif self._kind == "report":
+            first = "The recipe is measured first, which takes a forward pass."
+            words = "With the figures on the screen." if measured else first
+        return [(words, "")]
 
     def _about_export(self) -> list[tuple[str, str]]:
         planned = self._planned
@@ -213,9 +181,9 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             return [(f"One file of weights can't hold this: {plan.no_one_file}. Name a folder instead.", "bold")]
         files = "1 file" if one_file or plan.files == 1 else f"{plan.files} files"
         lines = [(f"{human_bytes(plan.nbytes)} in {files}, {tensors:,} tensors: {mix}", "bold")]
-        if not self._rules:
+        if not self._experiment.recipe.rules:
             lines.append(("There are no rules: this is a copy.", ""))
-        lost = plan.lost if plan.lost is not None else self._lost()
+        lost = plan.lost if plan.lost is not None else self._experiment.results.losses.values
         if lost is None:
             lines.append(("The export checks whether the casts lose values.", ""))
         else:
@@ -229,7 +197,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         self.query_one(LineInput).put(self._free_name(), select=True)
 
     def _path_typed(self, line: str) -> None:
-        """Show what holds for the typed path. A warning about another path is taken back."""
+        """Show what holds for the typed path. A warning about another one is taken back."""
         if any(path not in (None, line.strip()) for path in (self._warned, self._checking)):
             self._warned = self._checking = None
         self.redraw()
@@ -245,29 +213,27 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             return
         if self._is_remote:
             self._checking = typed
-            self._check_path(typed, self._kind == "checkpoint")
+            self._engine.check_path(typed, self._kind == "checkpoint")
             self.redraw()
             return
         try:
-            taken = check_typed_path(typed, self._kind == "checkpoint", self._source)
+            taken = check_typed_path(typed, self._kind == "checkpoint", self._experiment.model.path)
         except UserError as error:
             self.notify(str(error), severity="error", markup=False)
         else:
             self._write_to(typed, Path(typed).expanduser(), taken)
 
     def _write_to(self, typed: str, path: Path, taken: bool) -> None:
-        """Close the window with the request to write. If the path exists, warn, and replace it only if Enter is pressed again.
-        typed: the path as typed. taken: whether it exists.
-        """
+        """Close the window with the request to write. If the path is taken, warn first; pressing Enter again replaces it."""
         if taken and self._warned != typed:
             self._warned = typed
             self.redraw()
             return
-        self.dismiss(save_request(self._kind, path, taken, self._results))
+        self.dismiss(save_request(self._kind, path, taken, self._experiment.results))
 
 
 def _loading_one_file(typed: str) -> str:
-    """Return a sentence on how to load the file of weights that an export to the path `typed` makes, or "" if it makes a folder."""
+    """Return how to load the file of weights that an export to `typed` makes, or "" if it makes a folder."""
     if not is_one_file(Path(typed)):
         return ""
     reader = "safetensors.torch.load_file" if typed.endswith(".safetensors") else "torch.load"
@@ -275,9 +241,7 @@ def _loading_one_file(typed: str) -> str:
 
 
 def save_request(kind: str, path: Path, replace: bool, results: Results) -> SaveRequest:
-    """Return the request to write a file of the kind `kind`, one of `KINDS`, such as "recipe". replace: whether to replace an
-    existing file. results: what is known about the current recipe.
-    """
+    """Return the request to write a file of one of `KINDS`. replace: whether to replace an existing file."""
     match kind:
         case "checkpoint":
             return ExportRequest(path, replace)

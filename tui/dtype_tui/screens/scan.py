@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import ClassVar
 
 from rich.style import Style
@@ -21,15 +20,15 @@ from dtype_engine.search.sensitivity import layer_map, ranking
 from dtype_tui.rendering.cells import meter, short_bytes, truncate
 from dtype_tui.rendering.palette import colour, heat
 from dtype_tui.screens.modal import ModalScreen
-from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.controller import Controller
 from dtype_tui.state.scan import figure
 
 MOST_ROWS = 1000
 _SHADES = " ·░▒▓█"
 
 
-class ScanScreen(ModalScreen[str | None]):
-    """Shows the scan's current estimates. The window's result is the node to go to, `AGAIN` to resume or start a scan, or None."""
+class ScanScreen(ModalScreen[str]):
+    """Shows the scan's current estimates. The window's result is a node to go to, or `AGAIN` to resume or start a scan."""
 
     AGAIN: ClassVar[str] = ":scan"
     HELP = (
@@ -64,12 +63,11 @@ class ScanScreen(ModalScreen[str | None]):
         Binding("escape,q", "leave", "Close; the scan continues"),
     ]
 
-    def __init__(self, experiment: Experiment, pause: Callable[[], None]) -> None:
-        """pause: called to pause the scan, or to continue a paused scan."""
+    def __init__(self, controller: Controller) -> None:
         super().__init__()
-        self._pause = pause
-        self.experiment = experiment
-        self.view = experiment.scan
+        self._controller = controller
+        self.experiment = controller.experiment
+        self.view = self.experiment.scan
         self._all = self._per_byte = False
         self._names: list[str] = []
         self._seen = -1
@@ -230,7 +228,7 @@ class ScanScreen(ModalScreen[str | None]):
             self.query_one(DataTable).action_cursor_up()
 
     def action_pause(self) -> None:
-        self._pause()
+        self._controller.pause_scan()
         self._draw()
 
     def action_again(self) -> None:
@@ -243,7 +241,7 @@ class ScanScreen(ModalScreen[str | None]):
 
 
 def _score(score: WeightScore, wide: bool) -> str:
-    """Return a score with its error: `7.4097e-05 ± 2.5e-06`. wide: whether to write all significant digits instead of two."""
+    """Return a score with its error: `7.4097e-05 ± 2.5e-06`. wide: whether to write all significant digits."""
     if math.isinf(score.score):
         return "not finite"
     if wide:
@@ -252,10 +250,9 @@ def _score(score: WeightScore, wide: bool) -> str:
 
 
 def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
-    """Return a different heading for each kind of module, such as `self_attn.q_proj`. No heading is wider than `width` cells.
+    """Return a different heading of at most `width` cells for each kind of module, such as `self_attn.q_proj`.
 
-    A heading is the last part of the kind's name, such as `q`. For kinds with the same last part, the headings are the ends of
-    their full names.
+    A heading is the last part of the kind's name, such as `q`, or the end of the full name if kinds share the last part.
     """
     last = [kind.removesuffix("_proj").rpartition(".")[2] for kind in kinds]
     heads = [
@@ -271,16 +268,14 @@ def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
 
 
 def _share(score: float, most: float) -> float:
-    """Return a score as a number from 0 to 1 on a logarithmic scale: 1 for the highest score, `most`, and 0 for a hundredth of it
-    or less.
-    """
+    """Return a score on a logarithmic scale: 1 for the highest, `most`, and 0 for a hundredth of it or less."""
     if math.isinf(score):
         return 1.0
     return max(0.0, 1 + math.log10(score / most) / 2) if score > 0 and most > 0 else 0.0
 
 
 def _shade(score: float, most: float) -> str:
-    """Return a character for a score in the map: the closer it is to `most`, the highest score, the denser the character."""
+    """Return a character for a score in the map, the denser the closer it is to `most`."""
     if math.isinf(score):
         return "!"
     return _SHADES[0] if score <= 0 else _SHADES[1 + min(4, int(_share(score, most) * 4.999))]

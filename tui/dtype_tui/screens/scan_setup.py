@@ -16,15 +16,12 @@ SCANNED = (
     "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int8@tensor", "mxfp8", "mxfp4", "nvfp4", "int4@g128",
 )  # fmt: skip
 OF_CACHES = ("kv:float8_e4m3fn", "kv:int8@token", "kv:int4@token")
-"""Formats of KV caches. The window offers them if rules can give the model's caches a format."""
+"""Formats of KV caches, offered if rules can give the model's caches a format."""
 PRESET = FAMILIES[TRANSFORMERS].dtypes
 
 
-class ScanSetup(ChoiceScreen[tuple[str, ...] | None]):
-    """The window in which the user chooses the dtypes of a scan.
-
-    The window's result is these dtypes, or None if the user leaves.
-    """
+class ScanSetup(ChoiceScreen[tuple[str, ...]]):
+    """The window in which the user chooses the dtypes of a scan, which are its result."""
 
     HEADING = "Scan: how much does every weight matter?"
     KEYS = "↑↓ Space choose  Enter scans  Esc closes"
@@ -39,7 +36,6 @@ class ScanSetup(ChoiceScreen[tuple[str, ...] | None]):
     ]
 
     def __init__(self, has_caches: bool = False) -> None:
-        """has_caches: whether the model has KV caches that can be scanned."""
         self._offered = (*SCANNED, *OF_CACHES) if has_caches else SCANNED
         super().__init__(len(self._offered))
         self._chosen = set(PRESET)

@@ -49,14 +49,11 @@ CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
         "top-1. `auto` follows the model's class and configuration.",
     ),
 )
-"""The settings, each as (field of RunSettings, title, possible values as (value, label), explanation)."""
+"""The settings: (field of RunSettings, title, values as (value, label), explanation)."""
 
 
-class SettingsScreen(ChoiceScreen[RunSettings | None]):
-    """The window in which the user changes settings: up and down select a setting, left and right change its value.
-
-    The window's result is the settings, or None if the user leaves.
-    """
+class SettingsScreen(ChoiceScreen[RunSettings]):
+    """The window in which the user changes settings, which are its result."""
 
     HEADING = "Settings of a run"
     KEYS = "↑↓ ←→ choose  Enter applies  Esc closes"
@@ -92,7 +89,7 @@ class SettingsScreen(ChoiceScreen[RunSettings | None]):
         return text
 
     def _choices(self, index: int) -> tuple[tuple[object, str], ...]:
-        """Return a setting's possible values. The current value is among them even if it can be chosen only on the command line."""
+        """Return a setting's possible values, with the current one even if only the command line can choose it."""
         field, _, choices, _ = CHOICES[index]
         value = getattr(self._settings, field)
         return choices if value in [each for each, _ in choices] else (*choices, (value, str(value)))

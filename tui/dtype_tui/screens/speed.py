@@ -8,12 +8,11 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import seconds_text
 from dtype_engine.results.runs import SpeedReport
 from dtype_tui.rendering.plain_table import PlainTable
-from dtype_tui.screens.overlay import Overlay
-from dtype_tui.state.answer import Answer
+from dtype_tui.screens.overlay import Answer, Overlay
 
 
 def speed_screen(answer: Answer[None, SpeedReport]) -> Overlay:
-    """Return a window with the times of forward passes. Each row's speed is relative to the first row, the reference."""
+    """Return a window with the times of forward passes, in relation to the first row, the reference."""
     report = answer.result
     grid = PlainTable.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)

@@ -13,14 +13,15 @@ from dtype_engine.results.weights import WeightStats
 from dtype_engine.service.jobs import InspectTensor
 from dtype_tui.rendering.cells import bar
 from dtype_tui.rendering.plain_table import PlainTable
-from dtype_tui.screens.overlay import Overlay
-from dtype_tui.state.answer import Answer
+from dtype_tui.screens.overlay import Answer, Overlay
+from dtype_tui.screens.scan_setup import SCANNED
+
+CAST_TO = ("float32", *(dtype for dtype in SCANNED if dtype != "int8@tensor"))
+"""The dtypes of which the window shows the error of a cast."""
 
 
 def weight_screen(answer: Answer[InspectTensor, WeightStats]) -> Overlay:
-    """Return a window with the error of casting a tensor to each dtype, and with the exponents of the tensor's values next to each
-    dtype's range of exponents.
-    """
+    """Return a window with the error of casting a tensor to each dtype, and its exponents beside each dtype's range."""
     experiment, name, stats = answer.experiment, answer.parameters.tensor, answer.result
     table = PlainTable.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
@@ -30,7 +31,7 @@ def weight_screen(answer: Answer[InspectTensor, WeightStats]) -> Overlay:
     if (found := stats.reference) is not None:
         words = f"SQNR {decibels(found.sqnr_db)}, max |Δ| {found.max_abs:.2e}"
         whole.add_row(Text(f"from {printable(experiment.model.reference, 200)}: {words}", style="bold"))
-        whole.add_row(Text(""))
+        whole.add_row("")
     table.add_row("cast to", "SQNR", "max |Δ|", "→ inf", "clipped", "→ 0", "subnormal", style="dim")
     for error in stats.errors:
         counts = (error.overflowed, error.saturated, error.underflowed, error.subnormal)
@@ -43,7 +44,7 @@ def weight_screen(answer: Answer[InspectTensor, WeightStats]) -> Overlay:
         )
     whole.add_row(table)
     whole.add_row(Text("fp8 and int8 with their scales; shares are of the tensor's values", style="dim"))
-    whole.add_row(Text(""))
+    whole.add_row("")
     whole.add_row(exponent_histogram(stats))
     tensor = experiment.tree.canonical(name)
     stored = f", stored {dtypes.short_name(tensor.dtype)}" if tensor else ""
@@ -54,9 +55,7 @@ _HISTOGRAM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 def exponent_histogram(stats: WeightStats) -> Text:
-    """Return a histogram of the absolute values of a tensor's elements, in ranges between powers of two. The `range_mark` of each
-    dtype is shown next to each range.
-    """
+    """Return a histogram of absolute values between powers of two, with the `range_mark` of each dtype."""
     counts = dict(stats.exponents.counts)
     text = Text()
     if not counts:
@@ -85,11 +84,9 @@ def exponent_histogram(stats: WeightStats) -> Text:
 
 
 def range_mark(first: int, step: int, row: dtypes.DType) -> str:
-    """Return a mark for the worst that a cast does to absolute values from 2^first to 2^(first + step). row: the dtype of the cast,
-    which has no scales.
+    """Return a mark for the worst that a cast without scales does to absolute values from 2^first to 2^(first + step).
 
-    "∞": a value overflows. "0": a value becomes zero. ":": a value is subnormal and loses bits. "|": all values are in the normal
-    range.
+    "∞": a value overflows. "0": a value becomes zero. ":": a value is subnormal and loses bits. "|": all are in the normal range.
     """
     if first + step - 1 > math.frexp(row.max)[1] - 1:
         return "∞"

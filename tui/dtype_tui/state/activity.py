@@ -9,8 +9,8 @@ from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import time_left
 from dtype_engine.service import events
+from dtype_tui.config.questions import row_of
 from dtype_tui.rendering.cells import bar
-from dtype_tui.state.job_names import WORDS, queue_words
 
 Progress = (
     events.LoadingProgress
@@ -24,40 +24,34 @@ Progress = (
 
 
 class Activity:
-    """Tracks what the engine is doing, from its events and from requests of the app that the engine has not begun yet. clock: a
-    function that returns the time in seconds.
-    """
+    """Tracks what the engine is doing, from its events and from requests that it has not begun yet. clock: returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.reset()
 
     def reset(self) -> None:
-        """Reset all fields for a newly started engine."""
         self.busy = True
         self.what = "opening"
-        """A few words that say what the engine is doing, if it is `busy`."""
+        """What the engine is doing, if it is `busy`."""
         self.share: float | None = None
-        """The fraction of the running job that is done (0 to 1), or None if it is unknown."""
+        """The fraction of the running job that is done, or None if it is unknown."""
         self.running = ""
-        """The name of the running job, or "" if no job is running."""
         self.waiting: tuple[str, ...] = ()
-        """The names of the waiting jobs, in order."""
         self.saving = False
-        """Whether the engine is writing files."""
         self._pace = JobPace(self._clock)
 
     def now(self) -> tuple[str, float | None]:
-        """Return (what the engine is doing, or "" if it is idle; how much of this is done, from 0 to 1, or None if unknown)."""
+        """Return what the engine is doing, or "" if it is idle, and which fraction of it is done, if known."""
         return (self.what, self.share) if self.busy else ("", None)
 
     @property
     def seconds_left(self) -> float | None:
-        """The estimated number of seconds until the running job ends, or None if it can't be estimated."""
+        """The estimated seconds until the running job ends, or None."""
         return self._pace.seconds_left if self.busy else None
 
     def progress_words(self, width: int) -> str:
-        """Return the running job's progress, such as ` 50 % ███ 12 s left`, or "" if unknown. width: the bar's width in cells."""
+        """Return the running job's progress, such as ` 50 % ███ 12 s left`, or "" if unknown. width: of the bar in cells."""
         share, left = self.share, self.seconds_left
         if share is None:
             return ""
@@ -65,28 +59,25 @@ class Activity:
 
     @property
     def queue(self) -> str:
-        """The names of the waiting jobs, in order, as one text, such as "scan, writing"."""
-        return queue_words(self.running, self.waiting)
+        """The words for the waiting jobs, such as "scan, writing". One measurement behind another is not worth a word."""
+        shown = (name for name in self.waiting if not (name == self.running == "measure"))
+        return ", ".join(row_of(name).waiting for name in shown)
 
     def expect(self, job: str) -> None:
         """Show a job that was just requested, before the engine reports that it has begun."""
         if not self.busy:
-            self.begin(WORDS[job][0])
+            self.begin(row_of(job).running)
         elif job not in self.waiting:
             self.waiting += (job,)
 
     def begin(self, what: str, share: float | None = None, job: str = "") -> None:
-        """Record what the engine is doing now, to show it and to estimate the time left.
-
-        what: a few words. share: how much of the job is done, from 0 to 1, or None if unknown. job: the name of the job of which
-        this is a step; if "", the name is the part of `what` before the colon. For example, `measuring: reference` and `measuring:
-        candidate` are steps of one job, and `share` is how much of both is done.
+        """Record what the engine is doing. share: the fraction that is done. job: of which this is a step; by default the part of
+        `what` before the colon, as in `measuring: reference`.
         """
         self._pace.follow(job or what.partition(":")[0], share)
         self.busy, self.what, self.share = True, printable(what), share  # an engine elsewhere may send anything
 
     def follow(self, event: Progress) -> None:
-        """Update the fields from a progress event of the engine."""
         match event:
             case events.LoadingProgress():
                 self.begin(event.step, _share(event.done, event.total), "opening")
@@ -108,5 +99,5 @@ class Activity:
 
 
 def _share(done: int, total: int | None) -> float | None:
-    """Return done / total, or None if the total is unknown. Clamped to 0 to 1, because a remote engine may send any numbers."""
+    """Return done / total, or None without a total. Clamped to 0 to 1, because a remote engine may send any numbers."""
     return min(1.0, max(0.0, done / total)) if total else None

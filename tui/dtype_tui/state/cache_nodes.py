@@ -1,6 +1,4 @@
-"""Gives a tree nodes for KV caches: below each attention module a node `kv_cache`, and below that one node for each tensor of the
-cache.
-"""
+"""Gives a tree nodes for KV caches: a node `kv_cache` below each attention module, with a node for each tensor of the cache."""
 
 from __future__ import annotations
 
@@ -8,13 +6,11 @@ from dtype_engine.core.kv_cache import KV_CACHE, KVCacheTensor
 from dtype_engine.core.tree import Module, Tree
 
 CacheNodes = dict[str, tuple[KVCacheTensor, ...]]
-"""The cache tensors at or below each node of a KV cache, keyed by the node's name."""
+"""The cache tensors at or below each node of a KV cache, by the node's name."""
 
 
 def add_cache_nodes(tree: Tree) -> CacheNodes:
-    """Add the nodes of KV caches to a tree that lacks them. The new nodes are modules without weights. Returns the cache tensors at
-    or below each new node, keyed by the node's name.
-    """
+    """Add the nodes of KV caches to a tree that lacks them, as modules without weights."""
     found: CacheNodes = {}
     for tensor in tree.kv_cache.tensors:
         attention = tree.modules.get(tensor.module)
@@ -32,7 +28,7 @@ def add_cache_nodes(tree: Tree) -> CacheNodes:
 
 
 def _is_real(tree: Tree, node: str) -> bool:
-    """Return whether the module `node` of the tree is one of the model's own, and not one that `add_cache_nodes` made."""
+    """Return whether a module is one of the model's own, and not one that `add_cache_nodes` made."""
     module = tree.modules[node]
     return module.class_name is not None or bool(module.tensors) or module.end > module.first
 

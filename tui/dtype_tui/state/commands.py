@@ -1,7 +1,6 @@
-"""The commands of the `:` line, such as `cast *.mlp bf16`, `go model.layers.3` and `theme high-contrast`, and their completion.
+"""The commands of the `:` line, such as `cast *.mlp bf16` and `go model.layers.3`, and their completion.
 
-For every action of a key that needs no arguments, there is also a command with the action's name, so that keys and commands always
-agree.
+Every action of a key that needs no arguments is a command, too.
 """
 
 from __future__ import annotations
@@ -15,40 +14,41 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import is_printable, printable
+from dtype_tui.config.bindings import refuses
 from dtype_tui.config.key_names import name_of
 from dtype_tui.config.questions import questions_without_keys
-from dtype_tui.state.read_only import refuses
 
 MOST_COMPLETIONS = 200
 PATHS = ("folder", "file")
-"""The kinds of arguments (`Command.arguments`) that are a single path. Unlike other arguments, a path may contain spaces."""
+"""The kinds of arguments that are a single path. Unlike others, they may contain spaces."""
 WITH_PATHS = (*PATHS, "line")
-"""The kinds of arguments (`Command.arguments`) in which paths are completed. An argument of the kind `line` is a prompt or the
-paths of files.
-"""
+"""The kinds of arguments in which paths are completed. A `line` is a prompt or the paths of files."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command that the user can type in the `:` line, such as `cast` or `go`."""
-
     name: str
     action: str
-    """The name of the app's action that the command runs. The action receives the command's arguments as strings."""
+    """The app's action, which receives the arguments as strings."""
     arguments: tuple[str, ...] = ()
-    """The kind of each argument, such as ("pattern", "dtype"). `Completer` completes an argument by its kind."""
+    """The kind of each argument, such as ("pattern", "dtype"), by which `Completer` completes it."""
     meaning: str = ""
     needs: int | None = None
     """Minimum number of arguments. If None, all arguments are required."""
 
+    @property
+    def least(self) -> int:
+        return len(self.arguments) if self.needs is None else self.needs
+
     def is_refused(self, arguments: Sequence[str]) -> bool:
-        """Return whether a read-only session refuses the command with these arguments, because they may name files."""
+        """Return whether a read-only session refuses the command with these arguments."""
         return refuses(self.action) or (bool(arguments) and any(kind in WITH_PATHS for kind in self.arguments))
 
     @property
     def usage(self) -> str:
-        least = len(self.arguments) if self.needs is None else self.needs
-        words = [kind.upper() if index < least else f"[{kind.upper()}]" for index, kind in enumerate(self.arguments)]
+        words = [
+            kind.upper() if index < self.least else f"[{kind.upper()}]" for index, kind in enumerate(self.arguments)
+        ]
         return " ".join((self.name, *words))
 
 
@@ -70,13 +70,11 @@ WITH_ARGUMENTS = (
     Command("download", "download_model", (), DOWNLOAD),
     Command("inputs", "inputs", ("line",), "Run on a prompt, or on a file; alone: show the current inputs", 0),
 )
-"""All commands of the `:` line that are not made from a key's action. Most of them take arguments."""
+"""The commands that are not made from a key's action. Most take arguments."""
 
 
 def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
-    """Return every command by name: those in `WITH_ARGUMENTS`, one for each (key's action, description) in `actions`, and one for
-    each question without a key.
-    """
+    """Return every command by name. actions: (name, description) of the actions of keys."""
     asked = ((row.action, row.meaning) for row in questions_without_keys())
     by_name = {
         name_of(action): Command(name_of(action), action, (), text)
@@ -87,11 +85,7 @@ def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
 
 
 def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, ...]]:
-    """Parse a line into a command, which is one of `commands`, and its arguments. The last argument is the rest of the line,
-    including spaces.
-
-    Raises UserError for an unknown command, and for too few or too many arguments.
-    """
+    """Parse a line into one of `commands` and its arguments, the last of which is the rest of the line. Raises UserError."""
     name, _, rest = line.strip().removeprefix(":").strip().partition(" ")
     command = commands.get(name)
     if command is None:
@@ -107,26 +101,21 @@ def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, 
     arguments = tuple(rest.split(None, len(command.arguments) - 1)) if rest else ()
     if command.name == "cast" and len(arguments) == 1 and "=" in arguments[0]:
         arguments = tuple(part.strip() for part in arguments[0].rpartition("=")[::2])
-    if len(arguments) < (len(command.arguments) if command.needs is None else command.needs):
+    if len(arguments) < command.least:
         raise UserError(f"write {command.usage}")
     return command, arguments
 
 
 @dataclass(frozen=True)
 class Completer:
-    """Completes a partly typed line. The fields that return names, patterns and words are functions, because the tree, the cursor
-    and the themes change.
-    """
+    """Completes a partly typed line. Names, patterns and words come from functions, because the tree and the cursor change."""
 
     commands: dict[str, Command]
     names: Callable[[], Sequence[str]]
-    """A function that returns the names of the tree's nodes."""
     patterns: Callable[[], Sequence[str]]
-    """A function that returns patterns which match the node under the cursor."""
+    """Returns patterns that match the node under the cursor."""
     choices: Callable[[str], Sequence[str]]
-    """A function that takes a kind of argument (`order`, `columns`, `theme` or `preset`) and returns the possible words for such an
-    argument.
-    """
+    """Returns the words for an argument of a kind: `order`, `columns`, `theme` or `preset`."""
     read_only: bool = False
     """Whether to complete no paths, and no commands that a read-only session refuses."""
 
@@ -161,9 +150,7 @@ class Completer:
 
 
 def _next_parts(names: Sequence[str], begun: str) -> list[str]:
-    """Return completions of a dotted name up to the next dot: `model.la` gives `model.layers`, and `model.layers.` gives its
-    children.
-    """
+    """Return completions of a dotted name up to the next dot: of `model.la`, `model.layers`; of that with a dot, its children."""
     length = len(begun)
     parts: dict[str, None] = {}
     for name in names:
@@ -178,9 +165,7 @@ def _next_parts(names: Sequence[str], begun: str) -> list[str]:
 
 
 def _paths(begun: str, only_folders: bool = False) -> list[str]:
-    """Return the paths, or with `only_folders` only the folders, that begin with `begun`. Folders end in a slash. Hidden files are
-    omitted unless the last part of `begun` begins with a dot.
-    """
+    """Return the paths that begin with `begun`, folders with a slash. Hidden ones are omitted unless a dot is typed."""
     head = begun[: begun.rfind("/") + 1]
     last = begun[len(head) :]
     try:

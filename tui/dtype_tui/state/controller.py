@@ -1,11 +1,8 @@
-"""The controller, which manages the experiment and the engine. It does not depend on widgets.
-
-The main screen calls the controller's methods for keys and commands, and passes the engine's events to the controller. After that,
-the main screen draws the experiment.
-"""
+"""The controller of the experiment and the engine. It does not depend on widgets."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -19,9 +16,11 @@ from dtype_engine.recipe import History, Recipe, Rule, explain_no_match, make_pl
 from dtype_engine.service import events
 from dtype_engine.service.commands import (
     Command,
+    Download,
     FollowRecipe,
     Measure,
     MeasureRecipes,
+    OpenOverMemory,
     Pause,
     Scan,
     SetInputs,
@@ -34,8 +33,8 @@ from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.state.activity import Progress
 from dtype_tui.state.engine_life import EngineLife, Severity
 from dtype_tui.state.folds import patterns_for
-from dtype_tui.state.job_names import stopped_sentence
 from dtype_tui.state.node_rules import not_kept_in_float32, reference_rule, rules_within
+from dtype_tui.state.rule_list import RuleList
 
 if TYPE_CHECKING:
     from dtype_engine.core.options import RunSettings
@@ -43,16 +42,14 @@ if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
     from dtype_tui.state.launch import Launch
     from dtype_tui.state.measurement_log import MeasuredRecipe
-    from dtype_tui.state.rule_list import RuleList
 
 
 class Controller:
     """Controls one experiment and the engine that runs it. Every method except `handle` calls `changed` after it has changed the
     state.
 
-    notify: a function that shows a sentence until the user has read it. changed: a function that redraws the screen. read_only:
-    whether reading and writing files is forbidden. withdraw: a function that hides a sentence that `notify` shows, once it is no
-    longer true.
+    notify: shows a sentence until the user has read it. changed: redraws the screen. read_only: whether reading and writing files
+    is forbidden. withdraw: hides a sentence that `notify` shows.
     """
 
     def __init__(
@@ -75,29 +72,29 @@ class Controller:
         self.open_error: str | None = None
         """Why the model could not be opened, or None if it is open or still opening."""
         self._saved_recipe = Recipe()
-        """The recipe that was last saved to a recipe file or with a checkpoint, or is being saved. Before that, the recipe from the
-        command line.
-        """
+        """The recipe from the command line, or the one that was last saved to a file or with a checkpoint."""
         self._preset: str | None = None
-        """Name of the preset to apply once the module classes are known, or None if no preset is waiting."""
+        """Name of the preset to apply once the module classes are known."""
         self._after_preset = Recipe()
-        """The rules from the command line, which are applied together with the preset in `_preset`, after the preset's rules."""
+        """The rules from the command line, which follow those of `_preset`."""
         self._notified: set[str] = set()
-        """The notices that the user has already been shown."""
+        self._told = Recipe()
+        """The recipe that the engine knows."""
+        self._pending: set[tuple[Command, Recipe, RunSettings]] = set()
+        """The requests of `ask_once` that the engine has yet to answer, and for what they are."""
 
     @property
     def unsaved_rules(self) -> int:
-        """The number of rules of the recipe, or 0 if the user has saved it to a recipe file or with a checkpoint, or gave it on the
-        command line.
-        """
+        """The number of rules of the recipe, or 0 if the user has saved it or gave it on the command line."""
         return 0 if self.read_only or self.experiment.recipe == self._saved_recipe else len(self.experiment.recipe)
 
     # -- events of the engine ------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event) -> bool:
-        """Update the state from an event of the engine. Returns False, and changes nothing, if the event belongs to a recipe or
-        settings that are not the current ones. The caller has to redraw the screen, because many events may arrive at once.
+        """Update the state from an event of the engine. The caller has to redraw the screen. Returns False, and changes nothing, if
+        the event belongs to another recipe or other settings than the current ones.
         """
+        self._note_answered(event)
         if self.experiment.is_stale(event):
             return False
         match event:
@@ -111,8 +108,19 @@ class Controller:
                 self.experiment.take(event)
             case events.Noticed():
                 self.notify(event.message, "warning")
-            case events.InputsRefused() | events.Saved() | events.Failed() | events.Refused() | events.Stopped():
-                self._handle_end(event)
+            case events.InputsRefused() | events.Refused():
+                self.notify(event.message, "error")
+            case events.Saved():
+                self.activity.saving = False
+                self.life.forget_warning()
+                if not event.done:
+                    self._saved_recipe = Recipe()
+                self._notify_all((event.sentence, *event.notices), "information" if event.done else "warning")
+            case events.Failed():
+                self.experiment.take(event)
+                self.notify("the run failed: the Drift pane says why", "error")
+            case events.Stopped():
+                self.life.note_stopped(event)
             case _:
                 self.experiment.take(event)
                 if isinstance(event, events.CastDone) and event.lost:
@@ -148,24 +156,15 @@ class Controller:
                 if not event.classes_follow:
                     self._start_with_preset()
 
-    def _handle_end(
-        self, event: events.InputsRefused | events.Saved | events.Failed | events.Refused | events.Stopped
-    ) -> None:
+    def _note_answered(self, event: events.Event) -> None:
+        """Forget the requests that an event answers, or all if no answers will come."""
         match event:
-            case events.InputsRefused() | events.Refused():
-                self.notify(event.message, "error")
-            case events.Saved():
-                self.activity.saving = False
-                self.life.forget_warning()
-                if not event.done:
-                    self._saved_recipe = Recipe()
-                self._notify_all((event.sentence, *event.notices), "information" if event.done else "warning")
-            case events.Failed():
-                self.experiment.take(event)
-                self.notify("the run failed: the Drift pane says why", "error")
-            case events.Stopped():
-                self.life.note_stopped(event.job)
-                self.notify(stopped_sentence(event.job, event.dropped), "information")
+            case events.JobDone():
+                self._pending = {key for key in self._pending if key[0] != event.ask}
+            case events.ModelReady():
+                self._pending = {key for key in self._pending if not isinstance(key[0], Download | OpenOverMemory)}
+            case events.Idle() | events.EngineEnded() | events.Failed() | events.Refused() | events.Stopped():
+                self._pending.clear()
 
     def _notify_all(self, sentences: Sequence[str], severity: Severity) -> None:
         self._notified.update(sentences)  # so that the next measurement does not repeat them
@@ -175,9 +174,8 @@ class Controller:
     # -- the start -----------------------------------------------------------------------------------------------
 
     def begin(self, launch: Launch) -> None:
-        """Restore the session to resume, if there is one. Then apply the preset and the recipe from the command line.
-
-        Most presets are applied later, when the module classes are known.
+        """Restore the session to resume, if there is one. Then apply the recipe from the command line and, once the module classes
+        are known, the preset.
         """
         recipe, saved = launch.recipe, launch.saved
         self._saved_recipe = recipe
@@ -189,10 +187,10 @@ class Controller:
             served.context = launch.context or saved.context
             served.batch = launch.batch if launch.batch > 1 else saved.batch
             served.budget = launch.budget or saved.budget
-            self.engine.request(SetRecipe(self.experiment.recipe))
+            self._tell_recipe()
             recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
         if self.experiment.push(recipe):
-            self.engine.request(SetRecipe(recipe))
+            self._tell_recipe()
         self._preset, self._after_preset = launch.preset, recipe
         if self._preset is None:
             return
@@ -217,44 +215,38 @@ class Controller:
         if self.experiment.push(Recipe((*made.rules, *self._after_preset.rules))):
             if from_command_line:
                 self._saved_recipe = self.experiment.recipe
-            self.engine.request(SetRecipe(self.experiment.recipe))
+            self._tell_recipe()
 
     # -- recipes -------------------------------------------------------------------------------------------------
 
     def apply_recipe(self, recipe: Recipe) -> bool:
-        """Make a recipe the current one. Returns False if it already is the current one."""
-        return self._change(lambda: self.experiment.push(recipe))
+        """Make a recipe the current one. Returns False if it already is."""
+        return self._follow(self.experiment.push(recipe))
 
     def apply_rules(self, rules: RuleList) -> bool:
-        """Make a list of rules the current one. Returns False if it already is the current one."""
-        return self._change(lambda: self.experiment.push_rules(rules))
+        """Make a list of rules the current one. Returns False if it already is."""
+        return self._follow(self.experiment.push_rules(rules))
 
-    def _change(self, change: Callable[[], bool]) -> bool:
-        """Call `change`, which changes the rules and returns whether it did. If the recipe has changed, too, send it to the engine.
-        Then redraw the screen. Returns False if nothing changed.
-        """
-        before = self.experiment.recipe
-        if not change():
-            return False
-        if self.experiment.recipe != before:
-            self._send_recipe()
+    def _follow(self, changed: bool) -> bool:
+        """Send the recipe to the engine if it is another one, and redraw. changed: whether the rules have, which is returned."""
+        if self.experiment.recipe != self._told:
+            if self.experiment.same_plan and not self.activity.busy:
+                self._tell_recipe(FollowRecipe)
+            else:
+                self._tell_recipe()
+                if self.open_error is None:
+                    self.life.begin("casting")
             self.life.forget_warning()
-        self._changed()
-        return True
+        if changed:
+            self._changed()
+        return changed
 
-    def _send_recipe(self) -> None:
-        if self.experiment.same_plan and not self.activity.busy:
-            self.engine.request(FollowRecipe(self.experiment.recipe))
-        else:
-            self.engine.request(SetRecipe(self.experiment.recipe))
-            if self.open_error is None:
-                self.life.begin("casting")
+    def _tell_recipe(self, command: type[SetRecipe | FollowRecipe] = SetRecipe) -> None:
+        self._told = self.experiment.recipe
+        self.engine.request(command(self._told))
 
     def add_rule(self, rule: Rule) -> None:
-        """Add a rule to the current recipe, and warn if it casts a module that the model declares to need float32.
-
-        Refuses a rule that matches nothing.
-        """
+        """Add a rule, unless it matches nothing. Warn if it casts a module that the model declares to need float32."""
         experiment = self.experiment
         if (refusal := experiment.refusal(rule)) is not None:
             self.notify(refusal, "warning")
@@ -269,9 +261,7 @@ class Controller:
             self.notify(f"{broken[0]}{more} should stay in float32, as the model's own code declares", "warning")
 
     def cast_node(self, node: str, dtype: str) -> None:
-        """Cast all tensors at or below a node. If this changes no tensor's dtype, or the tensors are not known yet, notify the user
-        and add no rule. node: the name of a module, of a tensor, or of a fold, such as `model.layers.{2..9}`.
-        """
+        """Cast all tensors at or below a module, a tensor or a fold. If this changes no dtype, only notify the user."""
         experiment = self.experiment
         if not experiment.model.has_tree:
             self.notify("nothing can be cast before the model's tensors are known", "information")
@@ -299,37 +289,33 @@ class Controller:
             self.notify(f"rule {index + 1}: {reason}", "warning")
 
     def undo(self) -> None:
-        if not self._change(self.experiment.undo):
+        if not self._follow(self.experiment.undo()):
             self.notify("nothing left to undo", "information")
 
     def redo(self) -> None:
-        if not self._change(self.experiment.redo):
+        if not self._follow(self.experiment.redo()):
             self.notify("nothing to redo", "information")
 
     def drop_rules(self, node: str) -> None:
-        """Remove the rules that match tensors of this node and no tensors outside it. If there are none, tell the user why."""
+        """Remove the rules that match tensors of this node and no others. If there are none, tell the user why."""
         inside, beyond = rules_within(self.experiment.tree, self.experiment.plan, node)
         if inside:
             self.apply_rules(self.experiment.rules.without(inside))
         elif beyond:
-            self.notify(
-                f"rule {beyond[-1] + 1} also matches tensors beyond this node; go to a node above, or cast this one (8: as stored)",
-                "warning",
-            )
+            go = "go to a node above, or cast this one (8: as stored)"
+            self.notify(f"rule {beyond[-1] + 1} also matches tensors beyond this node; {go}", "warning")
         else:
             self.notify("no rule matches this node", "information")
 
     def change_rule(self, row: int, rule: Rule) -> None:
-        """Replace the rule at index `row` of the list of rules by `rule`. Refuses a rule that matches nothing."""
+        """Replace the rule at index `row` of the list of rules, unless the new one matches nothing."""
         if (refusal := self.experiment.refusal(rule)) is not None:
             self.notify(refusal, "warning")
         elif self.apply_rules(self.experiment.rules.with_rule(row, rule)):
             self._warn_unmatched()
 
     def put_back(self, node: str) -> None:
-        """Give a node the dtype that it has in the reference, by a rule that is added after all others. Tell the user how many
-        bytes that costs.
-        """
+        """Give a node the dtype of the reference by a rule after all others, and tell the user how many bytes that costs."""
         experiment, name = self.experiment, node or "the model"
         rule, before = reference_rule(experiment.tree, node, experiment.model.reference), experiment.plan
         rules = experiment.rules.then(rule)
@@ -339,56 +325,42 @@ class Controller:
         self.apply_rules(rules)
         after = experiment.plan.planned_bytes
         change = after - before.planned_bytes
-        cost = (
-            f": {human_bytes(abs(change))} {'more' if change > 0 else 'less'}, {human_bytes(after)} in all"
-            if change
-            else ""
-        )
+        more = f"{human_bytes(abs(change))} {'more' if change > 0 else 'less'}"
+        cost = f": {more}, {human_bytes(after)} in all" if change else ""
         dtype = "as stored" if rule.dtype == dtypes.STORED else f"in {rule.dtype}"
         self.notify(f"{name} is {dtype} again{cost}; u undoes this", "information")
 
     def apply_remedy(self) -> None:
-        """Apply the rules that make the output finite. If no such rules have been found, apply the rules that prevent casts from
-        making weight values infinite or zero.
-        """
+        """Apply the rules that make the output finite or, if there are none, those that keep the values which casts lose."""
         nonfinite, losses = self.experiment.results.nonfinite, self.experiment.results.loss_remedy
         rules = nonfinite.remedy if nonfinite is not None else ()
         if not rules and losses is not None:
             rules = losses.rules
         if rules:
-            listed = self.experiment.rules
-            for rule in rules:
-                listed = listed.then(Rule.parse(rule))
-            self.apply_rules(listed)
-        else:
-            none = (
-                "no rules are known that make the run work: the Drift pane says why it failed"
-                if self.experiment.results.failure is not None
-                else "nothing needs a remedy"
-            )
-            self.notify(nonfinite.reason if nonfinite is not None else none, "information")
+            self.apply_rules(functools.reduce(RuleList.then, map(Rule.parse, rules), self.experiment.rules))
+            return
+        words = "nothing needs a remedy"
+        if nonfinite is not None:
+            words = nonfinite.reason
+        elif self.experiment.results.failure is not None:
+            words = "no rules are known that make the run work: the Drift pane says why it failed"
+        self.notify(words, "information")
 
     def replace_rules(self, recipe: Recipe) -> None:
-        """Replace all rules by those of a recipe, which comes from a preset."""
         if not self.apply_recipe(recipe):
             self.notify("this preset is already applied", "information")
 
     def set_context(self, context: int, batch: int) -> None:
-        """Show the bytes of KV caches for `batch` sequences of `context` tokens each."""
         self.experiment.served.context, self.experiment.served.batch = context, batch
         self._changed()
 
     def set_budget(self, budget: int | None) -> None:
-        """Show the largest context at which weights, KV cache and activations fit in `budget` bytes. If `budget` is None, show
-        none.
-        """
+        """Show the largest context at which weights, KV cache and activations fit in `budget` bytes, or none."""
         self.experiment.served.budget = budget
         self._changed()
 
     def estimate_activations(self) -> None:
-        """Ask the engine for the memory of activations at the current context and at two longer ones. Values for contexts between
-        them are interpolated.
-        """
+        """Ask for the memory of activations at the current context and at two longer ones. Between them, it is interpolated."""
         context = self.experiment.tokens
         contexts = sorted({context, 2 * context, max(4 * context, self.experiment.tree.kv_cache.longest or 0)})
         self.engine.request(ACTIVATIONS.ask(PassSizes(tuple(contexts), self.experiment.served.batch)))
@@ -403,7 +375,7 @@ class Controller:
         self.replace_rules(chosen.recipe(self.experiment.tree))
 
     def go_back_to(self, measured: MeasuredRecipe) -> None:
-        """Make an earlier, measured recipe the current one. The settings of a run stay as they are."""
+        """Make a measured recipe the current one. The settings of a run stay as they are."""
         if measured.settings != self.experiment.settings:
             self.notify(f"that was measured with {measured.settings}; the current settings stay", "information")
         self.apply_recipe(measured.recipe)
@@ -415,10 +387,7 @@ class Controller:
         self._changed()
 
     def measure(self) -> None:
-        """Measure the current recipe again, over all inputs.
-
-        If a measurement of the recipe is running, extend that measurement to all inputs.
-        """
+        """Measure the current recipe over all inputs. A running measurement of it is extended to them."""
         if not self.life.is_available():
             return
         if self.activity.running != "measure":
@@ -427,7 +396,7 @@ class Controller:
         self._changed()
 
     def set_settings(self, settings: RunSettings) -> None:
-        """Run the cast model with these settings from now on, and measure the current recipe with them."""
+        """Run the cast model with these settings from now on, and measure it."""
         if settings == self.experiment.settings:
             return
         self.experiment.set_settings(settings)
@@ -436,62 +405,66 @@ class Controller:
 
     def set_inputs(self, line: str) -> None:
         """Run the model, from now on, on the inputs that `line` names: a prompt or the paths of files."""
+        self._pending.clear()
         self.engine.request(SetInputs(line))
         self._expect("inputs")
 
     def ask(self, command: Command) -> None:
-        """Request a job from the engine.
-
-        If the job has to run the model but the model can't run, tell the user why, and request nothing.
-        """
+        """Request a job. If it has to run the model and the model can't run, only tell the user why."""
         if command.traits.needs_model and self.experiment.model.no_forward:
             self.notify(self.experiment.model.no_forward, "warning")
             return
         self.engine.request(command)
         self._expect(command.name)
 
+    def ask_once(self, command: Command) -> None:
+        """Request a job, unless the engine has yet to answer the same request for the same recipe and settings."""
+        request = command, self.experiment.recipe, self.experiment.settings
+        if request not in self._pending:
+            self.ask(command)
+            if self.activity.busy:  # otherwise there is no engine, or the request was refused
+                self._pending.add(request)
+
     def save(self, request: SaveRequest) -> None:
         from dtype_engine.checkpoint.export_folder import is_one_file
         from dtype_engine.service.save_requests import ExportRequest, RecipeRequest
 
-        in_file = isinstance(request, RecipeRequest) or (
-            isinstance(request, ExportRequest) and not is_one_file(request.folder)
-        )
-        if in_file:
+        writes_folder = isinstance(request, ExportRequest) and not is_one_file(request.folder)
+        if writes_folder or isinstance(request, RecipeRequest):  # which keep the recipe
             self._saved_recipe = self.experiment.recipe
         self.engine.save(request)
         self._expect("write")
 
     def stop(self) -> None:
-        """Stop the engine's jobs. If a job still runs after an earlier call, end the engine and start another one."""
+        """Stop the engine's jobs. If one still runs after an earlier call, restart the engine."""
+        self._pending.clear()
         if self.life.must_end:
             self.restart_engine()
         else:
             self.life.stop()
 
     def stop_job(self, job: str) -> None:
-        """Stop a single job, whether it is running or waiting."""
+        self._pending.clear()
         self.life.stop(job)
         if job == "scan" and self.activity.running != "scan":
             self.experiment.scan.stopped()  # the engine sends no event for a scan that had not begun
 
     def restart_engine(self) -> None:
         """End the engine, whatever it is doing, and start another one with the same recipe."""
+        self._pending.clear()
         if self.life.restart():
             self.open_error = self.experiment.memory = None
             self._changed()
 
     def measure_recipes(self, recipes: Sequence[Recipe]) -> None:
-        """Measure several recipes without making them current. Each is added to the history as soon as it is measured."""
+        """Measure several recipes without making them current. Each is then added to the history."""
         if recipes:
             self.ask(MeasureRecipes(tuple(dict.fromkeys(recipes))))
 
     # -- the scan ------------------------------------------------------------------------------------------------
 
     def next_of_scan(self) -> Literal["choose", "show", "wait"]:
-        """Return what the key for scans should do next: "choose" (open the window that chooses dtypes for a new scan), "show" (open
-        the current results), or "wait" (open nothing). If a scan was stopped, this method also resumes it.
-        """
+        """Resume a stopped scan, and return what to open: the choice of dtypes for a new scan, the results, or nothing."""
         experiment, scan = self.experiment, self.experiment.scan
         if experiment.model.no_forward:
             self.notify(experiment.model.no_forward, "warning")
@@ -516,7 +489,7 @@ class Controller:
         return True
 
     def start_scan(self, dtypes: tuple[str, ...]) -> None:
-        """Start a scan in these dtypes. If the last scan had the same dtypes, resume it."""
+        """Start a scan in these dtypes, or resume the last one if it had the same."""
         if not self.life.is_available():
             return
         scan = self.experiment.scan
@@ -528,7 +501,6 @@ class Controller:
         self.ask(Scan(dtypes, keep=not self.read_only))
 
     def pause_scan(self) -> None:
-        """Pause the scan, or continue it if it is paused."""
         scan = self.experiment.scan
         if scan.running or scan.paused:
             scan.paused = not scan.paused

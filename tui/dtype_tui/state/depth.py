@@ -11,9 +11,8 @@ _LONGEST_LABEL = 16
 def depth_modules(tree: Tree) -> list[str]:
     """Return the names of the modules that represent the model's depth in a plot, in the tree's order.
 
-    These are the layers of the outermost stacks, and the topmost other modules that hold weights, such as an embedding, a final
-    norm and a head. A stack is a module whose children are numbered, as in a ModuleList. A model without a stack is represented by
-    the children of its root.
+    These are the layers of the outermost stacks, whose children are numbered as in a ModuleList, and the topmost other modules that
+    hold weights. A model without a stack is represented by the children of its root.
     """
     has_stack: dict[str, bool] = {}
     for module in reversed(tree.modules.values()):  # children come after their parents
@@ -42,7 +41,7 @@ def _has_weights(tree: Tree, module: Module) -> bool:
 
 
 def depth_label(name: str) -> str:
-    """Return a short label of a module: the numbered part of its name, such as `layers.3`, or its last part if none is numbered."""
+    """Return the numbered part of a module's name, such as `layers.3`, or its last part if none is numbered."""
     shown = printable(name, 200)
     parts = shown.split(".")
     counted = next((index for index in numbered_parts(shown) if index), None)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from dtype_engine.core.units import plural
 from dtype_engine.service import events
 from dtype_engine.service.commands import Cancel
+from dtype_tui.config.questions import row_of
 from dtype_tui.state.activity import Activity, Progress
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ STOP_WAIT_S = 2.0
 class EngineLife:
     """Tracks whether there is an engine, and what the engine is doing.
 
-    notify: a function that shows a sentence until the user has read it. changed: a function that redraws the screen. withdraw: a
-    function that hides a sentence that `notify` shows, once it is no longer true.
+    notify: shows a sentence until the user has read it. changed: redraws the screen. withdraw: hides a sentence that `notify`
+    shows.
     """
 
     def __init__(
@@ -46,19 +47,15 @@ class EngineLife:
         self.error: str | None = None
         """Why there is no engine, or None while there is one."""
         self.lost = False
-        """Whether the connection to the engine is lost."""
         self._warned_about: tuple[bool, int] | None = None
-        """What the user was warned about when asking to quit: whether files are being written, and how many rules would be lost.
-        """
-        """Whether the user pressed the key for quitting while the engine was writing files."""
+        """What the user was warned about when quitting: whether files are being written, and how many rules would be lost."""
         self._stopping: str | None = None
-        """The name of the job that was asked to stop and is still running. None if no job was asked to stop."""
+        """The running job that was asked to stop."""
         self._stopping_since = 0.0
-        """The time, by `time.monotonic`, at which the job in `_stopping` was asked to stop."""
         self.must_end = False
-        """Whether the running job has not stopped within `STOP_WAIT_S`. Only ending the engine can then stop the job."""
+        """Whether the running job has not stopped within `STOP_WAIT_S`, so that only ending the engine stops it."""
         self._offer = ""
-        """The sentence on the screen that offers to end the engine, or "" if there is none."""
+        """The sentence on the screen that offers to end the engine, or ""."""
 
     def follow(self, event: Progress) -> None:
         self.activity.follow(event)
@@ -71,13 +68,18 @@ class EngineLife:
             self._withdraw(self._offer)
             self._offer = ""
 
-    def note_stopped(self, job: str | None) -> None:
-        """Record that the engine has stopped `job`. If `job` is None, the engine has only dropped waiting jobs."""
-        if job is not None:
-            self._stop_ended()
+    def note_stopped(self, event: events.Stopped) -> None:
+        """Tell the user which job has stopped and which waiting ones were dropped, such as `stopped: timing; t times again`."""
+        rest = ", ".join(row_of(name).waiting for name in event.dropped)
+        if event.job is None:
+            self._notify(f"stopped before it began: {rest}", "information")
+            return
+        self._stop_ended()
+        row = row_of(event.job)
+        self._notify(f"stopped: {row.running}; {row.again}" + (f". Not begun: {rest}" if rest else ""), "information")
 
     def follow_connection(self, event: events.EngineEnded | events.EngineLost | events.EngineBack) -> None:
-        """Record that the engine ended, or that its connection was lost or restored. The recipe and its measurements are kept."""
+        """Record that the engine ended, or that its connection was lost or restored."""
         match event:
             case events.EngineEnded():
                 lost = self._reset(event.message)
@@ -91,7 +93,7 @@ class EngineLife:
                 self._notify("connected again: nothing was lost", "information")
 
     def restart(self) -> bool:
-        """End the engine, whatever it is doing, and start another one. Returns False if this engine can't be restarted."""
+        """Start another engine in place of this one. Returns False if it can't be restarted."""
         if not self._engine.can_restart:
             self._notify("the engine is a thread of this program (--in-process): it can't be restarted", "warning")
             return False
@@ -102,10 +104,7 @@ class EngineLife:
         return True
 
     def _reset(self, error: str | None) -> list[str]:
-        """Record that no work is running any more. error: why there is no engine, or None if another engine is starting.
-
-        Returns parts of a sentence that tell the user which work is lost, such as "the files that it was writing are lost".
-        """
+        """Record that no work is running, and return which is lost, as parts of a sentence. error: why no engine starts."""
         lost = ["the files that it was writing are lost"] if self.activity.saving else []
         if self._scan.lose():
             lost.append("s resumes the scan")
@@ -117,9 +116,7 @@ class EngineLife:
         return lost
 
     def begin(self, what: str) -> None:
-        """Show that the engine is doing `what`, even before the engine reports it. For jobs that wait in the queue, `expect` is
-        used instead.
-        """
+        """Show that the engine is doing `what`, before it reports that. For jobs that wait in the queue, `expect` is used."""
         if self.error is None:
             self.activity.begin(what)
 
@@ -134,9 +131,8 @@ class EngineLife:
         return self.error is None
 
     def may_quit(self, lost_rules: int = 0) -> bool:
-        """Return whether the app may quit. While files are being written, or if rules would be lost, the first call warns the user
-        and returns False. If the user was warned about something else before, this counts as a first call. lost_rules: the number
-        of rules that neither a file nor a session keeps.
+        """Return whether the app may quit. While files are being written, or if rules would be lost, the first call warns and
+        returns False, also if the last warning was about something else. lost_rules: rules that neither a file nor a session keeps.
         """
         about = self.activity.saving, lost_rules
         if about in ((False, 0), self._warned_about):
@@ -155,21 +151,17 @@ class EngineLife:
 
     @property
     def no_engine_words(self) -> str:
-        """The words to show in place of drift values while there is no engine, or "" while there is one."""
+        """What to show in place of drift while there is no engine, or ""."""
         return f"no engine: {RESTARTS}" if self.error is not None else ""
 
     def idle_words(self, planning_only: bool) -> str:
-        """Return what the status line shows while the engine is idle, such as "ready". planning_only: whether the model could not
-        be opened.
-        """
+        """Return what the status line shows while the engine is idle. planning_only: whether the model could not be opened."""
         if self.lost:
             return "connection cut: trying again"
         return self.no_engine_words or ("no live model: planning only" if planning_only else "ready")
 
     def stop(self, job: str | None = None) -> None:
-        """Ask the engine to stop the running job and to drop all waiting jobs. If `job` is given, only jobs with this name are
-        stopped or dropped.
-        """
+        """Ask the engine to stop the running job and to drop all waiting ones, or only those with the name `job`."""
         if self.activity.busy:
             if self._stopping is None and job in (None, self.activity.running):
                 self._stopping, self._stopping_since = self.activity.running, time.monotonic()
@@ -177,9 +169,7 @@ class EngineLife:
             self._changed()
 
     def current_activity(self) -> tuple[str, float | None, str]:
-        """Return (what the engine is doing, or "" if idle or disconnected; the share of it that is done; what Esc does now, such as
-        "Esc stops").
-        """
+        """Return what the engine is doing, or "" if idle or disconnected; the share that is done; what Esc does now."""
         what, share = self.activity.now()
         if not what or self.lost:
             return "", None, ""
@@ -190,7 +180,7 @@ class EngineLife:
         return what, share, "Esc stops"
 
     def check_stopped(self) -> None:
-        """Offer to end the engine if a job is still running `STOP_WAIT_S` seconds after it was asked to stop."""
+        """Offer to end the engine if a job still runs `STOP_WAIT_S` seconds after it was asked to stop."""
         if self._stopping is None or self.must_end or not self.activity.busy or not self._engine.can_restart:
             return
         if self.lost:

@@ -13,7 +13,7 @@ from dtype_engine.service.outbox import add
 class EventQueue:
     """A thread-safe queue of the engine's events. Of events that replace each other, such as progress, only the newest waits.
 
-    arrived: a function that is called each time that one more event waits. It must not wait for the app's thread.
+    arrived: called each time that one more event waits. It must not wait for the app's thread.
     """
 
     def __init__(self, arrived: Callable[[], None]) -> None:
@@ -32,7 +32,7 @@ class EventQueue:
             self._arrived()
 
     def take(self) -> Event | None:
-        """Remove the oldest event from the queue, and return it. Returns None if there is none."""
+        """Remove and return the oldest event, or None."""
         with self._changed:
             event = self._waiting.popleft() if self._waiting else None
             if not self._waiting:
@@ -40,7 +40,7 @@ class EventQueue:
             return event
 
     def wait_until_empty(self) -> None:
-        """Wait until the app has taken every event, or until `shut`. The thread that reads the engine's pipe calls this."""
+        """Wait until the app has taken every event, or until `shut`. The reader of the engine's pipe calls this."""
         with self._changed:
             while self._waiting and not self._shut:
                 self._changed.wait()

@@ -1,14 +1,11 @@
-"""The state of the app: the model, the history of recipes, and the results of the current recipe.
-
-This module uses neither widgets nor torch: it computes only with the engine's packages that do not import torch.
-"""
+"""The state of the app: the model, the history of recipes, and the current one's results. It uses neither widgets nor torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
@@ -45,50 +42,50 @@ if TYPE_CHECKING:
     from dtype_engine.results.serving_memory import ServingMemory
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
-"""Types of events that are handled even if they belong to a recipe that is no longer the current one."""
+"""Events that are handled even if they belong to an earlier recipe."""
 _MOST_MODULES_SIZE = 32 << 20
-"""Maximum size, roughly in bytes, of the drift of all modules. A module counts as 100 plus the length of its name."""
+"""Maximum size, roughly in bytes, of the drift of all modules."""
 _MOST_OF_A_FAILURE = 2000
-"""Maximum number of characters of the reason why a measurement failed. A longer reason is cut."""
+"""Maximum number of characters of the reason why a measurement failed."""
 _MOST_KNOWN = 10
-"""Maximum number of drift reports that are kept. An undo shows the report of the earlier recipe at once, if the report is kept."""
+"""Maximum number of drift reports that are kept, for undo to show."""
+
+_FIELDS = {CAUSES.name: "causes", SPEED.name: "speed", NONFINITE.name: "nonfinite", LOSS_REMEDY.name: "loss_remedy"}
+"""The field of `Results` for the result of a job."""
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """Facts about the model that do not depend on the recipe."""
-
     title: str
     class_name: str = ""
     device: str = ""
     host: str = ""
-    """The name of the machine that holds the model, or "" if it is this machine."""
+    """The machine that holds the model, or "" for this one."""
     inputs: str = ""
-    """A description of the inputs that the model runs on."""
     inputs_summary: InputsSummary | None = None
-    """A summary of the inputs with which the model is called, or None until the engine has prepared them."""
+    """None until the engine has prepared the inputs."""
     no_forward: str | None = None
     """Why the model can't run, or None if it can."""
     no_text: str | None = None
-    """Why the model can't generate text. None if it can, or if this is not known yet."""
+    """Why the model can't generate text. None if it can, or if this is not known."""
     memory_bytes: int | None = None
-    """The bytes of memory on the device of the model, also if the model is not loaded yet. None while this is unknown."""
+    """The memory of the model's device, or None while it is unknown."""
     live: bool = False
-    """Whether the engine has opened the model, so that the model's modules exist in memory."""
+    """Whether the engine has loaded the model."""
     has_tree: bool = True
-    """Whether the modules and tensors are known. The tree is empty while they are not."""
+    """Whether the modules and tensors are known. Until then, the tree is empty."""
     path: Path | None = None
-    """The path of the model on this machine, or None if this machine has no file of the model."""
+    """The model on this machine, or None if this machine has no file of it."""
     partial: bool = False
-    """Whether only some of the headers of a large checkpoint have been read. Sums then do not cover the whole model yet."""
+    """Whether the headers of a large checkpoint are read in part, so that sums do not cover the whole model."""
     provenance: tuple[str, ...] = ()
-    """Lines that say how the checkpoint was quantized, such as "written by dtype-tui". Empty if its files do not say."""
+    """Lines that say how the checkpoint was quantized, such as "written by dtype-tui"."""
     reference: str = "float32"
-    """The reference from which drift is measured: "float32", "as stored (bfloat16)", or the name of another checkpoint."""
+    """What drift is measured from: "float32", "as stored (bfloat16)", or the name of another checkpoint."""
 
 
 @dataclass
 class Experiment:
-    """One model, its history of recipes, and the results of the current recipe.
+    """One model, its history of recipes, and the results of the current one.
 
     Results of other recipes are kept only in `measured`, `module_log` and `scan`.
     """
@@ -102,34 +99,24 @@ class Experiment:
     totals: NodeTotals = field(init=False)
     results: Results = field(default_factory=Results)
     before: DriftReport | None = None
-    """The drift report that was shown last before the current recipe and settings were chosen, on the same inputs. Shown until the
-    new drift is known, and then compared with it. None if there was none.
-    """
+    """The drift report that was shown before on the same inputs, to show until the new drift is known, and to compare with."""
     memory: MemoryStats | None = None
     served: Served = field(default_factory=Served)
     floor: NoiseFloor | None = None
     measured: tuple[MeasuredRecipe, ...] = ()
     module_log: ModuleLog = field(default_factory=ModuleLog)
     axis: str = ""
-    """The name of the user's own metric on the vertical axis of the plots of measured recipes, or "" if the plots show the
-    drift.
-    """
+    """The user's own metric on the vertical axis of the plots of measured recipes, or "" for the drift."""
     baseline: MeasuredRecipe | None = None
-    """The measured recipe with which the tree and the panes compare the current one."""
+    """The measured recipe with which the current one is compared."""
     scan: ScanState = field(default_factory=ScanState)
     same_plan: bool = False
-    """Whether the last change of the recipe left every tensor's planned dtype as it was, so that the existing measurement is still
-    valid.
-    """
+    """Whether the last change of the recipe changed no tensor's dtype, so that the measurement stays valid."""
 
     _prepared: tuple[Plan, NodeTotals] | None = field(default=None, init=False)
-    """The plan of the current recipe for a tree that is about to replace `tree`, and the totals (such as bytes by dtype) of each
-    node. `prepare` computes both in advance for the next call of `replace_tree`.
-    """
+    """The plan and the totals of each node that `prepare` has computed for the next call of `replace_tree`."""
     _known: dict[tuple[Recipe, RunSettings], Results] = field(default_factory=dict, init=False)
-    """The latest results for recipes that were measured on all of the current inputs, by recipe and settings. An undo shows the
-    results of its recipe at once.
-    """
+    """The latest results over all of the current inputs, by recipe and settings, which an undo shows at once."""
 
     def __post_init__(self) -> None:
         self.served.caches = add_cache_nodes(self.tree)
@@ -137,7 +124,7 @@ class Experiment:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in each sequence of the KV caches whose bytes are shown."""
+        """The tokens in each sequence of the KV caches whose bytes are shown."""
         return self.served.context or default_context(self.tree)
 
     @property
@@ -146,7 +133,6 @@ class Experiment:
         return f"{self.tokens:,} tokens" + (f" × {self.served.batch}" if self.served.batch > 1 else "")
 
     def cache_totals(self, tensors: Iterable[KVCacheTensor]) -> Totals:
-        """Return the bytes of tensors of KV caches under the recipe, by format, at the current context."""
         found, compute = Totals(), serving_dtype(self.totals[""], self.tree.kv_cache)
         for tensor in tensors:
             form = self.plan.caches.get(tensor.name, compute)
@@ -155,7 +141,7 @@ class Experiment:
         return found
 
     def serving(self) -> ServingMemory:
-        """Return the memory that serving the model takes under the recipe, at the current context."""
+        """Return the memory that serving the model takes, at the current context."""
         served = self.served
         known = (self.plan, self.tokens, served.batch, served.budget, served.peaks)
         if served.known is None or served.known[0] != known:
@@ -176,15 +162,11 @@ class Experiment:
 
     @property
     def room(self) -> int | None:
-        """The bytes of memory in which the model must fit: the budget or, if none is set, the memory of the device. None if both
-        are unknown.
-        """
+        """The bytes in which the model must fit: the budget or, without one, the memory of the device, if known."""
         return self.served.budget or self.model.memory_bytes
 
     def needed_bytes(self, plan: Plan) -> int:
-        """Return the bytes that must fit in `room` under a plan. With a budget, these are the bytes of weights, KV cache and
-        activations together; without one, those of the weights.
-        """
+        """Return what must fit in `room` under a plan: the weights and, with a budget, KV cache and activations."""
         return self._serving_under(plan).total_bytes if self.served.budget else plan.planned_bytes
 
     @property
@@ -224,18 +206,13 @@ class Experiment:
         self.before = None
 
     def prepare(self, tree: Tree) -> None:
-        """Compute in advance what `replace_tree` needs for a new tree.
-
-        The computation is slow. It runs on the thread that reads the engine's events, so that it does not delay the handling of
-        keys.
-        """
+        """Compute in advance what `replace_tree` needs for a new tree. This is slow, and runs on the thread that reads events."""
         plan = make_plan(tree, self.recipe)
         self._prepared = plan, tree.totals(plan.dtypes)
         add_cache_nodes(tree)
         assert tree.names  # computes the cached list of names, which the first frame of a filter needs
 
     def replace_tree(self, tree: Tree) -> None:
-        """Replace the tree by a complete one, and plan the current recipe again."""
         self.tree, self.model = tree, replace(self.model, has_tree=True, partial=False)
         self.served.caches = add_cache_nodes(tree)
         self._replan()
@@ -259,38 +236,31 @@ class Experiment:
         return explain_no_match(self.tree, rule.pattern, plan.selections[last]) + more
 
     def push(self, recipe: Recipe) -> bool:
-        """Make a recipe the current one, and drop all disabled rules. Returns False if it already is the current one."""
+        """Make a recipe the current one, without any disabled rules. Returns False if it already is."""
         return recipe != self.recipe and self.push_rules(RuleList.of(recipe.rules))
 
     def push_rules(self, rules: RuleList) -> bool:
-        """Make a list of rules the current one. Returns False if it already is the current one."""
-        return self._change(lambda: self.history.push(rules))
+        """Make a list of rules the current one. Returns False if it already is."""
+        return self._follow(self.history.push(rules))
 
     def undo(self) -> bool:
-        return self._change(self.history.undo)
+        return self._follow(self.history.undo())
 
     def redo(self) -> bool:
-        return self._change(self.history.redo)
+        return self._follow(self.history.redo())
 
-    def _change(self, change: Callable[[], bool]) -> bool:
-        """Call `change`, which changes the history of rules and returns whether it did. If enabled rules have changed, plan again.
-        Returns the result of `change`.
-        """
-        before = self.recipe
-        changed = change()
-        if self.recipe != before:
+    def _follow(self, changed: bool) -> bool:
+        """Plan again if enabled rules have changed. changed: whether any rules have, which is returned."""
+        if self.recipe != self.plan.recipe:
             self._replan(self.plan)
         return changed
 
     def restore(self, history: History[RuleList]) -> None:
-        """Replace the history of rules by that of a saved session."""
         self.history = history
         self._replan()
 
     def _replan(self, before: Plan | None = None) -> None:
-        """Compute the dtype of every tensor under the current recipe, and drop the results. before: the previous plan for the same
-        tree, or None. If both plans have the same dtypes, the results stay valid and are kept.
-        """
+        """Plan the current recipe, and drop the results unless the plan `before`, of the same tree, has the same dtypes."""
         self.plan = make_plan(self.tree, self.recipe)
         self.same_plan = before is not None and before.same_casts(self.plan) and self.results.report is not None
         if self.same_plan:
@@ -309,16 +279,14 @@ class Experiment:
             self.before = self.results.report
 
     def set_settings(self, settings: RunSettings) -> None:
-        """Use these settings for the cast model from now on, and drop the results that were measured with the previous settings."""
+        """Use these settings from now on, and drop the results with the previous ones."""
         self.settings = settings
         self.scan.measured.clear()
         self.forget_figures()
         self._recall()
 
     def forget_figures(self) -> None:
-        """Drop the results of the current recipe. Only the numbers of weight values that its casts make infinite or zero are kept,
-        because they depend on the weights alone.
-        """
+        """Drop the results of the current recipe, except for its lost values, which depend on the weights alone."""
         self._remember_shown()
         self.results = Results(losses=self.results.losses)
 
@@ -338,6 +306,7 @@ class Experiment:
 
     def take(self, event: events.Event) -> None:
         """Store the results that an event of the engine reports. Results that only a window shows are not stored."""
+        results = self.results
         match event:
             case events.InputsReady():
                 self.set_inputs(event.summary)
@@ -352,12 +321,6 @@ class Experiment:
                 self._keep(make_plan(self.tree, recipe), event.settings, event.report)
             case events.Idle() if self.scan.running:
                 self.scan.stopped()
-            case _:
-                self._take_result(event)
-
-    def _take_result(self, event: events.Event) -> None:
-        results = self.results
-        match event:
             case events.CastDone():
                 self.results = replace(results, losses=Losses(event.lost, with_keys(event.reason)))
             case events.ModulesMeasured():
@@ -372,9 +335,8 @@ class Experiment:
                 # The history shows these figures until the rest is measured, which may never happen.
                 about = self.recipe, self.settings, self.model.inputs, self.plan.planned_bytes
                 lost = lost_counts(results.losses.values)
-                self.measured = remember(
-                    self.measured, MeasuredRecipe(*about, partial.output, partial.extent, None, *lost)
-                )
+                entry = MeasuredRecipe(*about, partial.output, partial.extent, None, *lost)
+                self.measured = remember(self.measured, entry)
             case events.Measured():
                 self._set_report(event.report)
             case events.JobGrown():
@@ -383,23 +345,16 @@ class Experiment:
             case events.JobDone():
                 self._take_answer(event)
             case events.Failed():
-                self.results = replace(
-                    results, failure=with_keys(event.message[:_MOST_OF_A_FAILURE]), failed_module=event.module
-                )
+                words = with_keys(event.message[:_MOST_OF_A_FAILURE])
+                self.results = replace(results, failure=words, failed_module=event.module)
 
     def _take_answer(self, event: events.JobDone) -> None:
         """Store the result of a job if it is shown outside its window."""
-        results = self.results
-        if (causes := events.result_of(event, CAUSES)) is not None:
-            self.results = replace(results, causes=causes, partial_causes=None)
-            self._remember(causes=causes)
-        elif (speed := events.result_of(event, SPEED)) is not None:
-            self.results = replace(results, speed=speed)
-            self._remember(speed=speed)
-        elif (nonfinite := events.result_of(event, NONFINITE)) is not None:
-            self.results = replace(results, nonfinite=nonfinite)
-        elif (remedy := events.result_of(event, LOSS_REMEDY)) is not None:
-            self.results = replace(results, loss_remedy=remedy)
+        results, key = self.results, (self.recipe, self.settings)
+        if (field := _FIELDS.get(event.ask.job)) is not None:
+            self.results = replace(results, **{field: event.result})
+            if field in ("causes", "speed") and key in self._known:  # an undo shows them again
+                self._known[key] = replace(self._known[key], **{field: event.result})
         elif (weights := events.result_of(event, WEIGHTS)) is not None:
             self.results = replace(results, weights={weight.name: weight for weight in weights})
         elif (floor := events.result_of(event, FLOOR)) is not None:
@@ -418,16 +373,8 @@ class Experiment:
         for old in list(self._known)[:-_MOST_KNOWN]:
             del self._known[old]
 
-    def _remember(self, **further: Any) -> None:
-        """Add results to the stored results of the current recipe, which an undo shows again. further: fields of `Results`, such as
-        `speed`.
-        """
-        key = self.recipe, self.settings
-        if key in self._known:
-            self._known[key] = replace(self._known[key], **further)
-
     def _keep(self, plan: Plan, settings: RunSettings, report: DriftReport) -> None:
-        """Add a measurement to the history, even if its recipe and inputs are not the current ones."""
+        """Add a measurement to the history, also of other recipes and inputs than the current ones."""
         if plan.recipe == self.recipe or (settings, report.inputs) == (self.settings, self.model.inputs):
             self.scan.note_measured(self.tree, plan, report)
         entry = measured(report, plan.recipe, settings, plan.planned_bytes)
@@ -437,7 +384,7 @@ class Experiment:
     # -- comparing -----------------------------------------------------------------------------------------------
 
     def compare_with(self, entry: MeasuredRecipe) -> None:
-        """Make a measured recipe the baseline. If it already is the baseline, use no baseline."""
+        """Make a measured recipe the baseline or, if it already is, use none."""
         self.baseline = None if self.is_baseline(entry) else entry
 
     def is_baseline(self, entry: MeasuredRecipe) -> bool:
@@ -445,25 +392,20 @@ class Experiment:
 
     @property
     def baseline_mark(self) -> str:
-        """The mark of the baseline recipe in the history, such as `#4`, or "" if there is no baseline."""
+        """The mark of the baseline in the history, such as `#4`, or ""."""
         places = (index for index, entry in enumerate(self.measured) if self.is_baseline(entry))
         return next((f"#{mark(index)}" for index in places), "")
 
     @property
     def baseline_modules(self) -> Mapping[str, ModuleDrift]:
-        """The drift of the modules under the baseline recipe, by name. Empty without a baseline, or if its drift is not stored."""
+        """The drift of the modules under the baseline, by name, as far as it is stored."""
         return (self.module_log.of(self.baseline) or {}) if self.baseline is not None else {}
 
     @property
     def why_scan_is_stale(self) -> str:
-        """Why the scan does not apply to the current inputs and settings, such as `the inputs differ from those of the scan`, or ""
-        if it does.
-        """
+        """Why the scan does not apply to the current inputs and settings, or "" if it does."""
         return self.scan.why_stale(self.model.inputs, self.settings)
 
     def predicted(self) -> str:
-        """Return the current recipe's drift as predicted by the scan, such as `1.2e-03 nats per token`, or "" if unknown.
-
-        The prediction is the sum of the scores of the recipe's weights.
-        """
+        """Return the drift that the scan predicts, such as `1.2e-03 nats per token`, or "" if it is unknown."""
         return "" if self.why_scan_is_stale else self.scan.predicted(self.tree, self.plan)

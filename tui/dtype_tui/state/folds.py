@@ -1,7 +1,6 @@
 """Folds neighboring modules that are alike, such as the layers of a transformer, into one row of the tree.
 
-The name of a fold is the pattern that matches its members, such as `model.layers.{2..9}`. It can be used wherever the name of a
-node can be used: in a rule, in the clipboard, and as the cursor of a saved session.
+The name of a fold is the pattern that matches its members, such as `model.layers.{2..9}`. It is used like the name of a node.
 """
 
 from __future__ import annotations
@@ -21,28 +20,20 @@ if TYPE_CHECKING:
 FEWEST = 4
 """Minimum number of modules that are folded into one row."""
 NEAR_DB = 6.0
-"""Maximum difference in dB between the SQNRs of modules that are folded into one row: a factor of two in the amplitude of the
-error. The row shows the worst SQNR; all others are better by at most this much.
-"""
+"""Maximum difference in dB between SQNRs in one row, which shows the worst: a factor of two in the amplitude of the error."""
 _INVISIBLE_DB = 80.0
-"""An SQNR above this number of dB counts as equal to it. Modules whose drift is invisible or zero can therefore be folded into one
-row.
-"""
+"""An SQNR above this counts as equal to it, so that modules whose drift is invisible can share a row."""
 _LONGEST_NAME = 2000
-"""Maximum number of characters of a fold's name, which is a pattern such as `model.layers.{2..9}`. If it would be longer, modules
-are not folded.
-"""
+"""Maximum number of characters of a fold's name."""
 
 Members = tuple[Module, ...]
 
 
 class Folds:
-    """The folds of a tree under one plan, which are groups of alike neighbors that share a row. There can be thousands of them, so
-    those among a node's children are found only when the node is opened.
+    """The groups of alike neighbors that share a row of the tree under one plan. Those among a node's children are found only when
+    the node is opened, because there can be thousands.
 
-    planned: the planned dtype of each tensor, by tensor name. drift: the drift of each measured module, by module name. A module
-    whose SQNR differs from its neighbors' by more than `NEAR_DB` is not folded with them. caches: the planned formats of KV
-    caches, by the names of their tensors.
+    planned, caches: the planned dtype or format by tensor name. drift: by module name.
     """
 
     def __init__(
@@ -58,9 +49,7 @@ class Folds:
         self._below: dict[str, list[Members]] = {}
 
     def below(self, parent: Module) -> list[Members]:
-        """Return the children of a module in the order of the model. Children that are folded into one row are one tuple. Every
-        other child is a tuple of its own.
-        """
+        """Return the children of a module in order, as tuples: those that share a row together, every other alone."""
         known = self._below.get(parent.name)
         if known is None:
             known = self._below[parent.name] = list(self._grouped(parent))
@@ -86,9 +75,7 @@ class Folds:
                     yield from ((module,) for module in run)
 
     def _near(self, modules: Iterable[Module]) -> Iterator[list[Module]]:
-        """Yield runs of neighbors whose SQNRs differ by at most `NEAR_DB`. A module with an unknown SQNR always stays in the
-        current run.
-        """
+        """Yield runs of neighbors whose SQNRs differ by at most `NEAR_DB`. One of unknown SQNR stays in the current run."""
         run: list[Module] = []
         lowest, highest = math.inf, -math.inf
         for module in modules:
@@ -104,9 +91,7 @@ class Folds:
 
 
 def _decibels(drift: ModuleDrift | None) -> float | None:
-    """Return a module's SQNR in dB, limited to the range from 0 to `_INVISIBLE_DB`, for comparison with its neighbors. Returns
-    minus infinity if the module's output is not finite, and None if the SQNR is unknown.
-    """
+    """Return an SQNR limited to 0 to `_INVISIBLE_DB`, minus infinity if the output is not finite, or None if unknown."""
     if drift is None:
         return None
     if drift.nonfinite:
@@ -115,9 +100,7 @@ def _decibels(drift: ModuleDrift | None) -> float | None:
 
 
 def fold_name(members: Sequence[Module]) -> str:
-    """Return the name of the row into which these modules are folded, such as `model.layers.{2..9}`. If numbers are missing between
-    them, the name lists the ranges and numbers that are there, such as `model.layers.{{2..4},7,9}`.
-    """
+    """Return the name of the row of these modules, such as `model.layers.{2..9}`, or `model.layers.{{2..4},7,9}` with gaps."""
     runs: list[list[str]] = []
     for label in (member.label for member in members):
         if runs and _follows(runs[-1][-1], label):
@@ -130,18 +113,14 @@ def fold_name(members: Sequence[Module]) -> str:
 
 
 def _follows(one: str, other: str) -> bool:
-    """Return whether `other` is the number after `one`, so that a range in a pattern can contain both. A number with a leading
-    zero, such as `07`, can't be in a range.
-    """
+    """Return whether `other` is the number after `one`, without leading zeros, which a range of a pattern can't have."""
     if not (one.isascii() and other.isascii() and len(other) < 19):
         return False
     return other == str(int(one) + 1) and one == str(int(one))
 
 
 def fold_members(tree: Tree, node: str) -> Members:
-    """Return the modules that are folded into the row with this name, such as `model.layers.{2..9}`. Returns () if there is no such
-    row.
-    """
+    """Return the modules in the row with this name, such as `model.layers.{2..9}`, or () if there is no such row."""
     parent = tree.modules.get(node.partition("{")[0].removesuffix("."))
     if "{" not in node or parent is None or node in tree.modules or tree.canonical(node) is not None:
         return ()
@@ -153,17 +132,13 @@ def fold_members(tree: Tree, node: str) -> Members:
 
 
 def modules_at(tree: Tree, node: str) -> Members:
-    """Return a tuple of the module with this name. If `node` names a row of folded modules, such as `layers.{2..9}`, return all of
-    them. Returns () for a tensor or an unknown name.
-    """
+    """Return the module with this name, or those of the row with this name. Returns () for a tensor or an unknown name."""
     module = tree.modules.get(node)
     return (module,) if module is not None else fold_members(tree, node)
 
 
 def patterns_for(tree: Tree, node: str) -> list[str]:
-    """Return patterns that match a node, from the most specific to the most general. node: the name of a module, a tensor, or
-    several modules, such as `layers.{2..9}`.
-    """
+    """Return patterns that match a module, a tensor or a fold, from the most specific to the most general."""
     modules = modules_at(tree, node)
     class_name = modules[0].class_name if modules else None
     if len(modules) < 2:
@@ -172,9 +147,7 @@ def patterns_for(tree: Tree, node: str) -> list[str]:
 
 
 def node_label(tree: Tree, node: str) -> str:
-    """Return the last part of a node's name, such as `mlp`. For folded modules, it is a range, such as `2 … 9`; for the root,
-    "".
-    """
+    """Return the last part of a node's name, such as `mlp`, or the range of a fold, such as `2 … 9`."""
     members = fold_members(tree, node)
     return fold_label(members) if members else node.rpartition(".")[2]
 

@@ -24,9 +24,9 @@ class Launch(msgspec.Struct, frozen=True):
 
     title: str
     tree: Tree | None = None
-    """The module tree built from the headers that were read, or None if headers are not enough to build it."""
+    """The module tree from the headers, or None if they are not enough to build it."""
     path: Path | None = None
-    """The path of the model on this machine, or None if this machine has no file of the model."""
+    """The model on this machine, or None if this machine has no file of it."""
     partial: bool = False
     """Whether `tree` covers only some headers of a large checkpoint."""
     settings: RunSettings = msgspec.field(default_factory=RunSettings)
@@ -35,21 +35,23 @@ class Launch(msgspec.Struct, frozen=True):
     """The tokens of each sequence for which the bytes of KV caches are shown, or None for the default."""
     batch: int = 1
     budget: int | None = None
-    """The bytes into which the model is to fit when it is served, or None if the user gave no budget."""
+    """The bytes into which the served model is to fit, or None."""
     recipe: Recipe = msgspec.field(default_factory=Recipe)
     """The rules from the command line, which are appended to the rules of `preset` or of `saved`."""
     preset: str | None = None
     saved: SavedSession | None = None
-    """The saved session to resume, or None to start a new one."""
+    """The session to resume, or None."""
     saver: Callable[[], SessionSaver] | None = None
-    """A function that creates the object which saves the session. It is called after the first paint. None if the session is not
-    saved.
-    """
+    """Creates the object that saves the session. Called after the first paint. None if the session is not saved."""
     config: Config = msgspec.field(default_factory=Config)
     read_only: bool = False
-    """Whether viewers may only look and cast, but neither read nor write files (see `read_only.py`)."""
+    """Whether viewers may only look and cast, but neither read nor write files."""
     is_demo: bool = False
-    """Whether the model is the built-in one, on which the tour runs."""
     begins_tour: bool = False
     offers_tour: bool = False
     """Whether the app shows, at its start, a panel that offers the tour."""
+
+
+def is_address(model: str | None) -> bool:
+    """Return whether the command-line argument MODEL is the `ssh://` address of a model on another machine."""
+    return model is not None and model.startswith("ssh://")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.metrics import MetricChange
 
 MOST_MEASURED = 1000
-"""Maximum number of measurements in the history. It bounds the memory that an engine on another machine can fill."""
+"""Maximum number of measurements in the history, which an engine on another machine fills."""
 _MARKS = "123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -27,23 +27,18 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
     recipe: Recipe
     settings: RunSettings
     inputs: str
-    """A description of the inputs on which the recipe was measured."""
     planned_bytes: int
     output: OutputDrift
     extent: Extent
-    """How many of the inputs were run to compute the metrics."""
+    """How many of the inputs were run."""
     seconds: float | None = None
-    """Total time of the candidate's passes over all inputs in seconds. None if some inputs or modules were not run."""
+    """Seconds that the candidate's passes took. None if some inputs or modules were not run."""
     overflowed: int | None = None
-    """Number of weight values that the casts of this recipe made infinite. None if they were not counted."""
+    """Number of weight values that the casts made infinite, or None if they were not counted."""
     vanished: int | None = None
-    """Number of nonzero weight values that the casts of this recipe made zero. None if they were not counted. Tensors in which
-    fewer than 1 in 100 values became zero, or whose new dtype is meant to round small values to zero, such as int4, are left out
-    (`ValueLoss.is_rounding`).
-    """
+    """Number of nonzero weight values that the casts made zero, without rounding (`ValueLoss.is_rounding`), or None."""
     pinned: bool = False
     metrics: tuple[MetricChange, ...] = ()
-    """The values of the user's own metrics."""
 
     @property
     def in_part(self) -> bool:
@@ -51,23 +46,18 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
         return not self.extent.whole
 
     def drift(self, distribution: bool) -> float | None:
-        """Return the drift by which plots compare recipes, or None if it is unknown or the output is not finite.
+        """Return the drift by which plots compare recipes, or None if it is unknown or not finite.
 
-        distribution: whether the output is a distribution. If so, the drift is the mean KL in nats, otherwise the squared relative
-        L2 error.
+        distribution: whether the output is one. The drift is then the mean KL in nats, otherwise the squared relative L2 error.
         """
         value = self.output.kl_mean if distribution else 10 ** (-self.output.sqnr_db / 10)
         return None if self.output.nonfinite or value is None or math.isnan(value) else max(0.0, value)
 
     def metric(self, name: str) -> MetricChange | None:
-        """Return the metric of the user with this name, or None if it was not measured."""
         return next((change for change in self.metrics if change.name == name), None)
 
     def height(self, axis: str, distribution: bool) -> float | None:
-        """Return the value for the vertical axis of a plot, or None if it is unknown. If `axis` is the name of one of the user's
-        own metrics, this is the candidate's value of that metric, otherwise the drift. distribution: whether the output is a
-        distribution, so that the drift is the mean KL.
-        """
+        """Return the value for the vertical axis of a plot, or None: the user's metric `axis` or, if that is "", `drift`."""
         if not axis:
             return self.drift(distribution)
         change = self.metric(axis)
@@ -75,12 +65,12 @@ class MeasuredRecipe(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[Recipe, RunSettings, str]:
-        """The recipe, settings and inputs. Of measurements with equal keys, the history keeps only one."""
+        """What identifies a measurement in the history, which keeps only one with each key."""
         return self.recipe, self.settings, self.inputs
 
 
 class ModuleLog:
-    """Stores the drift of every module for the measurements made since the app started. Drops the oldest measurements first."""
+    """The drift of every module for the measurements made since the app started. The oldest are dropped first."""
 
     MOST = 300_000
     """Maximum number of stored module drifts, summed over all measurements."""
@@ -89,7 +79,6 @@ class ModuleLog:
         self._kept: dict[tuple[Recipe, RunSettings, str], Mapping[str, ModuleDrift]] = {}
 
     def keep(self, entry: MeasuredRecipe, modules: Iterable[ModuleDrift]) -> None:
-        """Store the modules of a measurement, and drop the oldest measurements while there are more than `MOST` modules."""
         self._kept.pop(entry.key, None)
         self._kept[entry.key] = {module.name: module for module in modules}
         while len(self._kept) > 1 and (
@@ -121,9 +110,7 @@ def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned
 
 
 def lost_counts(losses: Sequence[ValueLoss] | None) -> tuple[int | None, int | None]:
-    """Return how many values casts made infinite and how many they made zero, as `MeasuredRecipe` has them. losses: an entry for
-    each weight with such values, or None if they were not counted.
-    """
+    """Return how many values casts made infinite and zero, as `MeasuredRecipe` has them. losses: None if not counted."""
     if losses is None:
         return None, None
     from dtype_engine.results.losses import severe  # imported late, for a faster first paint
@@ -133,21 +120,19 @@ def lost_counts(losses: Sequence[ValueLoss] | None) -> tuple[int | None, int | N
 
 
 def metric_names(entries: Iterable[MeasuredRecipe]) -> tuple[str, ...]:
-    """Return the names of the user's metrics in these measurements, each once."""
     return tuple(dict.fromkeys(change.name for entry in entries for change in entry.metrics))
 
 
 def mark(index: int) -> str:
-    """Return the character that stands for a measurement on the screen. index: the index of the measurement in the history."""
+    """Return the character that stands for the measurement at an index of the history."""
     return _MARKS[index] if index < len(_MARKS) else "+"
 
 
 def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[MeasuredRecipe, ...]:
     """Return the history with a measurement added.
 
-    An earlier measurement of the same recipe, settings and inputs is replaced, unless it covers more of the inputs. If the earlier
-    measurement was pinned, the new one is pinned too. If the time of the forward passes is missing in the new one, it is taken from
-    the earlier one. If there are more than `MOST_MEASURED`, the oldest that is not pinned is dropped.
+    It replaces one of the same key, unless that covers more of the inputs, and inherits its pin and, if it has none, its time.
+    Above `MOST_MEASURED`, the oldest that is not pinned is dropped.
     """
     for index, earlier in enumerate(history):
         if earlier.key == new.key:
@@ -163,9 +148,7 @@ def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[
 
 
 def without_figures(history: Iterable[MeasuredRecipe], settings: RunSettings, inputs: str) -> list[Recipe]:
-    """Return the recipes in the history that were never measured with these settings on all of these inputs. Each recipe is
-    returned once.
-    """
+    """Return the recipes that were never measured with these settings on all of these inputs, each once."""
     entries = tuple(history)
     known = {
         entry.recipe for entry in entries if (entry.settings, entry.inputs) == (settings, inputs) and not entry.in_part
@@ -174,6 +157,5 @@ def without_figures(history: Iterable[MeasuredRecipe], settings: RunSettings, in
 
 
 def toggle_pin(history: tuple[MeasuredRecipe, ...], index: int) -> tuple[MeasuredRecipe, ...]:
-    """Return the history after pinning the measurement at `index`, or unpinning it if it is pinned."""
     toggled = msgspec.structs.replace(history[index], pinned=not history[index].pinned)
     return (*history[:index], toggled, *history[index + 1 :])

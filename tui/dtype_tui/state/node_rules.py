@@ -13,9 +13,7 @@ from dtype_tui.state.folds import modules_at
 
 
 def tensor_names(tree: Tree, node: str) -> set[str]:
-    """Return the canonical names of the tensors at or below a node. node: the name of a module, a tensor, or several modules, such
-    as `layers.{2..9}`.
-    """
+    """Return the canonical names of the tensors at or below a module, a tensor or a fold, such as `layers.{2..9}`."""
     if modules := modules_at(tree, node):
         return {tensor.name for module in modules for tensor in tree.below(module.name)}
     found = tree.canonical(node)
@@ -23,9 +21,7 @@ def tensor_names(tree: Tree, node: str) -> set[str]:
 
 
 def touched_names(tree: Tree, node: str) -> set[str]:
-    """Return the names of everything at or below a node that rules may cast: tensors and, if the node belongs to a KV cache, cache
-    tensors.
-    """
+    """Return the names of everything at or below a node that rules may cast: tensors, and tensors of KV caches."""
     return tensor_names(tree, node) | {
         tensor.name
         for tensor in tree.kv_cache.tensors
@@ -34,9 +30,7 @@ def touched_names(tree: Tree, node: str) -> set[str]:
 
 
 def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int]]:
-    """Return two lists of indices of rules: first the rules that match only tensors at or below a node, then the rules that match
-    such tensors and also others.
-    """
+    """Return the indices of rules that match only tensors at or below a node, and of those that also match others."""
     inside_node = touched_names(tree, node)
     inside: list[int] = []
     beyond: list[int] = []
@@ -50,10 +44,9 @@ def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int
 def reference_rule(tree: Tree, node: str, reference: str = "float32") -> Rule:
     """Return the rule that gives the tensors of a node the dtype that they have in the reference.
 
-    If the reference is the model as stored, the rule keeps the tensors as stored. Otherwise, the reference has float64 for tensors
-    that are stored in float64, and float32 for all others. A single rule can't give both: if a node has tensors in float64 and all
-    others in float32, the rule keeps them as stored; any other node is cast to float32. For a KV cache, the rule removes the
-    cache's format. reference: its name, such as "float32" or "as stored (bfloat16)".
+    The reference has float64 for tensors stored in float64, and float32 for all others, unless it is the model as stored. One rule
+    can't give both: a node with tensors in float64 and all others in float32 is kept as stored. For a KV cache, the rule removes
+    its format. reference: such as "float32" or "as stored (bfloat16)".
     """
     stored = {tree.tensors[name].dtype for name in tensor_names(tree, node) if tree.tensors[name].castable}
     keeps = (
@@ -65,9 +58,7 @@ def reference_rule(tree: Tree, node: str, reference: str = "float32") -> Rule:
 
 
 def never_cast_count(tree: Tree, node: str) -> int:
-    """Return how many tensors at or below a node can't be cast because they belong to quantized weights, or because the model does
-    not use them. Tensors of a dtype that is never cast, such as integers, do not count.
-    """
+    """Return how many tensors at or below a node are parts of quantized weights or unused, and so never cast."""
     if modules := modules_at(tree, node):
         return tree.never_cast[modules[-1].end] - tree.never_cast[modules[0].first]
     found = tree.canonical(node)
@@ -75,17 +66,13 @@ def never_cast_count(tree: Tree, node: str) -> int:
 
 
 def effects_on(tree: Tree, plan: Plan, node: str) -> list[RuleEffect]:
-    """Return what each rule does to the tensors of a node, the last rule first. Rules that match no tensor of the node are left
-    out.
-    """
+    """Return what the rules that match tensors of a node do to them, the last rule first."""
     effects = plan.effects(tree, touched_names(tree, node))
     return [effect for effect in effects if effect.matches][::-1]
 
 
 def cast_nodes(tree: Tree, plan: Plan) -> list[str]:
-    """Return the names of the topmost nodes that the plan casts completely: each castable tensor at or below such a node is planned
-    in another dtype than it is stored in. Nodes below a returned node are left out.
-    """
+    """Return the topmost nodes at or below which the plan gives every castable tensor another dtype than it is stored in."""
     castable, changed = [0], [0]
     for tensor in tree.order:
         castable.append(castable[-1] + tensor.castable)
@@ -109,9 +96,7 @@ def cast_nodes(tree: Tree, plan: Plan) -> list[str]:
 
 
 def not_kept_in_float32(tree: Tree, plan: Plan, index: int) -> Iterator[str]:
-    """Yield names of modules and tensors that the model declares to need float32 and that the rule at `index` casts to a narrower
-    dtype.
-    """
+    """Yield modules and tensors that the model declares to need float32, and that the rule at `index` casts to less."""
 
     def is_broken(tensor: TensorInfo) -> bool:
         wide = ("float32", "float64", tensor.dtype)

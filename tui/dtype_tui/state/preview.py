@@ -29,24 +29,20 @@ class Preview:
     """Names of the tensors that the rule would cast."""
     elements: int
     bytes_before: int
-    """Bytes of the tensors in `tensors` under the current recipe."""
+    """Bytes of these tensors under the current recipe."""
     bytes_after: int
     uncastable_count: int
     """Number of matching tensors that the rule does not cast."""
     uncastable: str
-    """The name of the first tensor that matches but is not cast, and the reason, as text. "" if there is no such tensor."""
+    """The first such tensor and the reason, as text, or ""."""
     overrides: str = ""
-    """Which rules decide now about the tensors whose dtype the typed rule would change, as text: for example,
-    `6 tensors of rule 1`. "" if there are none.
-    """
+    """The rules that the typed rule would override, such as `6 tensors of rule 1`, or ""."""
     fused: str = ""
-    """What happens to other weights if the rule casts only some of the weights that an inference runtime fuses into one, as text:
-    for example, `k_proj, v_proj: new scale`. "" if nothing happens to them.
-    """
+    """What happens to other weights that an inference runtime fuses with these, such as `k_proj, v_proj: new scale`, or ""."""
     caches: int = 0
     """How many tensors of KV caches the rule would give a format."""
     counts: tuple[int, ...] = ()
-    """`counts[n]` says how many of the first n tensors of `Tree.order` the rule would cast."""
+    """`counts[n]`: how many of the first n tensors of `Tree.order` the rule would cast."""
 
     def count_below(self, module: Module) -> int:
         """Return how many tensors at or below a module the rule would cast."""
@@ -56,7 +52,7 @@ class Preview:
 def preview(tree: Tree, plan: Plan, rule: Rule) -> Preview:
     """Return what a rule would do if it were added to the recipe of `plan`.
 
-    Raises PatternError, also for a pattern that takes longer than `PREVIEW_S` to match, because keys wait for the preview.
+    Raises PatternError, also for a pattern that takes longer than `PREVIEW_S`, because keys wait for the preview.
     """
     taken = select(tree, rule.pattern, PREVIEW_S).for_dtype(rule.dtype)
     names = frozenset(taken.tensors)

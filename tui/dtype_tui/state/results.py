@@ -22,15 +22,13 @@ class Losses(msgspec.Struct, frozen=True, dict=True):
     """How many values of each weight the casts of a recipe make infinite, clip or make zero."""
 
     values: tuple[ValueLoss, ...] | None = None
-    """One entry per weight in which casts make values infinite or zero or clip them. None while these weights are unknown."""
+    """One entry per weight with such values. None while they are unknown."""
     reason: str = ""
-    """If `values` is None, why these weights are unknown, or "" if the engine is about to find them."""
+    """Why they are unknown, or "" if the engine is about to find them."""
 
     @cached_property
     def marks(self) -> Mapping[str, str]:
-        """Maps node names to marks in the tree, such as `⚠ 64 inf 12 zero`. Each tensor in which casts make values infinite or zero
-        or clip them has a mark, and so has each module above such a tensor.
-        """
+        """The mark in the tree, such as `⚠ 64 inf 12 zero`, of each tensor with such values and each module above it, by name."""
         if not self.values:
             return {}
         from dtype_tui.rendering.loss_text import loss_marks
@@ -39,48 +37,35 @@ class Losses(msgspec.Struct, frozen=True, dict=True):
 
 
 class Results(msgspec.Struct, frozen=True, dict=True):
-    """The results for one recipe, one set of settings and one set of inputs.
-
-    If any of these three changes, a new object without results is used.
-    """
+    """The results for one recipe, one set of settings and one set of inputs. If any of these changes, a new one is used."""
 
     losses: Losses = Losses()
     report: DriftReport | None = None
     partial_drift: PartialDrift | None = None
-    """The output's drift over the inputs that have been run so far. Used while there is no final report."""
+    """The drift over the inputs that have been run so far, while there is no final report."""
     modules: Mapping[str, ModuleDrift] = msgspec.field(default_factory=dict)
-    """The drift of each module by name: from the report or, while there is none, from the passes that have finished."""
+    """The drift of each module by name: from the report or, before, from the passes that have finished."""
     weights: Mapping[str, ModuleDrift] = msgspec.field(default_factory=dict)
-    """The difference of each weight from the same weight of the reference, by name. Empty unless the reference is another
-    checkpoint.
-    """
+    """The difference of each weight from another checkpoint that is the reference, by name."""
     loss_remedy: LossRemedy | None = None
-    """Rules that prevent casts from making weight values infinite or zero, or None if there are none or they were not searched for
-    yet.
-    """
+    """Rules that keep the weight values which casts lose, or None."""
     nonfinite: NonFiniteDiagnosis | None = None
     causes: AttributionReport | None = None
     partial_causes: PartialAttribution | None = None
-    """The causes found so far by a measurement of causes that is running or was stopped. None once `causes` is known."""
+    """The causes found so far, before `causes` is known."""
     speed: SpeedReport | None = None
-    """The times of forward passes, or None if they have not been measured."""
     failure: str | None = None
-    """Why the measurement failed, or None if it did not."""
     failed_module: str | None = None
 
     def worst_modules(self, count: int | None = None) -> list[ModuleDrift]:
-        """Return the modules that drift most, beginning with those whose output is not finite. count: maximum number of modules, or
-        None for all.
-        """
+        """Return the modules that drift most, beginning with those whose output is not finite. count: None for all."""
         from dtype_engine.results.drift import worst_modules
 
         return worst_modules(self.modules.values())[:count]
 
     @cached_property
     def sqnr_limits(self) -> Sequence[tuple[float, Word]]:
-        """The ratings of a module's SQNR, best first: pairs of the minimum SQNR in dB and the rating, such as (40.0, "small"). A
-        module's SQNR is drawn in the color of its rating.
-        """
+        """The ratings of a module's SQNR, best first: (minimum in dB, rating), such as (40.0, "small")."""
         from dtype_engine.results.meaning import sqnr_limits
 
         measured = self.report or self.partial_drift
@@ -93,23 +78,19 @@ class Results(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def origin(self) -> str:
-        """The name of the module in whose code values stop being finite, or "" if there is none or it is the model itself."""
+        """The module in whose code values stop being finite, or "" if there is none or it is the model itself."""
         found = self.nonfinite
         return (found.module if found.operation else found.first_module) if found is not None else ""
 
     @property
     def loss_remedy_next(self) -> bool:
-        """Whether the next press of the key for remedies applies `loss_remedy`.
-
-        A remedy for a non-finite output is applied first.
-        """
+        """Whether the key for remedies applies `loss_remedy` next, since nothing remedies a non-finite output."""
         return self.nonfinite is None or not self.nonfinite.remedy
 
 
 def sqnr_range(modules: Iterable[ModuleDrift]) -> tuple[float, float]:
-    """Return the SQNRs in dB at which a module's bar is full and at which it is empty: the lowest and the highest SQNR of these
-    modules. The range is widened to contain the SQNRs of rounding to fp8 and to bfloat16, so that all bars are short if no module
-    drifts much.
+    """Return the SQNRs in dB at which a module's bar is full and empty: the lowest and highest of these modules, and of rounding to
+    fp8 and bfloat16, so that all bars are short if no module drifts much.
     """
     from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8
 

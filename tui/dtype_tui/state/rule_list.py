@@ -25,12 +25,10 @@ class RuleList(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, rules: Iterable[Rule]) -> RuleList:
-        """Return a `RuleList` of these rules, all enabled."""
         return cls(tuple(map(ListedRule, rules)))
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The enabled rules."""
         return Recipe(tuple(row.rule for row in self.rows if row.enabled))
 
     @cached_property
@@ -40,9 +38,7 @@ class RuleList(msgspec.Struct, frozen=True, dict=True):
         return tuple(next(enabled) if row.enabled else None for row in self.rows)
 
     def then(self, rule: Rule) -> RuleList:
-        """Return this list with `rule` added at the end. An enabled rule with the same pattern is removed, because the new rule
-        overrides it.
-        """
+        """Return this list with `rule` added at the end, in place of an enabled rule with the same pattern."""
         kept = (row for row in self.rows if not row.enabled or row.rule.pattern != rule.pattern)
         return RuleList((*kept, ListedRule(rule)))
 
@@ -52,11 +48,10 @@ class RuleList(msgspec.Struct, frozen=True, dict=True):
         return RuleList(tuple(row for row, at in zip(self.rows, self.indices, strict=True) if at not in dropped))
 
     def with_rule(self, row: int, rule: Rule) -> RuleList:
-        """Return this list with the rule at index `row` replaced by `rule`."""
         return self._with_row(row, replace(self.rows[row], rule=rule))
 
     def toggled(self, row: int) -> RuleList:
-        """Return this list with the rule in a row disabled if it is enabled, and enabled if it is disabled."""
+        """Return this list with the rule in a row disabled or, if it is disabled, enabled."""
         return self._with_row(row, replace(self.rows[row], enabled=not self.rows[row].enabled))
 
     def without_row(self, row: int) -> RuleList:

@@ -1,6 +1,4 @@
-"""The app's state of a scan: the scores known so far, the dtype whose scores are shown, and recipes with their predicted and
-measured drift.
-"""
+"""The app's state of a scan: the scores known so far, and recipes with their predicted and measured drift."""
 
 from __future__ import annotations
 
@@ -29,15 +27,11 @@ if TYPE_CHECKING:
     from dtype_engine.search.pareto import ParetoFront
 
 _DECADES = 3
-"""Number of powers of ten that the bar of a score covers, on a logarithmic scale. The bar is full for the score of the whole
-model.
-"""
+"""Powers of ten that the bar of a score covers. It is full for the score of the whole model."""
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A measured recipe, with its measured drift and the drift that the scan predicts for it. Both drifts have the unit of the
-    scan's scores.
-    """
+    """A measured recipe with its measured and its predicted drift, in the unit of the scan's scores."""
 
     recipe: Recipe
     bytes: int
@@ -47,27 +41,23 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class ScanState(msgspec.Struct, dict=True):
-    """The latest scan of the model, and what the screen shows of it."""
-
     report: ScanReport | None = None
     requested: tuple[str, ...] = ()
-    """The dtypes of the scan. Empty if no scan was requested."""
+    """The dtypes of the scan, or () if none was requested."""
     running: bool = False
     finished: bool = False
     paused: bool = False
     lost: bool = False
-    """Whether the engine ended before the scan finished. The next engine continues the scan after the sequences whose scores were
-    saved.
-    """
+    """Whether the engine ended before the scan. The next engine continues after the sequences that were saved."""
     dtype: str = ""
     """The dtype whose scores the screen shows."""
     measured: list[Point] = msgspec.field(default_factory=list)
     version: int = 0
-    """A counter that increases with every change that may have to be drawn."""
+    """Increases with every change that may have to be drawn."""
     nodes: dict[str, float] = msgspec.field(default_factory=dict)
-    """The sum of the scores of all weights at or below each node, by node name, for the dtype in `dtype`."""
+    """The sum of the scores at or below each node, by name, for `dtype`."""
     scores: Mapping[tuple[str, str], float] = msgspec.field(default_factory=dict)
-    """The score of each (weight, dtype): the drift if only this weight is cast to this dtype."""
+    """The drift if only this weight is cast to this dtype, by (weight, dtype)."""
     _predicted: tuple[Plan, int, Prediction | None] | None = None
 
     def set_report(self, tree: Tree, report: ScanReport, finished: bool) -> None:
@@ -86,12 +76,11 @@ class ScanState(msgspec.Struct, dict=True):
 
     @property
     def has_caches(self) -> bool:
-        """Whether the scan has scores of KV caches."""
         return self.report is not None and any(each.startswith(SCANNED) for each in self.report.dtypes)
 
     @property
     def progress_words(self) -> str:
-        """A phrase about an unfinished scan, such as `from a stopped scan (24 %)`, or "" if there is no scan or it is finished."""
+        """A phrase about an unfinished scan, such as `from a stopped scan (24 %)`, or ""."""
         if self.report is None or self.finished:
             return ""
         share = percent(self.report.sequences / self.report.all_sequences) if self.report.all_sequences else "0"
@@ -104,13 +93,10 @@ class ScanState(msgspec.Struct, dict=True):
         self.version += 1
 
     def begin(self, dtypes: tuple[str, ...]) -> None:
-        """Record that a scan in these dtypes was requested, or that a stopped scan was resumed."""
         self.requested, self.running, self.finished, self.lost = dtypes, True, False, False
 
     def lose(self) -> bool:
-        """Record that the engine has ended. The estimates are kept. Returns whether this leaves a scan unfinished, which the app
-        then tells the user.
-        """
+        """Record that the engine has ended. Returns whether this leaves a scan unfinished, of which the user is to be told."""
         self.running = self.paused = False
         news = bool(self.requested) and not self.finished and not self.lost
         self.lost = self.lost or news
@@ -118,21 +104,18 @@ class ScanState(msgspec.Struct, dict=True):
         return news
 
     def stopped(self) -> None:
-        """Record that the engine has stopped scanning."""
         self.running = self.paused = False
         self.version += 1
 
     @cached_property
     def limits(self) -> SearchConstraints:
-        """What the user requires of the recipes on the Pareto front, as typed in its window: constraints on dtypes and a maximum
-        size. Initially nothing is required.
-        """
+        """What the user requires of the recipes on the Pareto front."""
         from dtype_engine.search.constraints import SearchConstraints
 
         return SearchConstraints()
 
     def prediction(self, tree: Tree, plan: Plan) -> Prediction | None:
-        """Return the predicted drift of a plan, or None if there is no scan or the plan has dtypes that were not scanned."""
+        """Return the predicted drift of a plan, or None without a scan of its dtypes."""
         if self.report is None:
             return None
         if self._predicted is None or self._predicted[0] is not plan or self._predicted[1] != self.version:
@@ -154,7 +137,7 @@ class ScanState(msgspec.Struct, dict=True):
         return f"{drift} {prediction.unit}" + ("" if self.finished else ", scan not finished")
 
     def why_stale(self, inputs: str, settings: RunSettings) -> str:
-        """Return why the scan does not apply, such as `the inputs differ from those of the scan`, or "" if it applies."""
+        """Return why the scan does not apply, or "" if it does."""
         report = self.report
         if report is not None and report.inputs != inputs:
             return "the inputs differ from those of the scan"
@@ -166,8 +149,7 @@ class ScanState(msgspec.Struct, dict=True):
     def front(self, tree: Tree, context: int | None = None, batch: int = 1) -> ParetoFront:
         """Return the Pareto front of plans within the user's constraints. Raises UserError if no plan meets them.
 
-        If the scan includes formats of KV caches, the bytes of the caches count, too: for `batch` sequences of `context` tokens, or
-        not at all if `context` is None.
+        If the scan includes formats of KV caches, their bytes count, too, for `batch` sequences of `context` tokens.
         """
         from dtype_engine.search.pareto import make_front
 
@@ -178,9 +160,7 @@ class ScanState(msgspec.Struct, dict=True):
         return make_front(tree, self.scores, constraints)
 
     def note_measured(self, tree: Tree, plan: Plan, report: DriftReport) -> None:
-        """Store the measured drift of a plan together with the drift that the scan predicts for it. Stores nothing if there is no
-        prediction.
-        """
+        """Store the measured drift of a plan beside the one that the scan predicts, if it predicts one."""
         from dtype_engine.search.sensitivity import scalar_drift
 
         predicted = self.prediction(tree, plan)
@@ -191,16 +171,12 @@ class ScanState(msgspec.Struct, dict=True):
         self.version += 1
 
     def cell(self, nodes: Sequence[str]) -> tuple[str, float]:
-        """Return what a row of the tree shows of the scan: the score as text, and the score on a scale from 0 to 1 (see `heat`).
-        Returns ("", 0.0) without a score. nodes: the nodes of the row, whose scores are added.
-        """
+        """Return the sum of the scores of nodes as text, and its `heat`, or ("", 0.0) without scores."""
         scores = [self.nodes[node] for node in nodes if node in self.nodes]
         return (figure(sum(scores)), self.heat(sum(scores))) if scores else ("", 0.0)
 
     def heat(self, score: float) -> float:
-        """Return the position of a score on a logarithmic scale from 0 to 1: 1 for the score of the whole model, 0 for a thousandth
-        of that or less.
-        """
+        """Return a score on a logarithmic scale: 1 for the whole model's, 0 for a thousandth of that or less."""
         finite = [value for name, value in self.nodes.items() if name == "" and math.isfinite(value)]
         whole = finite[0] if finite else max((v for v in self.nodes.values() if math.isfinite(v)), default=0.0)
         if math.isinf(score):
@@ -211,7 +187,6 @@ class ScanState(msgspec.Struct, dict=True):
 
     @property
     def heading(self) -> str:
-        """The heading of the tree's column that shows the scan's scores."""
         return (
             f"nats {dtypes.short_name(self.dtype)}"
             if self.report and "nats" in self.report.unit

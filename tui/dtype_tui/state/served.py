@@ -15,23 +15,18 @@ if TYPE_CHECKING:
 
 
 class Served(msgspec.Struct):
-    """How the model is to be served."""
-
     context: int | None = None
-    """The number of tokens in each sequence of the KV caches whose bytes are shown. If None, `default_context` of the model is
-    used.
-    """
+    """The tokens in each sequence, or None for `default_context` of the model."""
     batch: int = 1
-    """The number of sequences in the KV caches whose bytes are shown."""
+    """The number of sequences."""
     budget: int | None = None
-    """The bytes in which weights, KV cache and activations together are to fit. None if the user gave no budget."""
+    """The bytes in which weights, KV cache and activations together are to fit, or None."""
     peaks: tuple[ActivationMemory, ...] = ()
-    """The estimated memory of activations at several contexts (numbers of tokens), or () while it is unknown."""
+    """The memory of activations at several contexts, or () while it is unknown."""
     caches: CacheNodes = msgspec.field(default_factory=dict)
-    """The cache tensors at or below each node of a KV cache in the tree, keyed by the node's name."""
+    """The cache tensors at or below each node of a KV cache."""
     known: tuple[object, ServingMemory] | None = None
-    """The memory that was computed last, preceded by the values from which it was computed. While these are the same, it is reused.
-    """
+    """The memory that was computed last, behind the values from which it was computed."""
 
     def activations(self, context: int) -> ActivationMemory:
         """Return the memory of activations at `context` tokens, interpolated between the contexts in `peaks`."""

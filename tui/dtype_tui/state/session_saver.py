@@ -25,12 +25,10 @@ _CLOSE_WAIT_S = 3.0
 
 
 class SessionSaver:
-    """Writes the session to disk in a thread of its own whenever the session has changed. Only `close` waits for the disk.
+    """Writes the session to disk in a thread of its own whenever it has changed. Only `close` waits for the disk. If writing fails,
+    `say` is called once with a sentence, and nothing is saved any more.
 
-    A signal can interrupt `update` or `close`, and the signal's handler then calls both. Therefore neither of them may hold a lock
-    that the writing thread needs.
-
-    If the session can't be written, `say` is called once with a sentence for the user, and the program continues without saving.
+    A signal can interrupt `update` or `close`, and its handler then calls both, so neither may hold a lock that the thread needs.
     """
 
     def __init__(self, model: str | None, title: str, path: Path | None, options: Options) -> None:
@@ -40,7 +38,7 @@ class SessionSaver:
         self._about = SavedSession(canonical_model_ref(model), title, path, Path.cwd(), options)
         self._file = SessionFile()
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """A queue whose items wake the writing thread: False after each change of `_now`, True to end the thread."""
+        """False wakes the writing thread after a change of `_now`; True ends it."""
         self._now: SavedSession | None = None
         self._written: SavedSession | None = None
         self._trouble: str | None = None
@@ -50,13 +48,10 @@ class SessionSaver:
 
     @property
     def works(self) -> bool:
-        """Whether no attempt to write the session has failed."""
         return self._trouble is None
 
     def update(self, experiment: Experiment, cursor: str) -> None:
-        """Save the current state if it has changed since the last save. cursor: the node under the cursor. Called several times a
-        second; cheap without a change.
-        """
+        """Save the state if it has changed. cursor: the node under it. Called several times a second; cheap without a change."""
         rule_lists, at = experiment.history.kept
         options = dataclasses.replace(self._about.options, settings=experiment.settings)
         session = dataclasses.replace(
@@ -80,7 +75,6 @@ class SessionSaver:
         self._wake.put(False)
 
     def close(self) -> None:
-        """Write the last changes, and end the thread."""
         self._wake.put(True)
         self._thread.join(_CLOSE_WAIT_S)
 

@@ -1,7 +1,7 @@
 """Stores sessions on disk, so that a lost connection loses no work. Also lists the recently opened models.
 
 Each run of the app has one JSON file in the user's state folder (`$XDG_STATE_HOME/dtype-tui/sessions`), which only the user can
-read. Options that allow a model to run code are not saved: the user has to give them each time.
+read. Options that let a model run code are not saved.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.regexes import time_limit
 from dtype_engine.results.drift import Extent, OutputDrift
 from dtype_engine.results.metrics import MetricChange
-from dtype_tui.state.addresses import is_address
+from dtype_tui.state.launch import is_address
 from dtype_tui.state.measurement_log import MeasuredRecipe
 from dtype_tui.state.rule_list import ListedRule, RuleList
 
@@ -44,9 +44,7 @@ MOST_KEPT = 40
 MOST_STEPS = 200
 """Maximum number of undo steps, and likewise of redo steps, that are saved for a resumed session."""
 NOT_KEPT = frozenset({"trust_pickle", "trust_remote_code", "download", "read_only", "metrics", "data"})
-"""Options that sessions do not save. They allow code to run or to be downloaded, name such code, or restrict what viewers may do. A
-file must not decide what is permitted.
-"""
+"""Options that sessions do not save, because a file must not decide what code may run or be downloaded, or what viewers may do."""
 _OPTIONS = [option.name for option in dataclasses.fields(Options) if option.name not in {*NOT_KEPT, "settings"}]
 _SETTINGS = [setting.name for setting in dataclasses.fields(RunSettings)]
 _LARGEST = 64 << 20
@@ -60,42 +58,37 @@ class SavedSession:
     """The state of a session when it was last saved."""
 
     model: str | None
-    """The command-line argument MODEL, in a form that names the model from any folder. None for the demo."""
+    """MODEL, in a form that names the model from any folder. None for the demo."""
     title: str
     path: Path | None = None
-    """The path of the model's files, or None if it has none on this machine."""
+    """The model's files, or None if it has none on this machine."""
     folder: Path | None = None
-    """The folder in which the user started the program."""
+    """The folder in which the program was started."""
     options: Options = field(default_factory=Options)
     rule_lists: tuple[RuleList, ...] = (RuleList(),)
     """The rules of each step of the session's history, oldest first."""
     at: int = 0
     """Index in `rule_lists` of the current rules."""
     cursor: str = ""
-    """Name of the node under the cursor."""
     measured: tuple[MeasuredRecipe, ...] = ()
     scanned: tuple[str, ...] = ()
-    """The dtypes of the last scan, whether it was finished or not. Empty if there was no scan."""
+    """The dtypes of the last scan, finished or not. Empty if there was none."""
     context: int | None = None
-    """The length of a sequence, in tokens, for which the bytes of KV caches were shown, or None for the default."""
+    """The tokens of a sequence for which the bytes of KV caches were shown, or None for the default."""
     batch: int = 1
-    """The number of such sequences."""
     budget: int | None = None
-    """The bytes into which the model was to fit when it is served, or None if the user gave no budget."""
+    """The bytes into which the served model was to fit, or None."""
     saved: datetime = field(default_factory=lambda: datetime.now(UTC))
     own: bool = True
-    """Whether only this user can have written the session's file. If False, no Python code that the session names is run."""
+    """Whether only this user can have written the file. If False, no Python code that it names is run."""
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe that was current when the session was saved."""
         return self.rule_lists[self.at].recipe
 
     @property
     def valid_measurements(self) -> tuple[MeasuredRecipe, ...]:
-        """The saved measurements. Empty if a file of the model was written after the session was saved, or if this can't be
-        determined, for example because the clock was set back.
-        """
+        """The saved measurements, or () if a file of the model may have been written since, as after a change of the clock."""
         if self.path is None or self.saved > datetime.now(UTC):
             return ()
         try:
@@ -116,9 +109,7 @@ def recent_models() -> tuple[SavedSession, ...]:
 
 
 def newest_session(model: str | None = None) -> SavedSession:
-    """Return the session that was saved last or, if `model` (the command-line argument MODEL) is given, the last one of that model.
-    Raises UserError if there is none. Without `model`, also raises UserError if the newest session can't be read.
-    """
+    """Return the session that was saved last, of `model` if that is given. Raises UserError, also if it can't be read."""
     if model is None:
         files = _files()
         if not files:
@@ -136,9 +127,7 @@ def sessions_folder() -> Path:
 
 
 def canonical_model_ref(model: str | None) -> str | None:
-    """Return the command-line argument MODEL in a form that means the same in any folder. Paths become absolute, and the demo
-    becomes None.
-    """
+    """Return MODEL in a form that means the same in any folder: paths become absolute, and the demo becomes None."""
     if model is None or (model == "demo" and not Path(model).exists()):
         return None
     if is_address(model):
@@ -176,7 +165,7 @@ class SessionFile:
 
 
 def prune() -> None:
-    """Delete the oldest sessions. Also delete partial files more than a day old, which killed processes have left behind."""
+    """Delete the oldest sessions, and partial files more than a day old, which killed processes have left behind."""
     for path in _files()[MOST_KEPT:]:
         with contextlib.suppress(OSError):  # another run of the app has deleted it, or it is not a file
             path.unlink()
@@ -217,10 +206,7 @@ def read_session(path: Path) -> SavedSession:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether only this user can have written a file.
-
-    It must be a regular file of the user that no one else may read or write, in a folder of the user that no one else may write to.
-    """
+    """Return whether only this user can have written a file: no one else may read or write it, or write to its folder."""
     file, folder = path.lstat(), path.parent.stat()
     return (
         stat.S_ISREG(file.st_mode)
@@ -251,21 +237,21 @@ def _readable() -> Iterator[SavedSession]:
 
 
 class _Measurement(msgspec.Struct, kw_only=True):
-    """A `MeasuredRecipe` as a session file stores it: the rules of its recipe are text."""
+    """A `MeasuredRecipe` as a session file stores it."""
 
     rules: list[str]
     settings: RunSettings
     inputs: str
     planned_bytes: int
     output: OutputDrift
-    """In the file, the figures are not in fields but keyed by name (`OutputDrift.by_name`)."""
+    """In the file, its figures are keyed by name (`OutputDrift.by_name`)."""
     extent: Extent
     seconds: float | None
     overflowed: int | None
     vanished: int | None
     pinned: bool
     metrics: tuple[MetricChange, ...] = ()
-    """The values of the user's own metrics. Files of older versions have none."""
+    """Missing in files of older versions."""
 
 
 class _File(msgspec.Struct):
@@ -285,12 +271,14 @@ class _File(msgspec.Struct):
     measured: list[_Measurement]
     scanned: tuple[str, ...] = ()
     disabled: list[list[tuple[int, str]]] = []
-    """The disabled rules of each step of the history: (index among all rules of the step, rule). Empty in files of older versions,
-    which could not disable rules.
-    """
+    """The disabled rules of each step: (index among all rules of the step, rule). Empty in files of older versions."""
     context: Annotated[int, _COUNT] | None = None
     batch: Annotated[int, _COUNT] = 1
     budget: Annotated[int, _COUNT] | None = None
+
+
+_ALIKE = ("model", "title", "path", "folder", "saved", "options", "cursor", "context", "batch")
+"""The fields that are the same in a `SavedSession` and in a `_File`."""
 
 
 def _encoded(session: SavedSession) -> dict[str, Any]:
@@ -298,21 +286,13 @@ def _encoded(session: SavedSession) -> dict[str, Any]:
     kept = session.rule_lists[first : session.at + MOST_STEPS + 1]
     options = as_plain(session.options)
     file = _File(
-        model=session.model,
-        title=session.title,
-        path=session.path,
-        folder=session.folder,
-        saved=session.saved,
-        options=session.options,
+        **{name: getattr(session, name) for name in _ALIKE},
         settings=session.options.settings,
-        recipes=[_rules(rules.recipe) for rules in kept],
+        recipes=[list(map(str, rules.recipe.rules)) for rules in kept],
         disabled=[[(at, str(row.rule)) for at, row in enumerate(rules.rows) if not row.enabled] for rules in kept],
         at=session.at - first,
-        cursor=session.cursor,
         measured=[_measurement(each) for each in session.measured],
         scanned=session.scanned,
-        context=session.context,
-        batch=session.batch,
         budget=None if session.budget is None else min(session.budget, _LARGEST_COUNT),
     )
     plain = as_plain(file)
@@ -343,20 +323,11 @@ def _decoded(data: Mapping[str, Any]) -> SavedSession:
         raise UserError(f"there are {len(file.recipes)} recipes, and disabled rules of {len(file.disabled)}")
     rule_lists = tuple(map(_rule_list, file.recipes, file.disabled or [[] for _ in file.recipes]))
     return SavedSession(
-        model=file.model,
-        title=file.title,
-        path=file.path,
-        folder=file.folder,
-        options=dataclasses.replace(file.options, settings=file.settings),
+        **{name: getattr(file, name) for name in (*_ALIKE, "at", "budget")}
+        | {"options": dataclasses.replace(file.options, settings=file.settings)},
         rule_lists=rule_lists,
-        at=file.at,
-        cursor=file.cursor,
         measured=tuple(map(_measured_recipe, file.measured)),
         scanned=tuple(map(parse_scanned, file.scanned)),
-        context=file.context,
-        batch=file.batch,
-        budget=file.budget,
-        saved=file.saved,
     )
 
 
@@ -384,19 +355,8 @@ def _refuse_options(options: Options, settings: RunSettings) -> None:
         raise UserError(f"compute: {settings.compute} is none of {', '.join(COMPUTE_DTYPES)}")
 
 
-def _rules(recipe: Recipe) -> list[str]:
-    return [str(rule) for rule in recipe.rules]
-
-
-def _recipe(rules: list[str]) -> Recipe:
-    """Return the recipe with these rules, written as `PATTERN=DTYPE`. Raises UserError for a rule that can't be parsed."""
-    return Recipe.of(map(Rule.parse, rules))
-
-
 def _rule_list(enabled: list[str], disabled: list[tuple[int, str]]) -> RuleList:
-    """Return a `RuleList` with these rules, written as `PATTERN=DTYPE`. disabled: pairs (index among all rules, rule). Raises
-    UserError for a rule that can't be parsed.
-    """
+    """Return a `RuleList` with these rules. Raises UserError for one that can't be parsed."""
     rows = list(RuleList.of(map(Rule.parse, enabled)).rows)
     for place, rule in disabled:
         rows.insert(place, ListedRule(Rule.parse(rule), enabled=False))
@@ -405,9 +365,9 @@ def _rule_list(enabled: list[str], disabled: list[tuple[int, str]]) -> RuleList:
 
 def _measurement(entry: MeasuredRecipe) -> _Measurement:
     fields = msgspec.structs.asdict(entry)
-    return _Measurement(rules=_rules(fields.pop("recipe")), **fields)
+    return _Measurement(rules=list(map(str, fields.pop("recipe").rules)), **fields)
 
 
 def _measured_recipe(entry: _Measurement) -> MeasuredRecipe:
     fields = msgspec.structs.asdict(entry)
-    return MeasuredRecipe(recipe=_recipe(fields.pop("rules")), **fields)
+    return MeasuredRecipe(recipe=Recipe.of(map(Rule.parse, fields.pop("rules"))), **fields)

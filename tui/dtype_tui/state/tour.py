@@ -14,62 +14,31 @@ Condition = Callable[[Experiment], bool]
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the tour, which teaches one task. The step ends when the user has performed one of the task's actions. If the step
-    then waits for the engine, it ends when `until` returns True.
-    """
+    """A step of the tour, which teaches one task. It ends when the user has performed one of the actions and `until` holds."""
 
     words: str
-    """The text to show before the action: what to press and why. `{undo}` is replaced by the key of the action `undo`."""
+    """What to press and why. `{undo}` is replaced by the key of the action `undo`."""
     actions: tuple[str, ...]
-    """Names of actions. The user has to perform one of them."""
+    """One of these actions has to be performed."""
     window: str = ""
-    """The class name of the window in which the step begins, or "" for none. If the user closes this window, the tour goes back to
-    the step that opens it.
+    """The class name of the window in which the step begins, or "". If it is closed, the tour goes back to the step that opens it.
     """
     through: tuple[str, ...] = ()
-    """The class names of windows that the user opens on the way to the action. In any other window, the text begins by telling how
-    to close it.
-    """
+    """The class names of windows on the way to the action. In any other, the text begins by telling how to close it."""
     leaves: str | None = None
-    """The window that must be open after the action: its class name, "" for none, or None for any. If another window is open, the
-    action does not complete the step.
-    """
+    """The window that must be open after the action: its class name, "" for none, or None for any."""
     done: Condition = lambda experiment: True
-    """A function that returns whether the action had the wanted effect. If it returns False right after the action, the step is not
-    complete.
-    """
+    """Whether the action had the wanted effect. If not, right after it, the step is not complete."""
     until: Condition = lambda experiment: True
-    """A function that returns whether the engine has done what the step waits for after the action, such as a measurement. The next
-    step begins only when it returns True.
-    """
+    """Whether the engine has done what the step waits for after the action, such as a measurement."""
     meanwhile: str = ""
-    """The text to show after the action while the step waits for `until`. In the last step, the last words of the tour."""
+    """The text while the step waits for `until`. In the last step, the last words of the tour."""
     unless: Condition = lambda experiment: False
-    """A function that returns whether the step is to be skipped."""
-
-
-def _is_cast(experiment: Experiment) -> bool:
-    return bool(experiment.recipe.rules)
+    """Whether the step is to be skipped."""
 
 
 def _is_measured(experiment: Experiment) -> bool:
     return experiment.results.report is not None or experiment.results.failure is not None
-
-
-def _is_cast_by_pattern(experiment: Experiment) -> bool:
-    return any("*" in rule.pattern for rule in experiment.recipe.rules)
-
-
-def _is_put_back(experiment: Experiment) -> bool:
-    return bool(experiment.recipe.rules) and experiment.recipe.rules[-1].dtype == "float32"
-
-
-def _is_applied(experiment: Experiment) -> bool:
-    return not _is_measured(experiment)  # since the recipe has just changed
-
-
-def _has_causes(experiment: Experiment) -> bool:
-    return experiment.results.causes is not None
 
 
 def _is_scanned(experiment: Experiment) -> bool:
@@ -82,7 +51,7 @@ STEPS = (
         "A line is a module or a tensor, or several layers that are alike. Go to the layers with {move-next}; "
         "{cast-node-bfloat16} casts them to bfloat16: half the bytes.",
         ("cast-node-bfloat16", "cast-node-float16"),
-        done=_is_cast,
+        done=lambda now: bool(now.recipe.rules),
         until=_is_measured,
         meanwhile=_RUNS,
     ),
@@ -92,7 +61,7 @@ STEPS = (
         ("submit",),
         through=("CastPrompt",),
         leaves="",
-        done=_is_cast_by_pattern,
+        done=lambda now: any("*" in rule.pattern for rule in now.recipe.rules),
         until=_is_measured,
         meanwhile=_RUNS,
     ),
@@ -100,14 +69,14 @@ STEPS = (
         "{causes} finds the modules that the drift comes from: each runs as cast, all others as in the reference.",
         ("causes",),
         leaves="CausesScreen",
-        until=_has_causes,
+        until=lambda now: now.results.causes is not None,
         meanwhile="Each module appears when it has been measured, the one with the most drift first.",
     ),
     Step(
         "x puts the module under the cursor back to float32, and says how many bytes that costs. Up and Down choose another.",
         ("put-back",),
         window="CausesScreen",
-        done=_is_put_back,
+        done=lambda now: bool(now.recipe.rules) and now.recipe.rules[-1].dtype == "float32",
         until=_is_measured,
         meanwhile="The recipe now has a rule for this module. The model is measured again.",
     ),
@@ -130,7 +99,7 @@ STEPS = (
         "{optimise} opens the Pareto front: the least predicted drift for each size. Left and Right walk, Enter applies the point.",
         ("apply",),
         leaves="OptimiseScreen",
-        done=_is_applied,
+        done=lambda now: not _is_measured(now),  # since the recipe has just changed
         until=_is_measured,
         meanwhile="Measured and predicted drift will stand side by side.",
     ),
@@ -146,7 +115,7 @@ STEPS = (
 
 
 class Tour:
-    """The user's progress through the tour. key_of: returns the label of the key for an action, given the action's name."""
+    """The user's progress through the tour. key_of: returns the label of an action's key."""
 
     def __init__(self, experiment: Experiment, key_of: Callable[[str], str]) -> None:
         self._experiment = experiment
@@ -154,7 +123,6 @@ class Tour:
         self._acted = False
         self._window = ""
         self.index = 0
-        """Index of the current step in `STEPS`."""
 
     @property
     def heading(self) -> str:
@@ -162,9 +130,7 @@ class Tour:
 
     @property
     def words(self) -> str:
-        """The text of the current step, with the names of the user's keys filled in. It says how to close a window that does not
-        belong to the step.
-        """
+        """The text of the current step, with the user's keys. It says how to close a window that does not belong to the step."""
         step = STEPS[self.index]
         words = step.meanwhile if self._acted and step.meanwhile else step.words
         if not self._acted and self._window not in ("", step.window, step.leaves, *step.through):
@@ -172,17 +138,15 @@ class Tour:
         return re.sub(r"\{([\w-]+)\}", lambda found: self._key_of(found[1]), words)
 
     def acted(self, action: str, window: str) -> None:
-        """Record an action of the user, whether by key, command or click. window: the class name of the open window, or "" if none
-        is open.
-        """
+        """Record an action of the user. window: the class name of the open window, or ""."""
         step = STEPS[self.index]
         if name_of(action) in step.actions and step.leaves in (None, window) and step.done(self._experiment):
             self._acted = True
         self.follow(window)
 
     def follow(self, window: str) -> None:
-        """Go to the next step if the current one is complete. Go back to the step that opens the current step's window if no window
-        is open. window: the class name of the open window, or "" if none is open.
+        """Go to the next step if this one is complete, or back if its window is closed. window: the class name of the open one, or
+        "".
         """
         self._window = window
         while self.index < len(STEPS) - 1:
