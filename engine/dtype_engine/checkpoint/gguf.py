@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,21 @@ _PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 
 def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, Any]]:
-    """Return the tensors of a GGUF file by name, and the fields of its header by name. The field `general.file_type` has the
-    type's name, such as "Q4_K_M", instead of its number. Raises UserError, which names the file and the problem.
+    """Return the tensors of a GGUF file by name, and the fields of its header by name, with the name of `general.file_type`, such
+    as "Q4_K_M", instead of its number. Raises UserError, which names the file and the problem.
 
-    Types that only GGUF has (block types such as Q4_K or IQ2_XS) keep their own names, in lower case. If the gguf package can
-    dequantize such a type, its tensors have float32 values, which may be cast. If not, only the number of bytes is known.
+    Types that only GGUF has (block types such as Q4_K or IQ2_XS) keep their own names, in lower case. If the gguf package can't
+    dequantize such a type, only the number of bytes is known.
     """
     header = read_gguf_header(path)
     size = os.path.getsize(path)
     tensors: dict[str, CheckpointTensor] = {}
-    dequantized: dict[str, bool] = {}
     for tensor in header.tensors:
         if not tensor.name:
             raise UserError(f"{path}: a tensor of the header has no name: the file is damaged")
         if tensor.name in tensors:
             raise UserError(f"{path}: the header names {printable(tensor.name)!r} twice")
-        tensors[tensor.name] = _specification(path, header, tensor, size, dequantized)
+        tensors[tensor.name] = _specification(path, header, tensor, size)
     _check_layout(path, tensors, header.data_start)
     return tensors, header.fields | _file_type(header.fields.get("general.file_type"))
 
@@ -49,13 +49,8 @@ def _file_type(number: object) -> dict[str, str]:
         return {}
 
 
-def _specification(
-    path: Path, header: GGUFHeader, tensor: GGUFTensor, size: int, dequantized: dict[str, bool]
-) -> CheckpointTensor:
-    """Convert the GGUF header of one tensor to a `CheckpointTensor`. size: the file's size in bytes. dequantized: whether the gguf
-    package can dequantize a type, keyed by the type's name; new results are added. Raises UserError if the type is unknown or the
-    tensor's bytes are outside the file.
-    """
+def _specification(path: Path, header: GGUFHeader, tensor: GGUFTensor, size: int) -> CheckpointTensor:
+    """Convert the header of a tensor in a file of `size` bytes. Raises UserError for an unknown type or bytes outside."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
@@ -75,7 +70,8 @@ def _specification(
         # A tensor without elements needs no bytes, but torch would overflow when it computes the strides.
         raise UserError(f"{path}: tensor {printable(tensor.name)} has a shape that is too large")
     nbytes = math.prod(tensor.shape) // block * nbytes_of_block
-    if tensor.start + nbytes > size:
+    start = header.data_start + tensor.start
+    if start + nbytes > size:
         raise UserError(
             f"{path}: the bytes of tensor {printable(tensor.name)} lie outside the file's data: it is truncated or damaged"
         )
@@ -84,35 +80,28 @@ def _specification(
     refusal = None
     if header.swapped:
         refusal = "lies in a big-endian file, which is read on such a machine alone"
-    elif packed and not _dequantizes(kind, nbytes_of_block, dequantized):
+    elif packed and not _dequantizes(kind, nbytes_of_block):
         refusal = f"is stored as {own.lower()}, which the gguf package can't dequantize"
-    return CheckpointTensor(tensor.name, tensor.shape, dtype, path, tensor.start, nbytes, packed, refusal)
+    return CheckpointTensor(tensor.name, tensor.shape, dtype, path, start, nbytes, packed, refusal)
 
 
-def _dequantizes(kind: Any, nbytes: int, known: dict[str, bool]) -> bool:
-    """Return whether the gguf package can dequantize tensors of a type, by trying it on a block of zeros. kind: the type, such as
-    Q4_K. nbytes: the size in bytes of a block of this type. known: earlier results by the type's name, to which the new result is
-    added.
-    """
-    if kind.name not in known:
-        import numpy
-        from gguf.quants import dequantize
+@cache
+def _dequantizes(kind: Any, nbytes: int) -> bool:
+    """Return whether the gguf package can dequantize a type, by trying it on a block of zeros, which has `nbytes` bytes."""
+    import numpy
+    from gguf.quants import dequantize
 
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                dequantize(numpy.zeros((1, nbytes), numpy.uint8), kind)
-            known[kind.name] = True
-        except NotImplementedError:
-            known[kind.name] = False
-    return known[kind.name]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dequantize(numpy.zeros((1, nbytes), numpy.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _check_layout(path: Path, tensors: dict[str, CheckpointTensor], data_start: int) -> None:
-    """Raise UserError if the byte ranges of two tensors of a GGUF file overlap. Gaps between them are allowed, because tensors
-    begin at multiples of the file's alignment. tensors: all tensors of the file, by name. data_start: the offset of the first byte
-    after the header.
-    """
+    """Raise UserError if the bytes of two tensors overlap. Gaps are allowed, for the alignment."""
     end = data_start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start or 0, tensor.nbytes)):
         if tensor.nbytes and (tensor.start or 0) < end:

@@ -4,8 +4,6 @@ has the fields of the model, and the tensors are in all parts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +17,19 @@ from dtype_engine.core.text import printable
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFContents:
-    """The headers of all parts of a model in GGUF files."""
+def read_gguf_model(
+    path: Path,
+) -> tuple[tuple[FileIdentity, ...], dict[str, CheckpointTensor], dict[str, Any]]:
+    """Return (the state of each file, from before it was read; the tensors of all; the fields of the first, which describe the
+    model).
 
-    files: tuple[Path, ...]
-    """The parts, the first one first. A model that is not split has one."""
-    tensors: dict[str, CheckpointTensor]
-    fields: dict[str, Any]
-    """The fields of the first part, which describe the model."""
-    identities: tuple[FileIdentity, ...]
-    """The identities of the files before they were read."""
-
-
-def read_gguf_model(path: Path) -> GGUFContents:
-    """Return the headers of a model in GGUF files. path: the file of the model, or one of its parts. Raises UserError, which names
-    the file and the problem, also if a part is missing or belongs to another model.
+    path: the file of the model, or one of its parts. Raises UserError, also if a part is missing or belongs to another model.
     """
     identity = FileIdentity.of(path)
     tensors, fields = read_gguf(path)
     count = fields.get(_COUNT, 1)
     if type(count) is not int or count <= 1:
-        return GGUFContents((path,), tensors, fields, (identity,))
+        return (identity,), tensors, fields
     names = gguf_parts(path.name)
     if len(names) != count:
         raise UserError(
@@ -57,7 +46,7 @@ def read_gguf_model(path: Path) -> GGUFContents:
     files = tuple(path.parent / name if name == path.name else resolve_inside(path.parent, name) for name in names)
     identities = tuple(identity if file == path else FileIdentity.of(file) for file in files)
     parts = [(tensors, fields) if file == path else read_gguf(file) for file in files]
-    return GGUFContents(files, _joined(files, parts), parts[0][1], identities)
+    return identities, _joined(files, parts), parts[0][1]
 
 
 def _joined(
@@ -66,7 +55,7 @@ def _joined(
     """Return the tensors of all parts. Raises UserError if they are not the parts of one model."""
     joined: dict[str, CheckpointTensor] = {}
     for number, (file, (tensors, fields)) in enumerate(zip(files, parts, strict=True)):
-        if not _is_part(fields, number, len(parts)):
+        if (fields.get(_NUMBER), fields.get(_COUNT)) != (number, len(parts)):
             said = f"part {fields.get(_NUMBER, 0)} (counted from 0) of {fields.get(_COUNT, 1)}"
             raise UserError(
                 f"{file}: its header says that it is {printable(said)}, and by its name it is part {number} of {len(parts)}"
@@ -83,7 +72,3 @@ def _joined(
             f"{printable(str(wanted), 40)}: these are not one model"
         )
     return joined
-
-
-def _is_part(fields: Mapping[str, Any], number: int, count: int) -> bool:
-    return fields.get(_NUMBER) == number and fields.get(_COUNT) == count
