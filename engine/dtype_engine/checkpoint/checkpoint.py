@@ -89,10 +89,7 @@ class Checkpoint:
     @cached_property
     def coded(self) -> dict[str, CodedWeight]:
         """The weights that the files store as codes and that can be decoded, by their names in the unquantized checkpoint. Empty
-        for pickles.
-
-        Raises UserError if a tensor that describes a weight can't be read, or if the metadata of an export does not match its
-        tensors.
+        for pickles. Raises UserError if a tensor that describes a weight can't be read, or if the metadata of an export is wrong.
         """
         if self.form == "gguf":
             return self._of_gguf[0]

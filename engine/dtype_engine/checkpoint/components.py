@@ -63,9 +63,7 @@ def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Component, ...], dict[str, Any]]:
-    """Return the components that have weights, and the tensors of those that are not pickled, such as `unet.conv.weight`. Raises
-    UserError if files are damaged or outside the folder.
-    """
+    """Return the components that have weights, and all tensors but pickled ones, such as `unet.conv.weight`. Raises UserError."""
     components: list[Component] = []
     tensors: dict[str, Any] = {}
     for name in component_names(index):

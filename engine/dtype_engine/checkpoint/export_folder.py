@@ -28,9 +28,7 @@ _MOST_READ = 1 << 16
 
 
 def check_typed_path(typed: str, for_export: bool, source: Path | None) -> bool:
-    """Return whether saving to what the user typed would replace something. Raises UserError if nothing can be saved there. source:
-    the model's path.
-    """
+    """Return whether saving to what the user typed replaces something. Raises UserError if nothing can be saved there."""
     taken, path = is_taken(typed), Path(typed)
     if for_export:
         check_export(path, True, [source] if source is not None else [])

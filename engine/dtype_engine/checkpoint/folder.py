@@ -100,8 +100,8 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
 
 
 def _of_gguf(path: Path) -> Checkpoint:
+    from dtype_engine.checkpoint.gguf import read_gguf_model
     from dtype_engine.checkpoint.gguf_model import model_of
-    from dtype_engine.checkpoint.gguf_parts import read_gguf_model
     from dtype_engine.checkpoint.schemes.gguf import ROPE_FACTORS
 
     identities, tensors, fields = read_gguf_model(path)

@@ -1,21 +1,86 @@
-"""Reads the names, shapes and types of the tensors in a GGUF file from its header. The `gguf` package defines the types."""
+"""Reads the names, shapes and types of the tensors of a model from the headers of its GGUF files. The `gguf` package defines the
+types.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import warnings
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dtype_engine.checkpoint.file_identity import FileIdentity
 from dtype_engine.checkpoint.gguf_header import GGUFHeader, GGUFTensor, read_gguf_header
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.weight_files import gguf_parts, resolve_inside
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
 _PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "I16": "int16",
           "I32": "int32", "I64": "int64"}  # fmt: skip
+
+_NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
+"""The fields of a file that llama.cpp's gguf-split wrote: NAME-00001-of-00003.gguf and so on."""
+
+
+def read_gguf_model(
+    path: Path,
+) -> tuple[tuple[FileIdentity, ...], dict[str, CheckpointTensor], dict[str, Any]]:
+    """Return (the state of each file, from before it was read; the tensors of all; the fields of the first, which describe the
+    model).
+
+    path: the file of the model, or one of its parts. Raises UserError, also if a part is missing or belongs to another model.
+    """
+    identity = FileIdentity.of(path)
+    tensors, fields = read_gguf(path)
+    count = fields.get(_COUNT, 1)
+    if type(count) is not int or count <= 1:
+        return (identity,), tensors, fields
+    names = gguf_parts(path.name)
+    if len(names) != count:
+        raise UserError(
+            f"{path} is one of {count} parts of a model, and its name does not end as in -00001-of-{count:05}.gguf, by which the "
+            "other parts are found: give all parts their names again"
+        )
+    missing = [name for name in names if not (path.parent / name).exists()]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise UserError(
+            f"{path} is one of {count} parts of a model, and {printable(missing[0])}{more} is not beside it; copy or download it "
+            "again"
+        )
+    files = tuple(path.parent / name if name == path.name else resolve_inside(path.parent, name) for name in names)
+    identities = tuple(identity if file == path else FileIdentity.of(file) for file in files)
+    parts = [(tensors, fields) if file == path else read_gguf(file) for file in files]
+    return identities, _joined(files, parts), parts[0][1]
+
+
+def _joined(
+    files: tuple[Path, ...], parts: list[tuple[dict[str, CheckpointTensor], dict[str, Any]]]
+) -> dict[str, CheckpointTensor]:
+    """Return the tensors of all parts. Raises UserError if they are not the parts of one model."""
+    joined: dict[str, CheckpointTensor] = {}
+    for number, (file, (tensors, fields)) in enumerate(zip(files, parts, strict=True)):
+        if (fields.get(_NUMBER), fields.get(_COUNT)) != (number, len(parts)):
+            said = f"part {fields.get(_NUMBER, 0)} (counted from 0) of {fields.get(_COUNT, 1)}"
+            raise UserError(
+                f"{file}: its header says that it is {printable(said)}, and by its name it is part {number} of {len(parts)}"
+            )
+        for name in tensors.keys() & joined.keys():
+            raise UserError(
+                f"{file}: tensor {printable(name)} is in {joined[name].file.name}, too: these are not one model"
+            )
+        joined |= tensors
+    wanted = parts[0][1].get(_TENSORS, len(joined))
+    if wanted != len(joined):
+        raise UserError(
+            f"{files[0]}: the {len(parts)} parts have {len(joined)} tensors, and the first one says "
+            f"{printable(str(wanted), 40)}: these are not one model"
+        )
+    return joined
 
 
 def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, Any]]:
@@ -25,6 +90,8 @@ def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, Any]]:
     Types that only GGUF has (block types such as Q4_K or IQ2_XS) keep their own names, in lower case. If the gguf package can't
     dequantize such a type, only the number of bytes is known.
     """
+    from gguf.constants import LlamaFileType
+
     header = read_gguf_header(path)
     size = os.path.getsize(path)
     tensors: dict[str, CheckpointTensor] = {}
@@ -35,18 +102,10 @@ def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, Any]]:
             raise UserError(f"{path}: the header names {printable(tensor.name)!r} twice")
         tensors[tensor.name] = _specification(path, header, tensor, size)
     _check_layout(path, tensors, header.data_start)
-    return tensors, header.fields | _file_type(header.fields.get("general.file_type"))
-
-
-def _file_type(number: object) -> dict[str, str]:
-    from gguf.constants import LlamaFileType
-
-    if type(number) is not int:
-        return {}
-    try:
-        return {"general.file_type": LlamaFileType(number).name.removeprefix("MOSTLY_")}
-    except ValueError:
-        return {}
+    if type(number := header.fields.get("general.file_type")) is int:
+        with suppress(ValueError):  # of a newer llama.cpp
+            header.fields["general.file_type"] = LlamaFileType(number).name.removeprefix("MOSTLY_")
+    return tensors, header.fields
 
 
 def _specification(path: Path, header: GGUFHeader, tensor: GGUFTensor, size: int) -> CheckpointTensor:

@@ -83,14 +83,10 @@ def describe_rope(
     }  # fmt: skip
     if only_longrope:  # its configuration has a default of its own for this length
         found.config["original_max_position_embeddings"] = length
-    if not only_longrope or not math.isclose(attention, _usual_attention(context, length), rel_tol=1e-6):
+    usual = math.sqrt(1 + math.log(context / length) / math.log(length)) if context > length > 1 else 1.0
+    if not only_longrope or not math.isclose(attention, usual, rel_tol=1e-6):  # transformers takes the usual factor
         found.config["rope_scaling"] |= {"attention_factor": attention, "factor": 1.0}
     return found
-
-
-def _usual_attention(context: int, length: int) -> float:
-    """Return the factor of sine and cosine that transformers computes for "longrope" by default. length: the original context."""
-    return math.sqrt(1 + math.log(context / length) / math.log(length)) if context > length > 1 else 1.0
 
 
 def _partial(own: Mapping[str, Any], config: Mapping[str, Any], possible: bool, found: Rope) -> int:

@@ -10,13 +10,12 @@ The hub is the one that huggingface_hub uses (HF_ENDPOINT), with its tokens. Eve
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,7 +26,7 @@ import msgspec
 
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.gguf_header import read_gguf_header
-from dtype_engine.checkpoint.hub_cache import CachedRepository, has_size
+from dtype_engine.checkpoint.hub_cache import CachedRepository, has_size, written
 from dtype_engine.checkpoint.hub_reader import HubReader, hub_faults
 from dtype_engine.checkpoint.safetensors_header import LONGEST_HEADER, CheckpointTensor, read_header
 from dtype_engine.checkpoint.schemes.gguf import ROPE_FACTORS
@@ -322,9 +321,7 @@ class HubModel:
         )
 
     def _files(self, matches: Callable[[str], bool], beside: bool = False) -> list[str]:
-        """Return the matching files in the folder of the address (`beside`: of its file) and in those of a pipeline's
-        components.
-        """
+        """Return matching files in the folder of the address (`beside`: of its file) and, of a pipeline, in its components."""
         folder = self.address.path.rpartition("/")[0] if beside else self.address.path
         at = f"{folder}/" if folder else ""
         deep = int(f"{at}{PIPELINE_INDEX}" in self.sizes)
@@ -410,8 +407,7 @@ class _HeaderReader(HubReader):
     def save_header(self, url: str, path: Path, size: int) -> None:
         """Save a file of `size` bytes: of a weights file, the header as a sparse file, and any other file as a whole."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
-        try:
+        with written(path) as partial:
             if path.suffix == ".safetensors":
                 self._save_safetensors(url, partial, size)
             elif path.suffix == ".gguf":
@@ -420,10 +416,6 @@ class _HeaderReader(HubReader):
                 if size > LARGEST_JSON:
                     raise UserError(f"{self.title}: {path.name} has {size:,} bytes, which are too many for such a file")
                 partial.write_bytes(self.read(url, 0, size, size))
-            os.replace(partial, path)
-        finally:
-            with suppress(OSError):
-                partial.unlink()
 
     def _save_safetensors(self, url: str, partial: Path, size: int) -> None:
         start = self.read(url, 0, min(_FIRST_RANGE, size), size)

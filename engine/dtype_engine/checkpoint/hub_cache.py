@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -43,13 +43,15 @@ class CachedRepository:
         path = self.snapshot(commit) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if digest is None or _DIGEST.fullmatch(digest) is None:
-            _write(path, write)
+            with written(path) as partial, open(partial, "wb") as file:
+                write(file)
             return True
         blob = self._folder / "blobs" / digest
         is_new = not has_size(blob, size)
         if is_new:
             blob.parent.mkdir(exist_ok=True)
-            _write(blob, write)
+            with written(blob) as partial, open(partial, "wb") as file:
+                write(file)
         link = _beside(path)
         try:
             os.symlink(os.path.relpath(blob, path.parent), link)
@@ -65,11 +67,12 @@ class CachedRepository:
         write_text_atomic(path, commit, replace=True)
 
 
-def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file, which becomes `path` after the block, and is deleted if that raises."""
     partial = _beside(path)
     try:
-        with open(partial, "wb") as file:
-            write(file)
+        yield partial
         os.replace(partial, path)
     finally:
         with suppress(OSError):

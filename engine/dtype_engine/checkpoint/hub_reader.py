@@ -79,9 +79,7 @@ class HubReader:
         raise AssertionError
 
     def save(self, url: str, size: int, file: IO[bytes], on_bytes: Callable[[int], object] = ignore) -> None:
-        """Write the whole file at `url`, of `size` bytes, going on after a failure where it stopped. Raises UserError and
-        Cancelled.
-        """
+        """Write the whole file at `url` to `file`, going on after a failure where it stopped. Raises UserError and Cancelled."""
         done, attempt = 0, 1
         while done < size:
             before = done
@@ -139,10 +137,8 @@ class HubReader:
             raise self._lie(f"its answer ends after {arrived:,} of {wanted:,} bytes", url)
 
     def _send(self, url: str, headers: dict[str, str]) -> Any:
-        """Return the response of a GET request, of which only the headers have been read. Raises UserError if they take too long.
-
-        The HTTP client limits only the time between two bytes of them. So the request is made in a thread, which is left alone
-        then.
+        """Return the response of a GET request, once its headers are here. They are awaited in a thread, which is left alone if
+        they take too long, since the HTTP client limits only the time between two bytes. Raises UserError.
         """
         from huggingface_hub import constants
         from huggingface_hub.utils import get_session

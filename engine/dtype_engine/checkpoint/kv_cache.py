@@ -25,7 +25,9 @@ def kv_cache(tree: Tree, config: Mapping[str, Any] | None) -> KVCache:
     """Return a model's KV cache while it generates text. config: `config.json`, or the live model's configuration as a dict."""
     if config is None:
         return KVCache(none_because="no config.json tells the model's architecture, so that its KV cache is unknown")
-    architecture = _architecture(tree, config)
+    architecture, named = tree.root.class_name, config.get("architectures")
+    if isinstance(named, list) and named and isinstance(named[0], str):
+        architecture = named[0]
     if architecture is not None and not _generates(architecture, config):
         found = KVCache(none_because=f"{printable(architecture)} does not generate text, so that it keeps no KV cache")
     else:
@@ -83,13 +85,6 @@ _PATTERNS = {
 @lru_cache(1024)  # the many modules of a large model have few labels
 def _is_attention(label: str) -> bool:
     return _ATTENTION.fullmatch(label) is not None
-
-
-def _architecture(tree: Tree, config: Mapping[str, Any]) -> str | None:
-    named = config.get("architectures")
-    if isinstance(named, list) and named and isinstance(named[0], str):
-        return named[0]
-    return tree.root.class_name
 
 
 def _generates(architecture: str, config: Mapping[str, Any]) -> bool:

@@ -26,9 +26,7 @@ def why_no_pass(checkpoint: Checkpoint, options: ModelOptions) -> str | None:
 
 def shortfall(checkpoint: Checkpoint, limits: Mapping[str, int]) -> str | None:
     """Return a sentence that says why a checkpoint does not fit into memory and how long it would take from the disk, or None if it
-    fits. limits: the most bytes to use, keyed by "cpu" or the name of another device.
-
-    Weights are mapped from their files, so the limit is the total memory, not the free memory.
+    fits. Weights are mapped, so the limit is the total memory. limits: the most bytes to use, by "cpu" or another device.
     """
     if checkpoint.headers_alone:
         return f"no forward pass: {checkpoint.headers_alone}. {fit(checkpoint.stored_bytes)}"

@@ -42,11 +42,9 @@ class Archive:
 
 
 def check_archive(path: Path, trust: bool) -> Archive:
-    """Check that the records of a zip archive agree with the storages that its pickle refers to. trust: whether to accept pickles
-    that torch.save would not write.
-
-    Raises UserError if a record is missing, shorter than its storage, present twice, compressed in a way that torch can't read, or
-    inflates to more bytes than the free memory.
+    """Check that the records of a zip archive agree with the storages of its pickle. Raises UserError if a record is missing, too
+    short, present twice, compressed in a way that torch can't read, or inflates to more than the free memory. trust: whether to
+    accept pickles that torch.save would not write.
     """
     try:
         with zipfile.ZipFile(path) as archive:

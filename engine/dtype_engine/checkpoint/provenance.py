@@ -5,8 +5,8 @@ weights.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from dtype_engine.checkpoint.schemes.configuration import mapping
 from dtype_engine.checkpoint.schemes.own import SCALED_KEY
 from dtype_engine.checkpoint.schemes.registry import schemes
+from dtype_engine.checkpoint.schemes.small_tensors import json_object
 from dtype_engine.checkpoint.weight_files import read_beside
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.plain_yaml import load_yaml
@@ -81,7 +82,8 @@ def _declared(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, An
     """Yield (name, value) of the quantization settings in all files, last those of config.json, which replace others."""
     for scheme in reversed(schemes()):
         for name in scheme.settings_files:
-            yield from _with_nested(mapping(_json(folder / name)))
+            with suppress(OSError, UserError):
+                yield from _with_nested(json_object(read_beside(folder / name, _LARGEST_FILE)))
     yield from _with_nested(mapping(config.get("quantization_config")) or mapping(config.get("quantization")))
 
 
@@ -189,8 +191,8 @@ def _producer(declared: Mapping[str, Any], metadata: Mapping[str, str]) -> str |
         return text.replace(":", " ")
     if version := _text(declared.get("autoround_version")):
         return f"auto-round {version}"
-    method, version = declared.get("quant_method"), _text(declared.get("version"))
-    if version and method in ("compressed-tensors", "quark"):
+    method, version = _text(declared.get("quant_method")), _text(declared.get("version"))
+    if method and version and version[0].isdigit():  # AWQ has the name of a layout there
         return f"{method} {version}"
     if metadata.get("format") == "mlx":
         return "mlx"
@@ -224,13 +226,6 @@ def _recipe(folder: Path) -> tuple[str, ...]:
                 scheme = _text(mapping(settings).get("scheme"))
                 found += [" ".join(filter(None, (_text(name), scheme)))] if isinstance(settings, Mapping) else []
     return tuple(found[:_SHOWN])
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(read_beside(path, _LARGEST_FILE))
-    except (OSError, UserError, ValueError, RecursionError):
-        return None
 
 
 def _number(value: Any) -> bool:

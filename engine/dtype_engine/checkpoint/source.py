@@ -110,21 +110,14 @@ def locate(
     option, such as `--model`, by which the user can name Python code. The text may then name none. on_progress: called while
     something is read from a hub. Raises UserError, which lists where the model was looked for.
     """
-    if model is not None and model.startswith(_ON_HUB):
-        found = _located_on_hub(model, trust_pickle, download, on_progress)
-    else:
-        found = _located(model, trust_pickle, download, python_only_by, on_progress)
-    return dataclasses.replace(found, asked=model)
-
-
-def _located_on_hub(model: str, trust_pickle: bool, download: bool, on_progress: Progress) -> Source:
+    if model is None or not model.startswith(_ON_HUB):
+        return dataclasses.replace(_located(model, trust_pickle, download, python_only_by, on_progress), asked=model)
     from dtype_engine.checkpoint.hub import HubAddress
 
     found = HubAddress.parse(model).listing()
     folder = found.downloaded(hub_cache()) or (found.download(on_progress) if download else None)
-    if folder is not None:
-        return Source("checkpoint", found.address.title, folder, trust_pickle=trust_pickle)
-    return Source("checkpoint", found.address.title, found.headers(on_progress), hub=found)
+    source = Source("checkpoint", found.address.title, folder, trust_pickle=trust_pickle, asked=model)
+    return source if folder is not None else dataclasses.replace(source, path=found.headers(on_progress), hub=found)
 
 
 def _located(

@@ -199,11 +199,9 @@ def refuse_link_out(folder: Path, name: str) -> None:
 
 
 def refuse_links_out(folder: Path) -> None:
-    """Raise UserError if a library that loads a tokenizer, a processor or a scheduler from a folder could open a link that leads
-    out of the folder. Its text would become part of a result, such as the text of a chat template.
-
-    All files are checked but those of kinds that no such library reads, since their names differ from class to class. Weights are
-    checked where they are found.
+    """Raise UserError if a library that loads a tokenizer, a processor or a scheduler could open a link out of the folder, whose
+    text would become part of a result. All files are checked but those of kinds that no such library reads, since their names
+    differ from class to class, and weights, which are checked where they are found.
     """
     with reading(folder):
         names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))

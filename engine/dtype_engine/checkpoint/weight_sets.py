@@ -61,10 +61,8 @@ class WeightSet:
 
 
 def weight_sets(names: Collection[str], config: Mapping[str, Any] | None) -> tuple[WeightSet, ...]:
-    """Return the sets of weights in a folder: first the one that the library loads whose `config` this is, last those of variants.
-
-    names: the names of the files in the folder. If `config` names the file of the weights, as transformers allows, this is the
-    first set, even if it is not in `names`.
+    """Return the sets of weights in a folder with files of these names: first the one that the library loads whose `config` this is
+    (a file that it names may be missing in `names`), last those of variants.
     """
     of_diffusers = is_diffusers(config)
     order = (OF_DIFFUSERS + OF_TRANSFORMERS if of_diffusers else OF_TRANSFORMERS + OF_DIFFUSERS) + OF_ADAPTERS

@@ -15,9 +15,7 @@ _FILE = "tokenizer.json"
 
 
 def tokenizer_findings(checkpoint: Checkpoint, endings: tuple[str, ...]) -> Iterator[Finding]:
-    """Yield a finding if `tokenizer.json` has an id for which the embedding has no row. endings: the ends of the names of
-    embeddings, such as `embed_tokens.weight`. Raises UserError if the file can't be read.
-    """
+    """Yield a finding if the tokenizer has an id beyond the rows of the embedding, whose name ends so. Raises UserError."""
     folder = checkpoint.path
     if checkpoint.form not in ("safetensors", "pickle") or not folder.is_dir() or not (folder / _FILE).is_file():
         return

@@ -92,10 +92,9 @@ def _has_infinity(dtype: str) -> bool:
 
 
 def _magnitudes_and_signs(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
-    """Return (magnitudes, signs, limit) of raw bytes of floating-point values, or None for an unsupported dtype.
-
-    A magnitude is the bits of a value without its sign bit, as an integer. Beyond the limit, a value is NaN. The limit itself
-    stands for infinity or, if the dtype lacks infinity, for the largest finite value.
+    """Return (magnitudes, signs, limit) of raw floating-point values, or None for an unsupported dtype. A magnitude is the bits of
+    a value without the sign, as an integer. Beyond the limit it is NaN; the limit is infinity or, if there is none, the largest
+    value.
     """
     import numpy as np
 

@@ -103,9 +103,7 @@ def _mark(name: str) -> str:
 
 
 def _layers(metadata: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the descriptions of layers in a file's metadata, by module, but not those of ModelOpt, whose values are in another
-    order.
-    """
+    """Return the descriptions of layers in the metadata, by module. ModelOpt means another order of values by the same."""
     layers = _object(metadata.get(_IN_METADATA, "")).get("layers") if "quantization_config" not in metadata else None
     return layers if isinstance(layers, Mapping) else {}
 

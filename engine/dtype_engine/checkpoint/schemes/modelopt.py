@@ -81,9 +81,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 
 def _of_layer(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of a module. With "MIXED_PRECISION", they are in `quantized_layers`, under a name or a pattern with
-    `*`.
-    """
+    """Return the settings of a module. With "MIXED_PRECISION", `quantized_layers` has them by name or pattern."""
     layers = settings.get("quantized_layers")
     if settings.get("quant_algo") != "MIXED_PRECISION" or not isinstance(layers, Mapping):
         return settings

@@ -35,10 +35,8 @@ def packed_words(
 
 
 def same_grid(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Return whether scales of a shape have one number for each block of a weight. wanted: the numbers of blocks, [rows, columns]
-    or [experts, rows, columns].
-
-    Dimensions of size 1 may be missing at the end, and so may the first one for one row of blocks. ModelOpt's [rows, 1, columns, 1]
+    """Return whether scales of a shape have one number for each block: wanted are [rows, columns] or [experts, rows, columns]
+    blocks. Dimensions of size 1 may be missing at the end, and the first of one row of blocks. ModelOpt's [rows, 1, columns, 1]
     fits, too.
     """
     if len(wanted) == 3:

@@ -22,11 +22,9 @@ def quantize_chunks(
     on_chunk: Callable[[BlockWork, Chunk], None],
     amax: float | None = None,
 ) -> torch.Tensor | None:
-    """Quantize a weight in a block format one chunk (some rows) at a time. Returns the scale of the whole tensor, if the format has
-    one.
-
-    on_chunk: called with each chunk, in several threads and in no particular order. amax: the |value| from which the tensor scale
-    is computed, for tensors that share one; by default, the largest finite |value| of this tensor.
+    """Quantize a weight in a block format some rows at a time. Returns the scale of the whole tensor, if the format has one.
+    on_chunk: called in several threads and in no particular order. amax: the |value| for the tensor scale, if several tensors share
+    one; by default, the largest finite |value| of this tensor.
     """
     element = dtypes.BY_NAME[dtype] if isinstance(dtype, str) else dtype
     assert element.blocks is not None
@@ -70,9 +68,7 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None)
 
 
 def rounded(tensor: torch.Tensor, element: DType, amax: float | None = None) -> torch.Tensor:
-    """Return a weight's values after quantizing and dequantizing, in the weight's dtype. element: an entry of `core.dtypes` or a
-    modified copy of one. amax: as for `quantize_chunks`.
-    """
+    """Return a weight's values, quantized and dequantized, in its own dtype. amax: as for `quantize_chunks`."""
     assert element.blocks is not None
     count, height, width = matrices(tensor.shape, element.blocks.columns)
     values = torch.empty((count * height, width), dtype=tensor.dtype, device=tensor.device)

@@ -14,9 +14,7 @@ Parts = Mapping[str, torch.Tensor]
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int = 0, last: int | None = None) -> torch.Tensor:
-    """Return the values of a weight at the indexes from `first` up to `last` of its first dimension, in float32, not rounded
-    further.
-    """
+    """Return a weight's values from `first` up to `last` along its first dimension, in float32, not rounded further."""
     decoder: Callable[[CodedWeight, Parts, int, int], torch.Tensor]
     decoder = import_module(f"{__name__}.{weight.scheme.decoder}").decode
     return decoder(weight, parts, first, (weight.shape or (1,))[0] if last is None else last)

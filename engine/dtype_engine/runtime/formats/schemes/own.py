@@ -76,9 +76,7 @@ def _decode_rows(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return rows of a weight's matrices, in `shape`. rows, scales: (first, end) among the rows, and the rows of blocks, of all
-    matrices.
-    """
+    """Return rows of a weight's matrices, in `shape`. rows, scales: (first, end) of rows, and of rows of blocks, in all of them."""
     element = dtypes.BY_NAME[weight.format]
     count, height, width = matrices(weight.shape, blocks.columns)
     packed = parts[CODES].reshape(count * height, packed_width(width, element.bits, blocks.packing))
