@@ -190,10 +190,10 @@ def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | No
     from dtype_engine.checkpoint.pickles import read_pickles
 
     identities = tuple(map(FileIdentity.of, files))
-    pickled = read_pickles(files, trust_pickle)
+    tensors, values, aliases, notices = read_pickles(files, trust_pickle)
     return Checkpoint(
-        path, files, pickled.tensors, config, form="pickle", values=pickled.values, notices=pickled.notices,
-        identities=identities, aliases=pickled.aliases,
+        path, files, tensors, config, form="pickle", values=values, notices=notices, identities=identities,
+        aliases=aliases,
     )  # fmt: skip
 
 

@@ -1,6 +1,4 @@
-"""Reads the names, shapes and types of the tensors of a model from the headers of its GGUF files. The `gguf` package defines the
-types.
-"""
+"""Reads the names, shapes and types of a model's tensors from the headers of its GGUF files. The `gguf` package has the types."""
 
 from __future__ import annotations
 
@@ -21,16 +19,13 @@ from dtype_engine.core.text import printable
 
 _PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "I16": "int16",
           "I32": "int32", "I64": "int64"}  # fmt: skip
-
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 """The fields of a file that llama.cpp's gguf-split wrote: NAME-00001-of-00003.gguf and so on."""
 
 
-def read_gguf_model(
-    path: Path,
-) -> tuple[tuple[FileIdentity, ...], dict[str, CheckpointTensor], dict[str, Any]]:
-    """Return (the state of each file, from before it was read; the tensors of all; the fields of the first, which describe the
-    model).
+def read_gguf_model(path: Path) -> tuple[tuple[FileIdentity, ...], dict[str, CheckpointTensor], dict[str, Any]]:
+    """Return (the state of each file, from before it was read; the tensors of all files; the fields of the first, which hold for
+    all).
 
     path: the file of the model, or one of its parts. Raises UserError, also if a part is missing or belongs to another model.
     """

@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from dtype_engine.checkpoint.schemes.configuration import size
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_cache import KV_CACHE, KVCache, KVCacheTensor
 from dtype_engine.core.text import printable
@@ -96,10 +97,7 @@ def _generates(architecture: str, config: Mapping[str, Any]) -> bool:
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:
     """Return the value of the first of the named entries that is a positive whole number."""
-    values = (config.get(name) for name in names)
-    return next(
-        (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
-    )
+    return next((value for name in names if (value := size(config.get(name))) is not None), None)
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -227,9 +225,9 @@ class _Reader:
             more |= {"source": "encoder", "length": _first(self.config, "max_source_positions")}
             if more["length"] is None:
                 self.notes["cross attention is counted with as many tokens of the encoder as the context has"] = None
-        for part, size in zip(("k", "v"), sizes, strict=True):
-            heads = self.heads if self.heads and size % self.heads == 0 else 1
-            yield tensor(part, per_token=size, heads=heads, **more)
+        for part, elements in zip(("k", "v"), sizes, strict=True):
+            heads = self.heads if self.heads and elements % self.heads == 0 else 1
+            yield tensor(part, per_token=elements, heads=heads, **more)
 
     def _keys_and_values(self, module: Module) -> tuple[int, int] | None:
         """Return the elements of keys and values for one token, or None if this is no attention whose layout is known here."""

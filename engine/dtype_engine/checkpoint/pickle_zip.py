@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 import zipfile
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +32,12 @@ _STORAGES = {
 """Bytes per element of torch's storage classes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Archive:
-    """A zip archive of torch: whether records are compressed, so that it can't be mapped, and whether it has compiled code."""
+def check_archive(path: Path, trust: bool) -> tuple[bool, bool]:
+    """Return (whether a zip archive has compressed records, so that it can't be mapped; whether it has compiled code). trust:
+    whether to accept pickles that torch.save would not write.
 
-    compressed: bool
-    scripted: bool
-
-
-def check_archive(path: Path, trust: bool) -> Archive:
-    """Check that the records of a zip archive agree with the storages of its pickle. Raises UserError if a record is missing, too
-    short, present twice, compressed in a way that torch can't read, or inflates to more than the free memory. trust: whether to
-    accept pickles that torch.save would not write.
+    Raises UserError if a record is missing, shorter than the storage of the pickle, present twice, compressed in a way that torch
+    can't read, or inflates to more than the free memory.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -67,7 +60,7 @@ def check_archive(path: Path, trust: bool) -> Archive:
     except (OSError, EOFError, RuntimeError, NotImplementedError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         raise UserError(f"can't read {path}: {reason}") from None
-    return Archive(compressed, scripted)
+    return compressed, scripted
 
 
 def refuse_too_large(path: Path) -> None:

@@ -12,7 +12,6 @@ import warnings
 import zipfile
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,18 +46,12 @@ _AVERAGES = frozenset({"model_ema", "ema_model", "params_ema", "ema", "module_em
 """First parts of names of averages over training steps ("exponential moving average"), as trainers call them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pickled:
-    """Headers and values of all tensors by name, the first name of each further name, and sentences for the user."""
-
-    tensors: dict[str, CheckpointTensor]
-    values: dict[str, torch.Tensor]
-    aliases: dict[str, str]
-    notices: tuple[str, ...]
-
-
-def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
-    """Return the tensors of pickles, memory-mapped if possible. trust: whether the files may run code. Raises UserError."""
+def read_pickles(
+    files: tuple[Path, ...], trust: bool
+) -> tuple[dict[str, CheckpointTensor], dict[str, torch.Tensor], dict[str, str], tuple[str, ...]]:
+    """Return (the headers of all tensors in pickles; the values, memory-mapped if possible; the first name of each further name
+    of a tensor; sentences for the user). trust: whether the files may run code. Raises UserError.
+    """
     tensors: dict[str, CheckpointTensor] = {}
     values: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -74,7 +67,7 @@ def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
             values[name] = tensor
             if (key := _storage_key(tensor)) is not None and (first := firsts.setdefault(key, name)) != name:
                 aliases[name] = first
-    return Pickled(tensors, values, aliases, tuple(notices))
+    return tensors, values, aliases, tuple(notices)
 
 
 def _specification(name: str, tensor: torch.Tensor, file: Path) -> CheckpointTensor:
@@ -144,8 +137,8 @@ def load_pickle(path: Path, trust: bool) -> Any:
         zipped = zipfile.is_zipfile(path)
         with open(path, "rb") as file:
             begins = file.read(1)
-    archive = check_archive(path, trust) if zipped else None
-    if archive is not None and archive.scripted:
+    compressed, scripted = check_archive(path, trust) if zipped else (False, False)
+    if scripted:
         raise UserError(f"{path} is a TorchScript archive, whose code is compiled: export its state_dict() instead")
     if not zipped and begins != b"\x80":
         refuse_cut_zip(path)
@@ -159,7 +152,7 @@ def load_pickle(path: Path, trust: bool) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # What is compressed can't be mapped; torch's reader inflates it.
-            mapped = archive is not None and not archive.compressed
+            mapped = zipped and not compressed
             with _modules_of_this_folder() if trust else contextlib.nullcontext(), foreign_code():
                 return torch.load(path, map_location="cpu", mmap=mapped, weights_only=not trust)
     except (ImportError, AttributeError) as error:

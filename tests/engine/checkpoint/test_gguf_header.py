@@ -27,19 +27,8 @@ def written(path: Path, order: gguf.GGUFEndian = HOST, tensors: int = 3, alignme
         writer.add_name("a näme")
         writer.add_tags(["one", "two", ""])
         writer.add_string("x.text", "some text")
-        for kind in (
-            "uint8",
-            "int8",
-            "uint16",
-            "int16",
-            "uint32",
-            "int32",
-            "uint64",
-            "int64",
-            "float32",
-            "float64",
-            "bool",
-        ):
+        integers = (f"{sign}int{bits}" for sign in ("u", "") for bits in (8, 16, 32, 64))
+        for kind in (*integers, "float32", "float64", "bool"):
             getattr(writer, f"add_{kind}")(f"general.{kind}", 1)
         writer.add_array("tokenizer.ggml.tokens", [f"token{number}" for number in range(500)])
         writer.add_array("tokenizer.ggml.scores", [float(number) for number in range(500)])

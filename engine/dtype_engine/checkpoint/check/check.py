@@ -96,23 +96,16 @@ def check(
     )
 
 
-def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return a finding for each tensor that the architecture (class `model`) or the files lack, or that has two shapes."""
+def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a finding for each tensor that the architecture (class `model`) or the files lack, or that has two shapes."""
     files = {name: tensor.file.name for name, tensor in checkpoint.weights.items()}
-    shapes = (
-        Finding(
-            "tensor-shape",
-            each.name,
-            f"is {list(each.stored)} in the files, and {list(each.expected)} in the {model} of config.json",
-            files.get(each.name, ""),
-        )
-        for each in coverage.misshapen
-    )
-    missing = (Finding("missing-tensor", name, f"is in {model} and in no file") for name in coverage.missing)
-    unused = (
-        Finding("unused-tensor", name, f"has no place in {model}", files.get(name, "")) for name in coverage.unused
-    )
-    return (*shapes, *missing, *unused)
+    for each in coverage.misshapen:
+        what = f"is {list(each.stored)} in the files, and {list(each.expected)} in the {model} of config.json"
+        yield Finding("tensor-shape", each.name, what, files.get(each.name, ""))
+    for name in coverage.missing:
+        yield Finding("missing-tensor", name, f"is in {model} and in no file")
+    for name in coverage.unused:
+        yield Finding("unused-tensor", name, f"has no place in {model}", files.get(name, ""))
 
 
 def _undecoded(checkpoint: Checkpoint, parts: Mapping[str, str], reported: set[str]) -> Iterator[str]:

@@ -28,7 +28,6 @@ _INPUTS = {
     "modelopt:e4m3@tensor": "float8_e4m3fn@tensor", "modelopt:e4m3@channel": "float8_e4m3fn", "modelopt:mxfp8": "mxfp8",
 }  # fmt: skip
 """Maps the format of a weight to the format of the inputs of its layer."""
-
 _CACHES = {
     "FP8": (("", "float8_e4m3fn@tensor"),), "NVFP4": (("", "nvfp4"),),
     "FP8_K_NVFP4_V": (("k", "float8_e4m3fn@tensor"), ("v", "nvfp4")),
