@@ -5,6 +5,7 @@ Every byte that comes from a hub goes through `HubReader`, so that these limits 
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -51,8 +52,8 @@ class HubReader:
     def __init__(
         self,
         title: str,
-        most_bytes: int | None = None,
-        most_seconds: float | None = None,
+        most_bytes: float = math.inf,
+        most_seconds: float = math.inf,
         cancelled: IsCancelled = never,
     ) -> None:
         """most_bytes, most_seconds: limits for all answers together. cancelled: called for each piece of an answer."""
@@ -61,9 +62,8 @@ class HubReader:
         self.title = title
         self._headers = {**build_hf_headers(), "accept-encoding": "identity"}
         self._lock = threading.Lock()
-        self._most, self._left = most_bytes, most_bytes or 0
-        self._seconds = most_seconds
-        self._latest = time.monotonic() + most_seconds if most_seconds is not None else float("inf")
+        self._most = self._left = most_bytes
+        self._seconds, self._latest = most_seconds, time.monotonic() + most_seconds
         self._cancelled = cancelled
         self._stopped = False
 
@@ -218,12 +218,10 @@ class HubReader:
             raise UserError(
                 f"{self.title}: the hub needs over {self._seconds:,.0f} seconds for the headers, which is too long"
             )
-        if self._most is None:
-            return
         with self._lock:
             self._left -= count
         if self._left < 0:
-            raise UserError(f"{self.title}: its headers have over {human_bytes(self._most)}, which are too many")
+            raise UserError(f"{self.title}: its headers have over {human_bytes(int(self._most))}, which are too many")
 
     def _lie(self, what: str, url: str) -> UserError:
         name = printable(unquote(url.rpartition("/")[2].partition("?")[0]), 100)
