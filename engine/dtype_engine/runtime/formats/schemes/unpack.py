@@ -4,17 +4,20 @@ arithmetic. So the result is allocated once, and codes are unpacked into it some
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import cache
-from math import gcd
 
 import torch
 
 from dtype_engine.core import dtypes
+from dtype_engine.runtime.device import copied_to
 from dtype_engine.runtime.formats.row_blocks import CHUNK, parallel_map
 
 _ALIGNED = 32
 """Rows are decoded in multiples of this, so that a word with codes of several rows belongs to one group."""
+_POWERS = torch.tensor([*(math.ldexp(1, code - 127) for code in range(255)), math.nan], dtype=torch.float32)
+"""The scale for each byte that is an exponent."""
 Fill = Callable[[torch.Tensor, int, int], None]
 """`fill(out, start, stop)` writes the rows from `start` up to `stop` to `out`, float32 [stop - start, columns], contiguous and
 without defined values. Several threads call it at the same time.
@@ -55,7 +58,7 @@ def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor, dense: bool = Tru
         nibbles = (nibbles << 4).bitwise_or_(nibbles).bitwise_and_(0x0F0F)
         out.copy_(nibbles.view(torch.uint8)[:, :columns])
         return
-    together = 8 // gcd(8, bits) if dense else 32 // bits  # the fewest codes that fill bytes, or a word's codes
+    together = 8 // math.gcd(8, bits) if dense else 32 // bits  # the fewest codes that fill bytes, or a word's codes
     count = -(-columns // together)
     whole = out if count * together == columns else out.new_empty(len(out), count * together)
     codes = whole.view(len(out), count, together)
@@ -128,10 +131,8 @@ def write_plain(codes: torch.Tensor, out: torch.Tensor) -> None:
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
     """Convert scales of any dtype to float32. In uint8 and float8_e8m0fnu, a byte b means 2^(b - 127), and 255 means NaN."""
     if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        exponents = scale.view(torch.uint8).to(torch.int32)
-        # 2^-127 is a subnormal float32, so its mantissa has to be set instead of its exponent.
-        powers = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
-        return powers.masked_fill_(exponents == 255, torch.nan)
+        exponents = scale.view(torch.uint8).reshape(-1).to(torch.int32)
+        return copied_to(_POWERS, scale.device).index_select(0, exponents).view(scale.shape)
     out = torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
     write_plain(scale, out)
     return out
