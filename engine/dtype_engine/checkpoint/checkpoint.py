@@ -17,7 +17,7 @@ from dtype_engine.checkpoint.schemes.own import read as read_own
 from dtype_engine.checkpoint.weight_sets import WeightSet, is_diffusers, several_sets
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.gc_pause import gc_paused
-from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
+from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.completeness import IndexReport
@@ -42,74 +42,54 @@ class Checkpoint:
     config: dict[str, Any] | None = None
     """The contents of `config.json`, or None if there is no such file."""
     metadata: dict[str, str] = field(default_factory=dict)
-    """The merged metadata of all safetensors headers. For a GGUF file: the fields of its header whose names begin with `general.`
-    or `quantize.`, with their values as text.
-    """
+    """The merged metadata of all safetensors headers, or the fields `general.*` and `quantize.*` of a GGUF header."""
     form: Form = "safetensors"
-    """The kind of checkpoint, such as "safetensors", "pickle", "gguf" or "adapter", which decides how its files are read."""
+    """What decides how the files are read."""
     values: Mapping[str, Any] | None = None
-    """For pickles, whose headers can't be read without their values: the values by tensor name. Otherwise None."""
+    """The values of pickles by tensor name, since their headers can't be read without them. None for other files."""
     base: str | None = None
-    """If the checkpoint is a PEFT adapter: the name of the model to which the adapter is applied, or None if the files do not say
-    it. Otherwise None.
-    """
+    """The name of the model to which a PEFT adapter is applied. None for other checkpoints, and if the files do not say it."""
     notices: tuple[str, ...] = ()
     """Sentences about the checkpoint that the user should see."""
     identities: tuple[FileIdentity, ...] = ()
-    """The size, modification time and inode of each weights file, recorded before anything was read, to detect later changes."""
+    """The state of each weights file before anything was read, to detect later changes."""
     components: tuple[Component, ...] = ()
-    """For a diffusers pipeline, its components that have weights, such as the UNet; otherwise ()."""
+    """The components of a diffusers pipeline that have weights, such as the UNet."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Maps each further name of a tied weight to the name that the weight has in `tensors`. The ties are read from pickles and from
-    safetensors' metadata.
-    """
+    """Maps each further name of a tied weight to its name in `tensors`, as pickles and the metadata of safetensors tell it."""
     index: IndexReport | None = None
-    """The differences between the checkpoint's index and its shards, or None if the checkpoint has no index."""
+    """How the checkpoint's index differs from its shards, or None if it has no index."""
     read_by: WeightSet | None = None
-    """The set of weights in the folder that was opened; None for other checkpoints, such as single files and pipelines."""
+    """The set of weights in the folder that was opened; None for single files and pipelines."""
     passed_over: tuple[str, ...] = ()
-    """What else of the folder are weights, in words for the user: further sets, which transformers (or diffusers) passes over."""
+    """What else of the folder are weights, in words for the user. transformers (or diffusers) passes over them."""
     in_config: frozenset[str] = frozenset()
-    """The names of tensors that are no weights, since `config` holds their values: the factors of a rotary embedding in a GGUF
-    file.
-    """
+    """Tensors whose values `config` holds: the factors of a rotary embedding in a GGUF file."""
     lost: tuple[str, ...] = ()
-    """Sentences, one for each entry of a GGUF file that changes what the model computes and that neither `config` nor the weights
-    can hold. If there are any, the model is not run or exported, because it would be another one.
+    """Sentences about the entries of a GGUF file that change what the model computes, and that neither `config` nor the weights can
+    hold. If there are any, the model is not run or exported, because it would be another one.
     """
     headers_alone: str = ""
-    """If the values are on a hub and not on this machine: a sentence that says so, and how they are downloaded. Otherwise ""."""
+    """If the values are on a hub: a sentence that says so, and how they are downloaded. Otherwise ""."""
 
     @property
     def of_sets(self) -> tuple[str, ...]:
-        """One sentence for the user if the folder has more weights than those that are read; otherwise ()."""
+        """One sentence for the user if the folder has more weights than those that are read."""
         if self.read_by is None or not self.passed_over:
             return ()
         return (several_sets(self.read_by, self.passed_over, self.config),)
 
     @property
-    def runs_in_parts(self) -> bool:
-        """Whether the model can run from the disk, block by block: its architecture is known and not one of diffusers, and its
-        weights are not pickled.
-        """
-        return self.config is not None and self.form in ("safetensors", "gguf") and not is_diffusers(self.config)
-
-    @property
     def of_transformers(self) -> bool:
-        """Whether transformers loads an export of this checkpoint: its configuration names an architecture that is not one of
-        diffusers, and it is a whole model.
-        """
+        """Whether transformers loads an export of this: it is a whole model, whose architecture is known and not of diffusers."""
         return (
             self.config is not None and self.form in ("safetensors", "pickle", "gguf") and not is_diffusers(self.config)
         )
 
     @cached_property
     def coded(self) -> dict[str, CodedWeight]:
-        """The weights that the files store as codes and that this program can decode. The keys are the names that the weights have
-        in the unquantized checkpoint, such as `model.layers.0.mlp.down_proj.weight`. Empty for pickles.
-
-        Raises UserError if a tensor that describes a weight can't be read, or if the metadata of an export does not match its
-        tensors.
+        """The weights that the files store as codes and that can be decoded, by their names in the unquantized checkpoint. Empty
+        for pickles. Raises UserError if a tensor that describes a weight can't be read, or if the metadata of an export is wrong.
         """
         if self.form == "gguf":
             return self._of_gguf[0]
@@ -126,9 +106,7 @@ class Checkpoint:
 
     @property
     def renamed(self) -> Mapping[str, str]:
-        """Maps llama.cpp's names to the model's names, such as `output_norm.weight` to `model.norm.weight`, for those tensors of
-        a GGUF file that need no decoding. Empty for other files.
-        """
+        """Maps llama.cpp's names to the model's, such as `output_norm.weight` to `model.norm.weight`, if nothing is decoded."""
         return self._of_gguf[1]
 
     @cached_property
@@ -141,7 +119,7 @@ class Checkpoint:
 
     @cached_property
     def provenance(self) -> Provenance:
-        """What the files say about how the weights were quantized, such as the method and the program."""
+        """What the files say about how the weights were quantized."""
         from dtype_engine.checkpoint.provenance import provenance  # the first screen needs no YAML parser
 
         folder = self.path if self.path.is_dir() else self.path.parent
@@ -150,13 +128,23 @@ class Checkpoint:
     @cached_property
     @gc_paused()
     def weights(self) -> dict[str, CheckpointTensor]:
-        """The tensors, keyed by the names that the model gives them. A tied weight appears under each of its names. A weight that
-        is stored as codes appears as one tensor with the weight's shape. Its scales and its other tensors do not appear.
+        """The tensors, keyed by the names that the model gives them. A tied weight appears under each of its names. A weight in
+        `coded` appears as one tensor of the weight's shape, with the bytes of all its parts that no earlier weight shares.
         """
         besides = self.owners.keys() | self.in_config
         of_codes: dict[str, list[CheckpointTensor]] = {}
-        for tensor, weight in self._headers_of_coded().values():
-            of_codes.setdefault(weight.parts[CODES].name, []).append(tensor)
+        counted = set[tuple[str, int | None]]()
+        for name, weight in self.coded.items():
+            if name in self.aliases:
+                continue
+            nbytes = 0
+            for part in weight.tensors:
+                if (part.name, part.start) not in counted:
+                    counted.add((part.name, part.start))
+                    nbytes += part.nbytes
+            codes = weight.parts[CODES]
+            whole = CheckpointTensor(name, weight.shape, weight.format, codes.file, None, nbytes, packed=True)
+            of_codes.setdefault(codes.name, []).append(whole)
         found, renamed = {}, self.renamed
         for name, tensor in self.tensors.items():
             if name not in besides:
@@ -166,54 +154,26 @@ class Checkpoint:
         return found | {alias: found[first] for alias, first in self.aliases.items()}
 
     def dtype(self, name: str) -> str:
-        """Return the dtype in which the checkpoint stores a weight. name: a key in `weights`. If the weight has a single scale for
-        all its values, the returned dtype ends in `@tensor`.
-        """
+        """Return the dtype in which a key of `weights` is stored, with `@tensor` at its end if all values have a single scale."""
         return self.weights[name].dtype
 
     @cached_property
     def owners(self) -> dict[str, str]:
-        """Maps the name of each tensor that belongs to a weight in `coded`, such as its codes or scales, to the name of this
-        weight. A tensor that several weights share maps to the first of them.
-        """
+        """Maps each tensor that belongs to a weight in `coded`, such as its scales, to the first such weight."""
         found: dict[str, str] = {}
         for name, weight in self.coded.items():
             for tensor in weight.tensors:
                 found.setdefault(tensor.name, name)
         return found
 
-    def _headers_of_coded(self) -> dict[str, tuple[CheckpointTensor, CodedWeight]]:
-        """A mapping from the name of each weight in `coded` to a pair. The first item is a header that
-        describes the weight as one tensor in its format, the second is the weight itself. If several weights share a tensor, only
-        the first weight counts its bytes.
-        """
-        found, seen = {}, set[tuple[str, int | None]]()
-        for name, weight in self.coded.items():
-            if name in self.aliases:
-                continue
-            nbytes = 0
-            for part in weight.tensors:
-                if (part.name, part.start) not in seen:
-                    seen.add((part.name, part.start))
-                    nbytes += part.nbytes
-            codes = weight.parts[CODES]
-            found[name] = (
-                CheckpointTensor(name, weight.shape, weight.format, codes.file, None, nbytes, packed=True),
-                weight,
-            )
-        return found
-
     def names_of(self, tensor: TensorInfo) -> tuple[str, ...]:
-        """Return the keys in `weights` of the stored tensors from which `tensor` gets its values. tensor: a tensor of the module
-        tree. There are several keys if the model packs several stored tensors into this one. Returns () if the files lack the
-        tensor.
+        """Return the keys in `weights` of the stored tensors from which a tensor of the module tree gets its values: several if the
+        model packs them into one, () if the files lack the tensor.
         """
         return tensor.stored_as or tuple(name for name in tensor.names if name in self.weights)[:1]
 
     def tree(self) -> Tree:
-        """Return the module tree, built from the tensor names. Module classes are unknown, and ties are known only from
-        `aliases`.
-        """
+        """Return the module tree, built from the tensor names. Module classes are unknown, and of ties only `aliases` are known."""
         unread, own = self.unread, {name for name, weight in self.coded.items() if weight.own}
         parts = quantized_parts(unread, self.config)
         further: dict[str, tuple[str, ...]] = {}
@@ -226,7 +186,7 @@ class Checkpoint:
                     name,
                     tensor.shape,
                     tensor.dtype,
-                    _kind(name),
+                    "buffer" if name.endswith(_BUFFERS) else "parameter",
                     further.get(name, ()),
                     packed_bytes=tensor.nbytes
                     if (tensor.packed or tensor.refusal is not None) and name not in own
@@ -243,20 +203,14 @@ class Checkpoint:
 
     @property
     def foreign(self) -> dict[str, CheckpointTensor]:
-        """All tensors in the files by name, except the codes and scales that this program's own exports write."""
-        own = self._own_tensor_names
+        """All tensors in the files by name, except those of weights that this program's own exports write."""
+        own = {part.name for weight in self._own.values() for part in weight.tensors}
         return {name: tensor for name, tensor in self.tensors.items() if name not in own} if own else self.tensors
 
     @property
     def unread(self) -> dict[str, CheckpointTensor]:
-        """The tensors in `foreign` that belong to no weight in `coded`. They are plain tensors, or codes and scales of weights
-        that are incomplete or have an unknown scheme.
-        """
+        """The tensors in `foreign` that belong to no weight in `coded`: plain ones, and parts of weights that can't be decoded."""
         return {name: tensor for name, tensor in self.foreign.items() if name not in self.owners}
-
-    @property
-    def _own_tensor_names(self) -> set[str]:
-        return {part.name for weight in self._own.values() for part in weight.tensors}
 
     @property
     def why_another_model(self) -> str:
@@ -279,7 +233,3 @@ class Checkpoint:
     def stored_bytes(self) -> int:
         """The total bytes of all tensors as stored. A tied weight is counted once."""
         return sum(tensor.nbytes for name, tensor in self.tensors.items() if name not in self.aliases)
-
-
-def _kind(name: str) -> Kind:
-    return "buffer" if name.endswith(_BUFFERS) else "parameter"

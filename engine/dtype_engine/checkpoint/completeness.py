@@ -16,11 +16,11 @@ from dtype_engine.results.coverage import Coverage
 
 @dataclass(frozen=True, slots=True)
 class LeftOutFile:
-    """A weights file that is in the checkpoint's folder but that the checkpoint's index does not name."""
+    """A weights file in the checkpoint's folder that the checkpoint's index does not name."""
 
     name: str
     tensors: tuple[str, ...]
-    """The tensors that are in this file and in none of the files that the index names."""
+    """The tensors that are in none of the files that the index names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,31 +28,26 @@ class IndexReport:
     """How a checkpoint's index (such as `model.safetensors.index.json`) differs from the files in its folder."""
 
     name: str
-    """The name of the index."""
     found: int
     """How many of the tensors that the index lists are in one of the files that it names."""
     missing: tuple[tuple[str, str], ...] = ()
-    """One entry for each tensor that the index lists, but that is in none of its files: (tensor name, file name in the index)."""
+    """(tensor name, file name in the index) of each tensor that the index lists, but that is in none of its files."""
     left_out: tuple[LeftOutFile, ...] = ()
     moved: tuple[tuple[str, str, str], ...] = ()
-    """One entry for each tensor that is in another file than the index says: (tensor name, file name in the index, name of the file
-    that holds the tensor).
-    """
+    """(tensor name, file name in the index, name of its file) of each tensor that is in another file than the index says."""
     unnamed: tuple[str, ...] = ()
     """Names of the tensors that the index does not list, although they are in a file that the index names."""
 
     @property
     def coverage(self) -> Coverage:
-        """How many of the checkpoint's tensors are in the files that the index names, and the names of the others. The checkpoint's
-        tensors are those that the index names and those in left-out files.
-        """
+        """Which of the tensors that the index or left-out files have are in the files that the index names."""
         beside = tuple(name for file in self.left_out for name in file.tensors)
         absent = tuple(name for name, _ in self.missing)
         return Coverage(self.found + len(absent) + len(beside), absent + beside)
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """Sentences for the user about the differences between the index and the files, or () if there are none."""
+        """Sentences for the user about the differences between the index and the files."""
         said = []
         if self.missing:
             name, file = self.missing[0]
@@ -75,11 +70,9 @@ class IndexReport:
 def what_is_missing(
     index: IndexReport | None, coverage: Coverage | None, model: str, prefix: str = ""
 ) -> tuple[str, ...]:
-    """Return sentences that say which tensors a checkpoint lacks or has in other shapes than its model, or () if it is complete.
-
-    index: the differences between the index and the files. coverage: which of the model's tensors are in the files. model: the
-    class of the model. prefix: a prefix, such as `module.`, that all tensor names in the files have and the model's own names lack;
-    "" if there is none.
+    """Return sentences that say which tensors a checkpoint lacks or has in other shapes than its model. coverage: which of the
+    model's tensors are in the files. model: the class of the model. prefix: what all names in the files begin with and the model's
+    own do not.
     """
     said = index.sentences[: bool(index.missing) + len(index.left_out)] if index is not None else ()
     known = set(index.coverage.missing) if index is not None else set()
@@ -100,11 +93,8 @@ def compare_index(
     tensors: Mapping[str, CheckpointTensor],
     files: Collection[Path],
 ) -> IndexReport:
-    """Return the differences between an index and the tensors in the files that it names. name: the name of the index. weight_map:
-    the file name of each tensor, as in the index. tensors: the tensors in these files, by name. files: the paths of the files.
-
-    A file in the folder that the index does not name counts as left out if two conditions hold: its name begins like the names of
-    the index's files, and it holds tensors that these files lack.
+    """Return the differences between an index (`weight_map`) and the tensors in `files`, which it names. Another file in the folder
+    counts as left out if its name begins like theirs, and it holds tensors that they lack.
     """
     missing = [(tensor, file) for tensor, file in weight_map.items() if tensor not in tensors]
     moved = [

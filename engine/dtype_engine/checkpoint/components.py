@@ -1,5 +1,4 @@
-"""Reads a diffusers pipeline: a folder with a subfolder for each component, such as the UNet. `model_index.json` lists the
-components.
+"""Reads a diffusers pipeline: a folder with a subfolder for each component, such as the UNet, which `model_index.json` lists.
 
 diffusers' `DiffusionPipeline.save_pretrained` writes this format: `{"_class_name": ..., "unet": ["diffusers",
 "UNet2DConditionModel"], "scheduler": [...], "safety_checker": [null, null]}`. Each component with weights is a checkpoint of its
@@ -12,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from dtype_engine.checkpoint.file_identity import FileIdentity
 from dtype_engine.checkpoint.file_kind import kind_of
@@ -29,19 +30,17 @@ from dtype_engine.core.text import printable
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A component of a diffusers pipeline that has weights, such as the UNet: a subfolder of the pipeline, with its files."""
+    """A component of a diffusers pipeline that has weights: a subfolder of the pipeline, with its files."""
 
     name: str
     folder: Path
     files: tuple[Path, ...]
     stem: str
-    """The name of the component's weights file without `.safetensors`. It depends on the component's library, diffusers or
-    transformers.
-    """
+    """The name of the weights file without `.safetensors`, as the component's library expects it."""
     config: dict[str, Any] | None
     metadata: Mapping[str, str]
     pickled: bool = False
-    """Whether the component's weights are in pickles. The tensors of such a component are not among those of the pipeline."""
+    """Whether the weights are in pickles. The tensors of such a component are not among those of the pipeline."""
     identities: tuple[FileIdentity, ...] = ()
     variant: str | None = None
     """The variant of the files, such as fp16, if the component has no files without one."""
@@ -50,14 +49,12 @@ class Component:
 
     @property
     def prefix(self) -> str:
-        """The prefix that the pipeline adds to the names of this component's tensors, such as `unet.`."""
+        """What the pipeline adds to the names of this component's tensors, such as `unet.`."""
         return f"{self.name}."
 
 
 def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of a pipeline's components, such as "unet". Components that the pipeline lacks (`[null, null]` in the index)
-    are left out. index: the content of `model_index.json`.
-    """
+    """Return the components in a `model_index.json`, without those that the pipeline lacks (`[null, null]`)."""
     return tuple(
         name
         for name, named in index.items()
@@ -66,11 +63,7 @@ def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Component, ...], dict[str, Any]]:
-    """Return a pair: the components of a pipeline that have weights, in the order of the index, and the tensors of all components
-    that are not pickled, with names such as `unet.conv.weight`.
-
-    index: the content of `model_index.json`. Raises UserError if a component's files are damaged or outside the folder.
-    """
+    """Return the components that have weights, and all tensors but pickled ones, such as `unet.conv.weight`. Raises UserError."""
     components: list[Component] = []
     tensors: dict[str, Any] = {}
     for name in component_names(index):
@@ -92,14 +85,12 @@ def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Compo
         components.append(
             Component(name, subfolder, files, stem, config, metadata, pickled, identities, variant, notices)
         )
-        tensors |= {f"{name}.{local}": tensor.renamed(f"{name}.{local}") for local, tensor in own.items()}
+        tensors |= {f"{name}.{local}": replace(tensor, name=f"{name}.{local}") for local, tensor in own.items()}
     return tuple(components), tensors
 
 
 def pipeline_notices(components: tuple[Component, ...]) -> tuple[str, ...]:
-    """Return sentences for the user about components whose weights are in pickles, or are a variant such as fp16, or that
-    have more than one set of weights.
-    """
+    """Return sentences for the user about components that are pickles or a variant, or have more than one set of weights."""
     notices = []
     if pickled := [component.name for component in components if component.pickled]:
         notices.append(f"not shown, since their weights are pickles: {', '.join(map(printable, pickled))}")

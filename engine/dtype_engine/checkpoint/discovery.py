@@ -13,7 +13,7 @@ from dtype_engine.checkpoint.weight_sets import likely_files
 _FILES = (".safetensors", ".gguf", ".pth", ".pt", ".ckpt", ".bin")
 _MARKS = ("config.json", "model_index.json", "adapter_config.json")
 _LIMIT = 200
-"""Maximum number of entries of a folder that are examined, and of models in the Hugging Face cache that are listed."""
+"""The most entries of a folder that are examined, and models in the Hugging Face cache that are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,7 @@ class LocalModel:
 
 
 def find_models(folder: Path) -> list[LocalModel]:
-    """Return the models that the user could open. First come the checkpoints in `folder`, or `folder` itself if it is a checkpoint;
-    then the models in the Hugging Face cache. Both groups begin with the newest model.
-    """
+    """Return the checkpoints in `folder`, or the folder if it is one, then those in the Hugging Face cache, each newest first."""
     return sorted(_of_folder(folder), key=_newest_first) + sorted(_of_cache(), key=_newest_first)[:_LIMIT]
 
 
@@ -60,7 +58,7 @@ def _of_folder(folder: Path) -> Iterator[LocalModel]:
 
 
 def _of_cache() -> Iterator[LocalModel]:
-    for entry in _entries(Path(hub_cache())):
+    for entry in _entries(hub_cache()):
         kind, _, name = entry.name.partition("--")
         if kind != "models" or "--" not in name:
             continue

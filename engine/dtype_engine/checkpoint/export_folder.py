@@ -1,8 +1,5 @@
 """Checks the folder or file to which an export is to be written. A folder that exists is replaced only if it is an earlier export
-of this program.
-
-Two files show that this program exported a folder: `recipe.yaml`, which begins as this program writes recipes, and `README.md`,
-whose second paragraph gives the version of this program. Every version since 0.1.0 writes both.
+of this program, which `recipe.yaml` and the second paragraph of `README.md` show. Every version since 0.1.0 writes both.
 """
 
 from __future__ import annotations
@@ -11,6 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from dtype_engine.checkpoint import read_json
@@ -21,18 +19,16 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.hints import hint
 from dtype_engine.core.text import printable
 
-_RECIPE = re.compile(r"version: \d+\n(model: .*\n)?rules:")
-_README = re.compile(r"# .*\n\n`.*`, cast by the rules in `recipe\.yaml` and written by dtype-engine \d+\.\d+")
+_MARKS = {
+    "recipe.yaml": re.compile(r"version: \d+\n(model: .*\n)?rules:"),
+    "README.md": re.compile(r"# .*\n\n`.*`, cast by the rules in `recipe\.yaml` and written by dtype-engine \d+\.\d+"),
+}
+"""How the files of an export begin."""
 _MOST_READ = 1 << 16
 
 
 def check_typed_path(typed: str, for_export: bool, source: Path | None) -> bool:
-    """Return whether saving to the path that the user typed would replace a file or folder. Raises UserError if nothing can be
-    saved there.
-
-    for_export: whether the path is that of an export; otherwise it is a file of another kind. source: the model's path, which is
-    never replaced.
-    """
+    """Return whether saving to what the user typed replaces something. Raises UserError if nothing can be saved there."""
     taken, path = is_taken(typed), Path(typed)
     if for_export:
         check_export(path, True, [source] if source is not None else [])
@@ -42,16 +38,14 @@ def check_typed_path(typed: str, for_export: bool, source: Path | None) -> bool:
 
 
 def is_one_file(target: Path) -> bool:
-    """Return whether an export to `target` is one file of weights rather than a folder. The ending of the name decides."""
+    """Return whether an export to `target` is one file of weights rather than a folder, as the ending of the name decides."""
     return target.name.endswith((".safetensors", *PICKLES))
 
 
 def check_export(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
     """Check that an export can be written to `target`, a folder or one file, and return its absolute path. Raises UserError if it
-    can't be created, or if it exists and must not be replaced.
-
-    force: whether an existing file, or a folder that is an earlier export of this program, may be replaced. keep: paths of files
-    that are never replaced.
+    can't be created, or if it exists and must not be replaced. force: whether a file, or an earlier export of this program, may be.
+    keep: files that are never replaced.
     """
     if not is_one_file(target):
         return check_folder(target, force, keep)
@@ -62,12 +56,7 @@ def check_export(target: Path, force: bool = False, keep: Iterable[Path] = ()) -
 
 
 def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
-    """Check that an export can be written to the folder `target`, and return its absolute path. Raises UserError if the folder
-    can't be created, or if it is not empty and must not be replaced.
-
-    force: whether an earlier export of this program may be replaced. Any other folder is never replaced, nor is the current working
-    directory. keep: paths of files; a folder that contains one of them is not replaced either.
-    """
+    """As `check_export` for a folder. Neither the current folder is replaced nor one that contains a file of `keep`."""
     target = target.expanduser().absolute()
     if not target.name:
         raise UserError(f"{target} can't be exported to: name a new folder")
@@ -98,22 +87,21 @@ def _refuse_to_replace(target: Path, keep: Iterable[Path]) -> None:
 
 
 def is_export(folder: Path) -> bool:
-    """Return whether this program wrote the `recipe.yaml` or the `README.md` in a folder. The beginning of their text decides,
-    because other programs write files with these names too.
-    """
-    files = ((_RECIPE, folder / "recipe.yaml"), (_README, folder / "README.md"))
-    return any(mark.match(_text(file) or "") is not None for mark, file in files)
+    """Return whether this program wrote the `recipe.yaml` or the `README.md` in a folder."""
+    return any(mark.match(_text(folder / name) or "") is not None for name, mark in _MARKS.items())
 
 
 def missing_mark(folder: Path) -> str | None:
     """Return why a folder is not an export of this program, such as `has no recipe.yaml of an export`, or None if it is one."""
-    for name, mark in (("recipe.yaml", _RECIPE), ("README.md", _README)):
+    for name, mark in _MARKS.items():
         text = _text(folder / name)
         if text is None:
             return f"has no {name} of an export"
         if mark.match(text) is None:
             return f"has a {name} that dtype-engine did not write"
-    known = _component_folders(folder)
+    known: tuple[str, ...] = ()
+    with suppress(UserError):  # there is none in the export of a single model
+        known = component_names(read_json(folder / PIPELINE_INDEX))
     foreign = next((entry for entry in sorted(folder.iterdir()) if entry.is_dir() and entry.name not in known), None)
     return f"holds the folder {foreign.name}" if foreign is not None else None
 
@@ -126,10 +114,3 @@ def _text(file: Path) -> str | None:
             return opened.read(_MOST_READ)
     except (OSError, UnicodeDecodeError):
         return None
-
-
-def _component_folders(folder: Path) -> frozenset[str]:
-    try:
-        return frozenset(component_names(read_json(folder / PIPELINE_INDEX)))
-    except UserError:
-        return frozenset()

@@ -1,7 +1,5 @@
-"""Detects that a file has changed since it was opened. Without this, a later read could mix the contents of two files, or fail.
-
-Weights are mapped into memory, so they are read long after the headers of their files. The file's device, inode, size and
-modification time show whether another program has replaced, changed or truncated the file in the meantime.
+"""Detects that a file has changed since it was opened: weights are mapped into memory, and read long after the headers of their
+files. Without this, a later read could mix the contents of two files, or fail.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from dtype_engine.core.throttle import Throttle
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What identifies a file's state when it was opened. `size` is in bytes, `mtime_ns` in nanoseconds since 1970."""
+    """What identifies a file's state when it was opened."""
 
     path: Path
     device: int
@@ -36,7 +34,7 @@ class FileIdentity:
         return cls(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
     def change(self) -> str | None:
-        """Return how the file has changed since it was opened, such as `was written to`, or None if it has not changed."""
+        """Return how the file has changed since it was opened, such as `was written to`, or None."""
         try:
             now = os.stat(self.path)
         except OSError:
@@ -51,7 +49,7 @@ class FileIdentity:
 
 
 def refuse_changed(files: Iterable[FileIdentity]) -> None:
-    """Raise UserError if a file has changed since it was opened. The error names the first such file."""
+    """Raise UserError, which names the first file that has changed since it was opened."""
     for file in files:
         if (change := file.change()) is not None:
             raise UserError(
@@ -62,11 +60,7 @@ def refuse_changed(files: Iterable[FileIdentity]) -> None:
 
 @contextmanager
 def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
-    """A context manager for a block of code that reads `files`. It checks that the files have not changed since they were opened,
-    once before the block and once after it.
-
-    Raises UserError, which names a changed file and how it has changed. This error replaces any error that the block raised.
-    """
+    """A context manager that raises UserError if one of `files` changes before or in its block, instead of any other error."""
     refuse_changed(files)
     try:
         yield
@@ -79,15 +73,13 @@ def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
 
 
 class Watch:
-    """Checks that files do not change while they are read. `look` can be called often; it examines the files at most ten times a
-    second.
-    """
+    """Checks that files do not change while they are read. `look` can be called often: it examines them ten times a second."""
 
     def __init__(self, files: Iterable[FileIdentity]) -> None:
         self._files = tuple(files)
         self._throttle = Throttle()
 
     def look(self) -> None:
-        """Raise UserError if a file has changed since it was opened. The error names the first such file."""
+        """Raise UserError if a file has changed since it was opened."""
         if self._throttle.due():
             refuse_changed(self._files)

@@ -13,22 +13,17 @@ from dtype_engine.core.regular_files import open_regular
 
 FileKind = Literal["safetensors", "pickle", "gguf"]
 LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""torch's pickled magic number 0x1950a86a20f9469cfc6c, with which every file begins that torch.save wrote before version 1.6."""
+"""torch's pickled magic number 0x1950a86a20f9469cfc6c, with which the files of torch.save before version 1.6 begin."""
 
 
 def kind_of(path: Path) -> FileKind | None:
-    """Return the kind of a weights file: "safetensors", "pickle" or "gguf". Returns None for any other file, and if the file is not
-    a regular file or can't be read.
-    """
-    suffix = path.suffix
-    if suffix == ".safetensors":
+    """Return the kind of a weights file, or None for any other file, and for one that is not regular or can't be read."""
+    if path.suffix == ".safetensors":
         return "safetensors"
-    if suffix == ".gguf":
+    if path.suffix == ".gguf":
         return "gguf"
-    return "pickle" if suffix in PICKLES else _by_content(path)
-
-
-def _by_content(path: Path) -> FileKind | None:
+    if path.suffix in PICKLES:
+        return "pickle"
     try:
         with open_regular(path) as file:
             start = file.read(1024)
@@ -37,13 +32,8 @@ def _by_content(path: Path) -> FileKind | None:
         return None
     if start.startswith(b"GGUF"):
         return "gguf"
-    if start.startswith(LEGACY_START) or (
-        start.startswith(b"PK\x03\x04") and _first_name(start).endswith(b"/data.pkl")
-    ):
+    first_name = start[30 : 30 + int.from_bytes(start[26:28], "little")]  # in a zip archive
+    if start.startswith(LEGACY_START) or (start.startswith(b"PK\x03\x04") and first_name.endswith(b"/data.pkl")):
         return "pickle"
     header = int.from_bytes(start[:8], "little")
     return "safetensors" if start[8:9] == b"{" and 8 + header <= size and header <= LONGEST_HEADER else None
-
-
-def _first_name(archive: bytes) -> bytes:
-    return archive[30 : 30 + int.from_bytes(archive[26:28], "little")]

@@ -16,10 +16,7 @@ from typing import Any
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.file_identity import FileIdentity, refuse_changed
 from dtype_engine.checkpoint.file_kind import kind_of
-from dtype_engine.checkpoint.safetensors_header import (
-    CheckpointTensor,
-    read_header,
-)
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor, read_header
 from dtype_engine.checkpoint.schemes.own import SCALED_KEY
 from dtype_engine.checkpoint.weight_files import (
     INDEX,
@@ -48,8 +45,7 @@ def open_checkpoint(path: Path, trust_pickle: bool = False, absent_shards: bool 
     """Return the checkpoint in a folder or file. Raises UserError, which names the file and the problem.
 
     Only headers are read, except from pickles, which torch reads as a whole. No code in a pickle runs unless `trust_pickle` is set.
-    absent_shards: whether a folder may lack some of the files that its safetensors index names. `Checkpoint.index` then says which
-    tensors are missing.
+    absent_shards: whether files that a safetensors index names may be missing. `Checkpoint.index` then says which tensors they had.
     """
     with gc_paused():
         checkpoint = (
@@ -60,7 +56,7 @@ def open_checkpoint(path: Path, trust_pickle: bool = False, absent_shards: bool 
 
 
 def needs_torch(path: Path) -> bool:
-    """Return whether a checkpoint is a pickle, whose tensor names can only be read with torch."""
+    """Return whether a checkpoint is a pickle, whose tensor names only torch can read."""
     if not path.is_dir():
         return kind_of(path) == "pickle"
     try:
@@ -74,9 +70,7 @@ def needs_torch(path: Path) -> bool:
 
 
 def peek_first_shard(path: Path) -> Tree | None:
-    """Return the tree of a large checkpoint's first shard, for a screen that can't wait until all headers are read. Returns None
-    for a small checkpoint, whose headers can all be read at once.
-    """
+    """Return the tree of a large checkpoint's first shard, for a screen that can't wait. None for a small checkpoint."""
     try:
         if not path.is_dir() or os.path.getsize(path / INDEX) < _LONG_HEADERS:
             return None
@@ -106,24 +100,24 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
 
 
 def _of_gguf(path: Path) -> Checkpoint:
+    from dtype_engine.checkpoint.gguf import read_gguf_model
     from dtype_engine.checkpoint.gguf_model import model_of
-    from dtype_engine.checkpoint.gguf_parts import read_gguf_model
     from dtype_engine.checkpoint.schemes.gguf import ROPE_FACTORS
 
-    contents = read_gguf_model(path)
-    tensors, fields = contents.tensors, contents.fields
-    model = model_of(fields, tensors)
+    identities, tensors, fields = read_gguf_model(path)
+    config, lost = model_of(fields, tensors)
+    files = tuple(file.path for file in identities)
     return Checkpoint(
-        contents.files[0],
-        contents.files,
+        files[0],
+        files,
         tensors,
-        model.config,
+        config,
         {name: str(fields[name]) for name in fields if name.startswith(("general.", "quantize."))},
         form="gguf",
-        notices=model.lost,
-        identities=contents.identities,
-        in_config=frozenset(ROPE_FACTORS) & tensors.keys() if model.config is not None else frozenset(),
-        lost=model.lost,
+        notices=lost,
+        identities=identities,
+        in_config=frozenset(ROPE_FACTORS) & tensors.keys() if config is not None else frozenset(),
+        lost=lost,
     )
 
 
@@ -183,11 +177,7 @@ def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _aliases(tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the omitted names of tied weights: a mapping from each such name to the name of the tensor that holds the values.
-
-    safetensors' `save_model` writes a tied weight once. The header's `metadata` maps each name that was left out to the name that
-    was kept. tensors: all tensors of the files, by name.
-    """
+    """Return the names of tied weights that safetensors' `save_model` left out, each with the name that it kept."""
     return {
         name: kept
         for name, kept in metadata.items()
@@ -200,10 +190,10 @@ def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | No
     from dtype_engine.checkpoint.pickles import read_pickles
 
     identities = tuple(map(FileIdentity.of, files))
-    pickled = read_pickles(files, trust_pickle)
+    tensors, values, aliases, notices = read_pickles(files, trust_pickle)
     return Checkpoint(
-        path, files, pickled.tensors, config, form="pickle", values=pickled.values, notices=pickled.notices,
-        identities=identities, aliases=pickled.aliases,
+        path, files, tensors, config, form="pickle", values=values, notices=notices, identities=identities,
+        aliases=aliases,
     )  # fmt: skip
 
 

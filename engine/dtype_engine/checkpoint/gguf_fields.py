@@ -1,8 +1,7 @@
 """Decides whether a field of a GGUF header changes what the model computes.
 
 llama.cpp reads the fields whose names begin with the architecture, as in "llama.logit_scale". A field that no configuration of
-transformers gets may only have a value with which the model computes what its configuration says. The keys are those of the `gguf`
-package, and the values those that llama.cpp takes as "not there".
+transformers gets may only have a value with which the model computes what its configuration says.
 """
 
 from __future__ import annotations
@@ -48,39 +47,27 @@ _ENTRIES: Mapping[str, str] = {
 """The entry of config.json whose value a field must have to change nothing."""
 
 
-def _scale(value: Any, config: Config) -> bool:
-    return _same(value, 0) or _same(value, config["head_dim"] ** -0.5)
-
-
 def _window(value: Any, config: Config) -> bool:
     return type(value) is int and (value == 0 or value >= config.get("max_position_embeddings", math.inf))
 
 
-def _pattern(value: Any, config: Config) -> bool:
-    return bool(config["model_type"] == "gemma2") and _same(value, 2)
-
-
 def _norm_of_experts(value: Any, config: Config) -> bool:
-    """Return whether this value is the one with which the experts' weights are normalized as in the model class. Mixtral has no
-    entry for it and always normalizes them.
-    """
+    """Return whether the experts' weights are normalized as in the model class. Mixtral has no entry for it, and always does it."""
     experts = {"num_experts", "num_local_experts"} & config.keys()
     return not experts or value is config.get("norm_topk_prob", config["model_type"] == "mixtral")
 
 
 _RULES: Mapping[str, Callable[[Any, Config], bool]] = {
-    "attention.scale": _scale,
+    "attention.scale": lambda value, config: _same(value, 0) or _same(value, config["head_dim"] ** -0.5),
     "attention.sliding_window": _window,
-    "attention.sliding_window_pattern": _pattern,
+    "attention.sliding_window_pattern": lambda value, config: config["model_type"] == "gemma2" and _same(value, 2),
     "expert_weights_norm": _norm_of_experts,
     "rope.scaling.finetuned": lambda value, config: True,  # llama.cpp shows it and does not use it
 }
 
 
 def changes_nothing(name: str, value: Any, config: Config) -> bool:
-    """Return whether a field that the configuration does not get leaves the model as the configuration says. name: the field's name
-    without the architecture. value: its value. config: the content of config.json. An unknown field counts as a change.
-    """
+    """Return whether a field, named without the architecture, leaves the model as config.json says. Unknown ones do not."""
     if name in _RULES:
         return _RULES[name](value, config)
     if name in _ENTRIES:

@@ -1,8 +1,8 @@
-"""Reads the header of a GGUF file. The header is untrusted: every length and count in it is compared with the number of bytes that
-remain in the file.
+"""Reads the header of a GGUF file (ggml's docs/gguf.md). It is untrusted: every length and count in it is compared with the number
+of bytes that remain in the file.
 
-The `gguf` package's own reader creates an array for every element of every list, however many a file claims. A file of 260 bytes
-could exhaust the memory, and reading a real vocabulary takes seconds. ggml's docs/gguf.md describes the format.
+The `gguf` package's own reader creates an array for every element of every list, however many a file claims: a file of 260 bytes
+could exhaust the memory, and a real vocabulary takes seconds.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from dtype_engine.core.text import printable
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 _SMALLEST_TENSOR, _SMALLEST_FIELD = 24, 13
-_WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes per value of each numeric type. The keys are the numbers by which GGUF identifies types."""
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""The format of `struct` of each numeric type. The keys are the numbers by which GGUF identifies types."""
+_WIDTHS = {kind: struct.calcsize(f"={code}") for kind, code in _FORMATS.items()}
 _UINT32, _TEXT, _LIST = 4, 8, 9
 _LONGEST_TEXT = 4096
-"""Maximum length in bytes of the text of a field. Longer texts, such as chat templates, are skipped."""
+"""The most bytes of the text of a field. Longer texts, such as chat templates, are skipped."""
 _MOST_DIMENSIONS = 8
 _MOST_TEXTS = 20_000_000
-"""Maximum total number of strings in the lists of a header. The largest vocabularies have 300,000."""
+"""The most strings in all lists of a header. The largest vocabularies have 300,000."""
 _DEEPEST = 4
 _LONGEST_NAME = 65_535
 
 
 class ListLength(int):
-    """The number of values of a field that has a list. The values themselves are not kept."""
+    """The number of values of a field that has a list. The values are not kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """The header of one tensor: its name, its shape in torch's order, the number of its type, and the offset of its bytes in the
-    file.
-    """
+    """The header of one tensor."""
 
     name: str
     shape: tuple[int, ...]
+    """In torch's order."""
     kind: int
+    """The number by which GGUF identifies the type."""
     start: int
+    """The offset of the tensor's bytes from the end of the header, `data_start`."""
 
 
 @dataclass(slots=True)
@@ -59,9 +60,7 @@ class GGUFHeader:
     data_start: int = 0
     tensors: list[GGUFTensor] = field(default_factory=list)
     fields: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """The values of the header's fields by name. A number or a short text is kept as it is. Of a list, only the length is kept,
-    as a `ListLength`. Longer texts are left out.
-    """
+    """The header's fields by name, of lists only the `ListLength`, and without longer texts."""
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
@@ -98,14 +97,11 @@ class _Reader:
                 f"{self.path}: the header claims {tensors} tensors and {fields} fields and the file has {self.size} bytes: "
                 "it is truncated or damaged"
             )
-        names: set[str] = set()
+        names = set[str]()
         for index in range(1, fields + 1):
             self.field(header, names, index)
-        listed = [self.tensor(index) for index in range(1, tensors + 1)]
+        header.tensors = [self.tensor(index) for index in range(1, tensors + 1)]
         header.data_start = -(-self.at // header.alignment) * header.alignment
-        header.tensors = [
-            GGUFTensor(name, shape, kind, header.data_start + start) for name, shape, kind, start in listed
-        ]
         return header
 
     def field(self, header: GGUFHeader, names: set[str], index: int) -> None:
@@ -125,7 +121,7 @@ class _Reader:
         if header.alignment == 0 or header.alignment & (header.alignment - 1):
             raise UserError(f"{self.path}: the field 'general.alignment' must be a power of two: the file is damaged")
 
-    def tensor(self, index: int) -> tuple[str, tuple[int, ...], int, int]:
+    def tensor(self, index: int) -> GGUFTensor:
         self.where = f"tensor {index}"
         name = self.name()
         self.where = f"tensor {printable(name)!r}"
@@ -135,12 +131,10 @@ class _Reader:
                 f"{self.path}: {self.where} claims {dimensions} dimensions, and {_MOST_DIMENSIONS} are the most: it is damaged"
             )
         *extents, kind, start = struct.unpack(f"{self.order}{dimensions}QIQ", self.take(8 * dimensions + 12))
-        return name, tuple(reversed(extents)), kind, start
+        return GGUFTensor(name, tuple(reversed(extents)), kind, start)
 
     def value(self, kind: int) -> int | float | bool | str | None:
-        """Read the value of a field. Returns a number or short text as it is, the length of a list, or None for a longer text.
-        kind: the number by which GGUF identifies the value's type.
-        """
+        """Return a field's value of the type `kind`: a number or short text, a `ListLength`, or None for a longer text."""
         if kind in _FORMATS:
             number: int | float | bool = self.number(_FORMATS[kind])
             return number
@@ -158,9 +152,7 @@ class _Reader:
         return ListLength(count)
 
     def skip_value(self, kind: int, depth: int = 0) -> None:
-        """Skip a value. kind: the number by which GGUF identifies the value's type. depth: in how many lists the value is
-        nested.
-        """
+        """Skip a value that is nested in `depth` lists."""
         if kind in _WIDTHS:
             self.skip(_WIDTHS[kind])
             return
@@ -174,9 +166,7 @@ class _Reader:
         self.skip_list(self.number("I"), self.number("Q"), depth)
 
     def skip_list(self, inner: int, count: int, depth: int) -> None:
-        """Skip the values of a list. inner: the number by which GGUF identifies the type of the values. count: the number of
-        values. depth: in how many other lists the list is nested.
-        """
+        """Skip `count` values whose type has the number `inner`, in a list that is nested in `depth` others."""
         if inner in _WIDTHS:
             self.skip(_WIDTHS[inner] * count)
             return
@@ -193,9 +183,7 @@ class _Reader:
             self.skip_value(inner, depth + 1)
 
     def skip_texts(self, count: int) -> None:
-        """Skip `count` strings, such as a tokenizer's vocabulary, which nothing here needs. The loop must be fast, because these
-        strings are the largest part of a header.
-        """
+        """Skip strings, such as a vocabulary. The loop must be fast, because they are the largest part of a header."""
         read, unpack = self.file.read, struct.Struct(f"{self.order}Q").unpack
         at, size = self.at, self.size
         for _ in range(count):

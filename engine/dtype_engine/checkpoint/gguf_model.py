@@ -1,11 +1,8 @@
-"""Describes the model in a GGUF file as transformers has it: the content of config.json, and the weights under transformers'
-names.
+"""Describes the model in a GGUF file as transformers has it: the content of config.json, and the weights under transformers' names.
 
 llama.cpp's converter (`convert_hf_to_gguf.py`) renames tensors, stacks the experts of a layer, reorders the rows of queries and
-keys for some architectures, and adds 1 to the norms of Gemma. This module undoes the renaming and the stacking. The decoder
-undoes the other two steps. If an architecture is not in `_FAMILIES`, its weights keep llama.cpp's names, and the model can't be
-run. The same holds for a file that says something of the model which neither the configuration nor the weights can hold: without
-it, they would be another model.
+keys for some architectures, and adds 1 to the norms of Gemma. This module undoes the renaming and the stacking. The decoder undoes
+the other two steps. If an architecture is not in `_FAMILIES`, its weights keep llama.cpp's names, and the model can't be run.
 """
 
 from __future__ import annotations
@@ -15,11 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from dtype_engine.checkpoint.gguf_fields import changes_nothing
 from dtype_engine.checkpoint.gguf_header import ListLength
 from dtype_engine.checkpoint.gguf_rope import FIELDS as ROPE_FIELDS
 from dtype_engine.checkpoint.gguf_rope import describe_rope
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.configuration import size
 from dtype_engine.checkpoint.schemes.gguf import ROPE_FACTORS, SCHEME
 from dtype_engine.checkpoint.schemes.scheme import CODES, MOST_EXPERTS, CodedWeight
 from dtype_engine.core import dtypes
@@ -78,9 +78,7 @@ class _Family:
     names: Mapping[str, str]
     """Maps llama.cpp's name of each tensor of a block to its name in transformers, such as "attn_q" to "self_attn.q_proj"."""
     fields: Mapping[str, str] = field(default_factory=lambda: _FIELDS)
-    """Maps fields of the header to entries of config.json, such as "block_count" to "num_hidden_layers". The file's names also
-    begin with the architecture, as in "llama.block_count".
-    """
+    """Maps fields of the header to entries of config.json, such as "block_count" to "num_hidden_layers"."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Entries of config.json that are the same for all models of the architecture."""
     reordered: bool = False
@@ -125,30 +123,19 @@ _FAMILIES = {
         _WINDOW_FIELDS, {"pad_token_id": None},
     ),
 }  # fmt: skip
-"""The architectures whose models can be described as transformers has them, keyed by `general.architecture`. The keys
-`mixtral` and `mistral` are exceptions: such a file has the architecture "llama", and a number of experts or a sliding window.
-"""
+"""By `general.architecture`. That of `mixtral` (with a number of experts) and `mistral` (with a window) is "llama", too."""
 _BY_MODEL_TYPE = {family.model_type: family for family in _FAMILIES.values()}
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFModel:
-    """The model in a GGUF file as transformers has it."""
+def model_of(
+    fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
+) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """Return (the content of config.json, a sentence for each entry of the file that changes what the model computes and that
+    neither config.json nor the weights can hold) of the model in a GGUF file.
 
-    config: dict[str, Any] | None = None
-    """The content of config.json in the checkpoint from which the file was made, or None if the architecture is not known."""
-    lost: tuple[str, ...] = ()
-    """Sentences, one for each entry of the file that changes what the model computes and that neither `config` nor the weights can
-    hold. The model with this configuration and these weights is another one.
-    """
-
-
-def model_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]) -> GGUFModel:
-    """Return the model in a GGUF file. Its configuration is None in three cases: the architecture is not in `_FAMILIES`, the header
-    lacks a field that every such model has, or a field that must be one number has a list with a number for each block.
-
-    fields: the fields of the header. tensors: the tensors of the file by name. Raises UserError if the factors of the rotary
-    embedding can't be read.
+    The content is None if the architecture is not in `_FAMILIES`, the header lacks a field that every such model has, or a field
+    that must be one number has a list with a number for each block. fields: those of the header. Raises UserError if the factors of
+    the rotary embedding can't be read.
     """
     architecture = str(fields.get("general.architecture"))
     begin = f"{architecture}."
@@ -156,7 +143,7 @@ def model_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor])
     family = _family(architecture, own)
     config = _config(family, own, fields, tensors) if family is not None else None
     if family is None or config is None:
-        return GGUFModel()
+        return None, ()
     rope = describe_rope(own, tensors, config, only_longrope=family.model_type == "phi3")
     config |= rope.config
     lost = [
@@ -182,11 +169,11 @@ def model_of(fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor])
     ]
     if _EPSILON not in own:
         sentences.append(f"the header has no entry {printable(begin + _EPSILON)}, which the norms of the model need")
-    return GGUFModel(config, tuple(sentences))
+    return config, tuple(sentences)
 
 
 def _family(architecture: str, own: Mapping[str, Any]) -> _Family | None:
-    if architecture == "llama" and _count(own.get("expert_count")):
+    if architecture == "llama" and size(own.get("expert_count")):
         return _FAMILIES["mixtral"]
     if architecture == "llama" and not changes_nothing(_WINDOW, own.get(_WINDOW, 0), _context(own)):
         return _FAMILIES["mistral"]
@@ -195,22 +182,20 @@ def _family(architecture: str, own: Mapping[str, Any]) -> _Family | None:
 
 def _context(own: Mapping[str, Any]) -> dict[str, Any]:
     length = own.get("context_length")
-    return {"max_position_embeddings": length} if _count(length) else {}
+    return {"max_position_embeddings": length} if size(length) else {}
 
 
 def _config(
     family: _Family, own: Mapping[str, Any], fields: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]
 ) -> dict[str, Any] | None:
-    """Return the content of config.json without the rotary embedding, or None as `model_of` says. own: the fields whose names begin
-    with the architecture, without it.
-    """
+    """Return the content of config.json without the rotary embedding, or None as `model_of` says. own: see `describe_rope`."""
     found = {entry: own[name] for name, entry in family.fields.items() if name in own}
     tokens = fields.get("tokenizer.ggml.tokens")
     found.setdefault("vocab_size", int(tokens) if isinstance(tokens, ListLength) else None)
     needed = ["num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"]
     needed += [entry for entry in family.fields.values() if entry == "num_experts_per_tok"]
     given = (entry for entry in ("num_key_value_heads", "head_dim") if entry in found)
-    if not all(_count(found.get(entry)) for entry in (*needed, *given)):
+    if not all(size(found.get(entry)) for entry in (*needed, *given)):
         return None
     # Without these fields, llama.cpp has one default for all architectures, and transformers one for each.
     found.setdefault("num_key_value_heads", found["num_attention_heads"])
@@ -245,40 +230,38 @@ def _config(
 def read(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any] | None
 ) -> tuple[dict[str, CodedWeight], dict[str, str]]:
-    """Return two mappings. The first has the weights of a GGUF file that must be decoded, keyed by their names in transformers.
-    The second has the tensors that need no decoding, and maps their names in the file to their names in transformers. A tensor
-    that transformers does not have keeps its name.
-
-    tensors: the tensors of the file by name. config: the model's configuration, or None if its architecture is not known.
+    """Return (the weights of a GGUF file that must be decoded, by their names in transformers; a mapping from the names in the file
+    of the other tensors to their names in transformers). A tensor that transformers does not have keeps its name. config: None if
+    the architecture is not known.
     """
-    family = _BY_MODEL_TYPE[config["model_type"]] if config is not None else None
+    readable = {own: tensor for own, tensor in tensors.items() if tensor.refusal is None}
+    if config is None:
+        return {own: _coded(own, tensor) for own, tensor in readable.items() if tensor.packed}, {}
+    family = _BY_MODEL_TYPE[config["model_type"]]
     coded: dict[str, CodedWeight] = {}
     renamed: dict[str, str] = {}
-    for own, tensor in tensors.items():
-        if tensor.refusal is not None:
-            continue
-        name, local = None, ""
-        if family is not None and config is not None:
-            name, local = _name(own, family, config["num_hidden_layers"])
-        if name is None or family is None or config is None:
+    for own, tensor in readable.items():
+        name, local = _name(own, family, config["num_hidden_layers"])
+        if name is None:
             if tensor.packed:
-                coded[own] = CodedWeight(own, tensor.shape, SCHEME, _format(tensor), {CODES: tensor})
+                coded[own] = _coded(own, tensor)
             continue
         settings = _changes(local, family, config)
         if "{}" in name:
             coded |= _experts(name, tensor)
-        elif tensor.packed or settings or name.endswith("shared_expert_gate.weight"):
-            shape = (1, *tensor.shape) if len(tensor.shape) == 1 and "shared_expert_gate" in name else tensor.shape
-            coded[name] = CodedWeight(name, shape, SCHEME, _format(tensor), {CODES: tensor}, settings)
+        elif name.endswith("shared_expert_gate.weight"):  # llama.cpp has a vector, transformers a matrix of one row
+            shape = (1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape
+            coded[name] = replace(_coded(name, tensor), shape=shape)
+        elif tensor.packed or settings:
+            coded[name] = replace(_coded(name, tensor), settings=settings)
         else:
             renamed[own] = name
     return coded, renamed
 
 
 def _name(own: str, family: _Family, blocks: int) -> tuple[str | None, str]:
-    """Return a tensor's name in transformers and llama.cpp's word for it. For `blk.0.attn_q.weight`, they are
-    `model.layers.0.self_attn.q_proj.weight` and `attn_q`. The name is None if transformers has no such tensor. The name of
-    stacked experts has `{}` in place of an expert's number. own: the tensor's name in the file. blocks: the number of blocks.
+    """Return a tensor's name in transformers and llama.cpp's word for it: `model.layers.0.self_attn.q_proj.weight` and `attn_q` for
+    `blk.0.attn_q.weight`. The name is None if transformers has no such tensor, and has `{}` for the number of stacked experts.
     """
     stem, _, kind = own.rpartition(".")
     if stem in _WHOLE and kind == "weight":
@@ -292,10 +275,7 @@ def _name(own: str, family: _Family, blocks: int) -> tuple[str | None, str]:
 
 
 def _changes(local: str, family: _Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings that tell the decoder which steps of llama.cpp's converter to undo, such as {"heads": 32} for reordered
-    rows or {"offset": -1.0} for norms. Returns {} if there is nothing to undo. local: llama.cpp's word for the tensor, such as
-    `attn_q`.
-    """
+    """Return steps of llama.cpp's converter to undo, such as {"heads": 32} for reordered rows or {"offset": -1.0} for norms."""
     if family.reordered and local in ("attn_q", "attn_k"):
         heads = config["num_attention_heads"]
         return {"heads": heads if local == "attn_q" else config.get("num_key_value_heads", heads)}
@@ -303,19 +283,14 @@ def _changes(local: str, family: _Family, config: Mapping[str, Any]) -> dict[str
 
 
 def _experts(name: str, tensor: CheckpointTensor) -> dict[str, CodedWeight]:
-    """Return a weight for each expert of a tensor [experts, out, in]. In the file, the bytes of the
-    experts lie one after the other. name: the weights' name, with `{}` in place of the expert's number.
-    """
+    """Return a weight for each expert of a tensor [experts, out, in]. name: with `{}` for the number of an expert."""
     count = tensor.shape[0] if len(tensor.shape) == 3 else 0
     if not 0 < count <= MOST_EXPERTS or tensor.nbytes % count or tensor.start is None:
         return {}
-    found = {name.format(expert): tensor.at(expert) for expert in range(count)}
-    return {one: CodedWeight(one, own.shape, SCHEME, _format(tensor), {CODES: own}) for one, own in found.items()}
+    names = {name.format(expert): expert for expert in range(count)}
+    return {name: _coded(name, tensor.at(expert)) for name, expert in names.items()}
 
 
-def _format(tensor: CheckpointTensor) -> str:
-    return f"{SCHEME.name}:{dtypes.short_name(tensor.dtype)}"
-
-
-def _count(value: object) -> bool:
-    return type(value) is int and value > 0
+def _coded(name: str, tensor: CheckpointTensor) -> CodedWeight:
+    form = f"{SCHEME.name}:{dtypes.short_name(tensor.dtype)}"
+    return CodedWeight(name, tensor.shape, SCHEME, form, {CODES: tensor})

@@ -2,7 +2,7 @@
 
 llama.cpp divides the angle of each frequency by `rope.scaling.factor` and by a factor that a tensor of the file gives for this
 frequency, and multiplies sine and cosine by `rope.scaling.attn_factor`. In transformers, "longrope" is the rule that accepts any
-factors: the short ones for sequences up to the original length of the context, and the long ones for longer sequences.
+factors: short ones for sequences up to the original length of the context, and long ones for longer sequences.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ATTENTION, _LENGTH = "rope.scaling.attn_factor", "rope.scaling.original_context
 _DIMENSIONS, _EXTRAPOLATION = "rope.dimension_count", "rope.scaling.yarn_ext_factor"
 _BETAS = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
 FIELDS = frozenset({_KIND, _FACTOR, _LEGACY_FACTOR, _ATTENTION, _LENGTH, _DIMENSIONS, _EXTRAPOLATION, *_BETAS})
-"""The fields of the header that `describe_rope` reads, without the architecture before their names."""
+"""The fields that `describe_rope` reads, without the architecture before their names."""
 
 
 @dataclass(slots=True)
@@ -39,9 +39,9 @@ class Rope:
 def describe_rope(
     own: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any], only_longrope: bool
 ) -> Rope:
-    """Return the rotary embedding. own: the fields of the header, without the architecture before their names. tensors: the tensors
-    of the file. config: the other entries of config.json. only_longrope: whether the model class has no rule but "longrope", as
-    Phi-3 has; such a class is also the only one that can rotate a part of each head. Raises UserError if factors can't be read.
+    """Return the rotary embedding. own: the fields of the header, without the architecture before their names. config: the other
+    entries of config.json. only_longrope: whether the model class has no rule but "longrope", as Phi-3 has; only such a class can
+    rotate a part of each head. Raises UserError if factors can't be read.
     """
     found = Rope()
     rotated = _partial(own, config, only_longrope, found)
@@ -83,22 +83,14 @@ def describe_rope(
     }  # fmt: skip
     if only_longrope:  # its configuration has a default of its own for this length
         found.config["original_max_position_embeddings"] = length
-    if not only_longrope or not math.isclose(attention, _usual_attention(context, length), rel_tol=1e-6):
+    usual = math.sqrt(1 + math.log(context / length) / math.log(length)) if context > length > 1 else 1.0
+    if not only_longrope or not math.isclose(attention, usual, rel_tol=1e-6):  # transformers takes the usual factor
         found.config["rope_scaling"] |= {"attention_factor": attention, "factor": 1.0}
     return found
 
 
-def _usual_attention(context: int, length: int) -> float:
-    """Return the factor of sine and cosine that transformers computes for "longrope" if the configuration has none. context: the
-    number of positions. length: their original number.
-    """
-    return math.sqrt(1 + math.log(context / length) / math.log(length)) if context > length > 1 else 1.0
-
-
 def _partial(own: Mapping[str, Any], config: Mapping[str, Any], possible: bool, found: Rope) -> int:
-    """Return how many elements of each head are rotated, and add the entry for it to `found` if these are not all. possible:
-    whether the model class can rotate a part.
-    """
+    """Return how many elements of each head are rotated, which may be some only if `possible`, and add their share to `found`."""
     head: int = config["head_dim"]
     rotated = own.get(_DIMENSIONS, head)
     if rotated == head and type(rotated) is int:
@@ -112,7 +104,7 @@ def _partial(own: Mapping[str, Any], config: Mapping[str, Any], possible: bool, 
 
 
 def _number(own: Mapping[str, Any], name: str, default: float, found: Rope) -> float:
-    """Return the number in a field, or `default` if the file lacks the field or has something else in it, which is then lost."""
+    """Return the number in a field. Return `default` if the field is missing or has something else, which is then lost."""
     value = own.get(name, default)
     if type(value) in (int, float) and math.isfinite(value):
         return float(value)
@@ -123,7 +115,7 @@ def _number(own: Mapping[str, Any], name: str, default: float, found: Rope) -> f
 def _factors(
     tensors: Mapping[str, CheckpointTensor], count: int, found: Rope
 ) -> tuple[list[float], list[float]] | None:
-    """Return the factors of short and of long sequences, or None if the file has none. count: how many there must be."""
+    """Return the `count` factors of short and of long sequences, or None if the file has none."""
     read: dict[str, list[float]] = {}
     for name in sorted(set(ROPE_FACTORS) & tensors.keys()):
         tensor = tensors[name]

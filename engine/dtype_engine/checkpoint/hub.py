@@ -1,8 +1,8 @@
 """Reads the headers of a model on a hub without downloading the model, and downloads it on request.
 
 The headers are saved as sparse files: each file has its full length, and all bytes after the header are a hole. The readers of
-local files, with all their checks, therefore read them like any other checkpoint. Each tensor whose values are missing is
-marked (`CheckpointTensor.absent`), so that no hole is taken for values.
+local files, with all their checks, therefore read them like any other checkpoint. Tensors whose values are missing are marked
+(`CheckpointTensor.absent`).
 
 The hub is the one that huggingface_hub uses (HF_ENDPOINT), with its tokens. Everything that the hub answers is untrusted.
 """
@@ -10,13 +10,12 @@ The hub is the one that huggingface_hub uses (HF_ENDPOINT), with its tokens. Eve
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,7 +26,7 @@ import msgspec
 
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.gguf_header import read_gguf_header
-from dtype_engine.checkpoint.hub_cache import CachedRepository
+from dtype_engine.checkpoint.hub_cache import CachedRepository, has_size, written
 from dtype_engine.checkpoint.hub_reader import HubReader, hub_faults
 from dtype_engine.checkpoint.safetensors_header import LONGEST_HEADER, CheckpointTensor, read_header
 from dtype_engine.checkpoint.schemes.gguf import ROPE_FACTORS
@@ -45,7 +44,7 @@ from dtype_engine.core.user_folders import HEADERS, cache_folder
 
 SCHEME = "hf://"
 Progress = Callable[[str, int, int], None]
-"""A callback for the progress of reading from a hub. It is called with (what is being done, the amount done, the total amount)."""
+"""Takes (what is being done, the amount done, the total amount), while something is read from a hub."""
 
 _ADDRESS = re.compile(
     rf"{SCHEME}(?:models/)?(?P<repo>[\w.-]{{1,96}}/[\w.-]{{1,96}})(?:@(?P<revision>refs/(?:pr|convert)/[\w.-]+|[^/@]+))?"
@@ -56,36 +55,27 @@ _SIDE_FILES = ("config.json", PIPELINE_INDEX, "adapter_config.json", "recipe.yam
 _INDEX_FILE = re.compile(r"[\w.-]+\.index(\.[\w-]+)?\.json")
 _LARGEST_DESCRIPTION = 1 << 18
 _FIRST_RANGE = 3 << 15
-"""Number of bytes that are read from the beginning of a safetensors file. The headers of most shards are shorter, so that one
-request reads them: those of a model of 671 billion parameters have 70 kB.
-"""
+"""How many bytes of a safetensors file are read at once. Few headers are longer: those of DeepSeek-V3 (671 B) have 70 kB."""
 _FIRST_GGUF_RANGE = 1 << 20
 _NEAR = 1 << 16
-"""If two ranges of a file are at most this number of bytes apart, one request reads both."""
+"""If two ranges of a file are at most this many bytes apart, one request reads both."""
 _MOST_BYTES = 1 << 30
-"""Maximum number of bytes that are read from a hub for the headers of one model. A model of 671 billion parameters has 20 MB of
-headers and index.
-"""
+"""The most bytes to read for the headers of one model. A model of 671 billion parameters has 20 MB of headers and index."""
 _MOST_SECONDS = 3600
-"""Maximum number of seconds in which the list of files, or the headers of one model, are read from a hub."""
+"""The most seconds in which the list of files, or the headers of one model, are read."""
 _MOST_FILES = 20_000
 _TOGETHER, _TOGETHER_IN_A_FILE = 16, 4
-"""How many files are read at once, and how many ranges of each of them. Together these are 64 requests, fewer than the 100
-connections of the HTTP client.
-"""
+"""How many files are read at once, and how many ranges of each: 64 requests, fewer than the 100 connections of the HTTP client."""
 _DOWNLOADS_TOGETHER = 8
-"""How many files are downloaded at once."""
 _BRANCH = "main"
 """The branch that an address without a revision means."""
 _MODEL_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
-"""Patterns for the names of the files that a model needs in addition to its weights, such as its configuration."""
+"""The files that a model needs in addition to its weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubAddress:
-    """The address of a model on a hub: `hf://org/name`, `hf://org/name@revision`, or `hf://org/name/path` for a file or a folder of
-    the repository.
-    """
+    """The address of a model on a hub: `hf://org/name`, `hf://org/name@revision`, or `hf://org/name/path` inside it."""
 
     repo: str
     revision: str | None = None
@@ -112,24 +102,20 @@ class HubAddress:
 
     @classmethod
     def of_id(cls, text: str) -> HubAddress:
-        """Return the address of the model with the Hugging Face id `org/name` or, as some older models have, `name`. Raises
-        UserError if the text is no such id.
-        """
+        """Return the address of a Hugging Face id, `org/name` or (of old models) `name`. Raises UserError for other texts."""
         if not _is_repository(text):
             raise UserError(f"{printable(text, 200)} is no id of a model on a hub: write org/name")
         return cls(text)
 
     def of_revision(self, revision: str) -> HubAddress:
-        """Return the address of the same model in `revision`, a branch, tag or commit. Raises UserError if this address names one
-        already.
-        """
+        """Return the address of the same model in a branch, tag or commit. Raises UserError if this address names one already."""
         if self.revision is not None:
             raise UserError(f"{self} names a revision: leave out --revision")
         return HubAddress.parse(str(dataclasses.replace(self, revision=revision)))
 
     @property
     def title(self) -> str:
-        """The name of the model, as it is shown on the screen and in reports."""
+        """The name of the model on the screen and in reports."""
         return f"{self.repo}/{self.path}" if self.path else self.repo
 
     def __str__(self) -> str:
@@ -138,11 +124,11 @@ class HubAddress:
         return f"{scheme}{self.repo}{revision}{f'/{self.path}' if self.path else ''}"
 
     def faults(self) -> AbstractContextManager[None]:
-        """Return a context manager that turns the errors of huggingface_hub into a UserError, which names this address."""
+        """Return a context manager that turns the errors of huggingface_hub into a UserError with this address."""
         return hub_faults(str(self), self.revision or _BRANCH)
 
     def listing(self) -> HubModel:
-        """Ask the hub which files the model has, and return them. Raises UserError."""
+        """Ask the hub which files the model has. Raises UserError."""
         with self.faults():
             from huggingface_hub import constants  # HfApi, which says the same, takes long to import
 
@@ -159,12 +145,10 @@ class HubAddress:
             if _COMMIT.fullmatch(said.sha) is None:
                 raise UserError(f"{self}: the hub names no commit: {printable(said.sha)!r}")
             named = [file for file in said.siblings if all(map(_is_name, file.rfilename.split("/")))]
-            files = {file.rfilename: file.size for file in named}
-            digests = {file.rfilename: file.digest for file in named}
-            model = HubModel(self, said.sha, endpoint, files, digests)
-            if self.path and not any(name == self.path or name.startswith(f"{self.path}/") for name in files):
+            sizes = {file.rfilename: file.size for file in named}
+            if self.path and not any(name == self.path or name.startswith(f"{self.path}/") for name in sizes):
                 raise UserError(f"{self}: there is no {printable(self.path, 200)} in this repository")
-            return model
+            return HubModel(self, said.sha, endpoint, sizes, {file.rfilename: file.digest for file in named})
 
 
 class _LargeFile(msgspec.Struct):
@@ -179,7 +163,7 @@ class _File(msgspec.Struct):
 
     @property
     def digest(self) -> str | None:
-        """The digest after which huggingface_hub would name the content in its cache, or None if the hub does not say it."""
+        """The digest after which huggingface_hub would name the content in its cache, if the hub says it."""
         return self.lfs.sha256 if self.lfs is not None else self.blobId
 
 
@@ -196,14 +180,12 @@ class HubModel:
     commit: str
     endpoint: str
     sizes: dict[str, int | None]
-    """The size of each file in bytes, by the file's path in the repository. None if the hub does not tell the size."""
+    """The size of each file in bytes, by the file's path in the repository; None if the hub does not tell it."""
     digests: dict[str, str | None] = field(default_factory=dict)
-    """What the hub says to be the digest of each file's content, by the file's path. It is untrusted."""
+    """What the hub says to be the digest of each file's content. It is untrusted."""
 
     def downloaded(self, cache: Path) -> Path | None:
-        """Return the folder or file of the model in the Hugging Face cache, or None unless all its weights are there. cache: the
-        folder of the cache.
-        """
+        """Return the folder or file of the model in the Hugging Face cache, or None unless all its weights are there."""
         repository = CachedRepository(cache, self.address.repo)
         wanted = [*self._side_files(), *self._to_download()]
         if not wanted or not all(repository.holds(self.commit, name, self.sizes[name]) for name in wanted):
@@ -211,9 +193,7 @@ class HubModel:
         return repository.snapshot(self.commit) / self.address.path
 
     def headers(self, on_progress: Progress = ignore) -> Path:
-        """Return the path of a folder (or file) that holds the headers of the model as sparse files. Headers that were read before
-        are not read again. Raises UserError.
-        """
+        """Return a folder (or file) with the headers of the model as sparse files, which are read once. Raises UserError."""
         wanted, weights = self._side_files(), self._weight_files()
         readable = [name for name in weights if not name.endswith(PICKLES)]
         if not readable:
@@ -226,26 +206,21 @@ class HubModel:
             )
         place = re.sub(r"\W+", "-", self.endpoint.partition("://")[2])
         folder = cache_folder() / HEADERS / place / self.address.repo.replace("/", "--") / self.commit
-        missing = [name for name in (*wanted, *readable) if not _is_there(folder / name, self.sizes[name])]
-        with self.address.faults(), ThreadPoolExecutor(_TOGETHER) as pool:
+        missing = [name for name in (*wanted, *readable) if not has_size(folder / name, self.sizes[name])]
+
+        def save(name: str) -> None:
+            reader.save_header(self._url(name), folder / name, self._size(name))
+
+        def on_done(count: int) -> None:
+            on_progress("reading headers", count, len(missing))
+
+        with self.address.faults():
             reader = _HeaderReader(self.address)
-            jobs = [
-                pool.submit(reader.save_header, self._url(name), folder / name, self._size(name)) for name in missing
-            ]
-            try:
-                for done, job in enumerate(as_completed(jobs), 1):
-                    job.result()
-                    on_progress("reading headers", done, len(jobs))
-            except BaseException:
-                reader.stop()
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+            _in_threads(_TOGETHER, reader, save, missing, on_done)
         return folder / self.address.path
 
     def download(self, on_progress: Progress = ignore, cancelled: IsCancelled = never) -> Path:
-        """Download the model into the Hugging Face cache, and return the path of its folder or file there. on_progress: called with
-        numbers of bytes. Raises UserError, and Cancelled if `cancelled` returns True.
-        """
+        """Download the model into the Hugging Face cache, and return its folder or file there. Raises UserError and Cancelled."""
         from huggingface_hub import constants
 
         cache, names = Path(constants.HF_HUB_CACHE).expanduser(), self._files_to_download()
@@ -271,16 +246,9 @@ class HubModel:
             if not repository.add(self.commit, name, size, self.digests.get(name), write):
                 count(size)
 
-        with self.address.faults(), ThreadPoolExecutor(_DOWNLOADS_TOGETHER) as pool:
+        with self.address.faults():
             reader = HubReader(str(self.address), cancelled=cancelled)
-            jobs = [pool.submit(fetch, name) for name in names]
-            try:
-                for job in as_completed(jobs):
-                    job.result()
-            except BaseException:
-                reader.stop()
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+            _in_threads(_DOWNLOADS_TOGETHER, reader, fetch, names)
             if self.address.revision is None and not self.address.path:
                 repository.name_branch(_BRANCH, self.commit)
         return repository.snapshot(self.commit) / self.address.path
@@ -296,7 +264,7 @@ class HubModel:
 
     @property
     def download_bytes(self) -> int:
-        """The number of bytes of the weights that `download` fetches. Raises UserError if the hub does not say their sizes."""
+        """The bytes of the weights that `download` fetches. Raises UserError if the hub does not say their sizes."""
         return sum(map(self._size, self._to_download()))
 
     @property
@@ -306,9 +274,7 @@ class HubModel:
         return f"only the headers of {self.address} are here, not its {size} of weights: {hint('download')}"
 
     def _files_to_download(self) -> list[str]:
-        """Return the files of the weights and, unless the address names one file, those that the model needs beside them. Raises
-        UserError if they are too many.
-        """
+        """Return the weights' files and, unless one was named, those that the model needs beside them. Raises UserError."""
         weights = self._to_download()
         at = f"{self.address.path}/" if self.address.path else ""
         beside = [
@@ -332,7 +298,7 @@ class HubModel:
     def _weight_files(self) -> list[str]:
         found = self._files(lambda name: name.endswith((".safetensors", *PICKLES)))
         if self.address.path in self.sizes:
-            return [part for part in _gguf_parts(self.address.path) if part in self.sizes] or [self.address.path]
+            return [part for part in gguf_parts(self.address.path) if part in self.sizes] or [self.address.path]
         at = f"{self.address.path}/" if self.address.path else ""
         sets = weight_sets([name.removeprefix(at) for name in self.sizes if name.startswith(at)], None)
         if sets and sets[0].pickled:  # transformers passes over any other file
@@ -340,7 +306,7 @@ class HubModel:
         gguf = self._files(lambda name: name.endswith(".gguf"))
         if found or not gguf:
             return found
-        if len(gguf) > 1 and sorted(gguf) != _gguf_parts(gguf[0]):
+        if len(gguf) > 1 and sorted(gguf) != gguf_parts(gguf[0]):
             raise UserError(
                 f"{self.address} has {len(gguf)} GGUF files; name one of them, such as "
                 f"{dataclasses.replace(self.address, path=min(gguf))}"
@@ -355,10 +321,7 @@ class HubModel:
         )
 
     def _files(self, matches: Callable[[str], bool], beside: bool = False) -> list[str]:
-        """Return the files whose names satisfy `matches`, as paths in the repository. They are in the folder that the address names
-        and, if this is the folder of a pipeline, in its subfolders. beside: whether the address names a file, so that files in the
-        same folder are meant.
-        """
+        """Return matching files in the folder of the address (`beside`: of its file) and, of a pipeline, in its components."""
         folder = self.address.path.rpartition("/")[0] if beside else self.address.path
         at = f"{folder}/" if folder else ""
         deep = int(f"{at}{PIPELINE_INDEX}" in self.sizes)
@@ -379,10 +342,7 @@ class HubModel:
 
 
 def with_absent_values(checkpoint: Checkpoint, model: HubModel) -> Checkpoint:
-    """Return a checkpoint in which `CheckpointTensor.absent` is set for each tensor whose values are still on the hub.
-
-    checkpoint: the checkpoint that was read from sparse files with only the headers of `model`.
-    """
+    """Return a checkpoint that was read from the headers of `model`, in which values that are on the hub are marked as absent."""
     ends = _describing()
     tensors = {
         name: each if _describes(each, ends) else msgspec.structs.replace(each, absent=True)
@@ -391,15 +351,28 @@ def with_absent_values(checkpoint: Checkpoint, model: HubModel) -> Checkpoint:
     return dataclasses.replace(checkpoint, tensors=tensors, headers_alone=model.headers_alone)
 
 
-def _gguf_parts(path: str) -> list[str]:
-    folder, slash, name = path.rpartition("/")
-    return [folder + slash + part for part in gguf_parts(name)]
+def _in_threads(
+    threads: int,
+    reader: HubReader,
+    work: Callable[[str], None],
+    names: list[str],
+    on_done: Callable[[int], object] = ignore,
+) -> None:
+    """Call `work` for each name, and `on_done` with the number of calls that are over. An error stops all that `reader` reads."""
+    with ThreadPoolExecutor(threads) as pool:
+        jobs = [pool.submit(work, name) for name in names]
+        try:
+            for done, job in enumerate(as_completed(jobs), 1):
+                job.result()
+                on_done(done)
+        except BaseException:
+            reader.stop()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 def _describing() -> tuple[str, ...]:
-    """Return the ends of the names of small tensors whose values the schemes need, such as `x.weight_shape`, which holds the shape
-    of packed codes.
-    """
+    """Return the ends of the names of small tensors whose values the schemes need, such as `_shape`."""
     return tuple(end for scheme in schemes() for end in scheme.describing)
 
 
@@ -414,9 +387,7 @@ def _is_name(word: str) -> bool:
 
 
 def _is_repository(text: str) -> bool:
-    """Return whether a text is `org/name` or `name`. As for huggingface_hub, `--` and `..` are no part of a name: the cache writes
-    `--` for the slash.
-    """
+    """Return whether a text is `org/name` or `name`. The cache writes `--` for the slash, so no name may have it, or `..`."""
     words = text.split("/")
     return (
         len(words) <= 2
@@ -427,13 +398,6 @@ def _is_repository(text: str) -> bool:
     )
 
 
-def _is_there(path: Path, size: int | None) -> bool:
-    try:
-        return os.path.getsize(path) == size
-    except OSError:
-        return False
-
-
 class _HeaderReader(HubReader):
     """Saves the headers of files as sparse files. Several threads may use it at once."""
 
@@ -441,12 +405,9 @@ class _HeaderReader(HubReader):
         super().__init__(str(address), _MOST_BYTES, _MOST_SECONDS)
 
     def save_header(self, url: str, path: Path, size: int) -> None:
-        """Save the beginning of a weights file, with its header, as a sparse file of `size` bytes. Save any other file as a
-        whole.
-        """
+        """Save a file of `size` bytes: of a weights file, the header as a sparse file, and any other file as a whole."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
-        try:
+        with written(path) as partial:
             if path.suffix == ".safetensors":
                 self._save_safetensors(url, partial, size)
             elif path.suffix == ".gguf":
@@ -455,10 +416,6 @@ class _HeaderReader(HubReader):
                 if size > LARGEST_JSON:
                     raise UserError(f"{self.title}: {path.name} has {size:,} bytes, which are too many for such a file")
                 partial.write_bytes(self.read(url, 0, size, size))
-            os.replace(partial, path)
-        finally:
-            with suppress(OSError):
-                partial.unlink()
 
     def _save_safetensors(self, url: str, partial: Path, size: int) -> None:
         start = self.read(url, 0, min(_FIRST_RANGE, size), size)
@@ -471,9 +428,7 @@ class _HeaderReader(HubReader):
             self._add_descriptions(url, partial, read_header(partial)[0].values())
 
     def _save_gguf(self, url: str, partial: Path, size: int) -> None:
-        """Save the header of a GGUF file as a sparse file, `partial`, of `size` bytes. A GGUF file does not store the header's
-        length, so ever longer ranges are read until the header is complete.
-        """
+        """Save the header of a GGUF file, which does not give its length: ever longer ranges are read until it is complete."""
         start, wanted = b"", _FIRST_GGUF_RANGE
         while True:
             start += self.read(url, len(start), min(wanted, size - len(start)), size)

@@ -2,8 +2,7 @@
 
 The cache has a folder for each repository. There, `blobs/` holds the contents of files under their digests, `snapshots/COMMIT/` has
 links to them under the names of the files, and `refs/BRANCH` has the commit of a branch. huggingface_hub names a content after the
-header `ETag` of the server's answer. Here, names are made only of what was checked to be one: a digest in hexadecimal digits, a
-commit, and the parts of a file's path.
+header `ETag`. Here, names are made only of what was checked: hexadecimal digests, a commit, and the parts of a file's path.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -26,7 +25,7 @@ class CachedRepository:
     """The folder of a repository in the Hugging Face cache."""
 
     def __init__(self, cache: Path, repository: str) -> None:
-        """cache: the folder of the cache. repository: `org/name`, which must have been checked to be no path to elsewhere."""
+        """repository: `org/name`, which must have been checked to be no path to elsewhere."""
         self._folder = cache / f"models--{repository.replace('/', '--')}"
 
     def snapshot(self, commit: str) -> Path:
@@ -34,24 +33,25 @@ class CachedRepository:
         return self._folder / "snapshots" / commit
 
     def holds(self, commit: str, name: str, size: int | None) -> bool:
-        """Return whether the file `name` of a commit is there with a size of `size` bytes."""
-        return _has_size(self.snapshot(commit) / name, size)
+        return has_size(self.snapshot(commit) / name, size)
 
     def add(self, commit: str, name: str, size: int, digest: str | None, write: Callable[[IO[bytes]], object]) -> bool:
         """Store the file `name` of a commit. digest: the digest of its content that the hub says, or None. A content of this digest
-        and of `size` bytes that is there already is used again. write: writes the content to a file. Returns whether it was
-        called. Raises OSError, and whatever `write` raises; then nothing is stored.
+        and size that is there already is used again; otherwise, `write` writes it to a file. Returns whether it did. Raises
+        OSError, and whatever `write` raises; then nothing is stored.
         """
         path = self.snapshot(commit) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if digest is None or _DIGEST.fullmatch(digest) is None:
-            _write(path, write)
+            with written(path) as partial, open(partial, "wb") as file:
+                write(file)
             return True
         blob = self._folder / "blobs" / digest
-        is_new = not _has_size(blob, size)
+        is_new = not has_size(blob, size)
         if is_new:
             blob.parent.mkdir(exist_ok=True)
-            _write(blob, write)
+            with written(blob) as partial, open(partial, "wb") as file:
+                write(file)
         link = _beside(path)
         try:
             os.symlink(os.path.relpath(blob, path.parent), link)
@@ -61,19 +61,18 @@ class CachedRepository:
         return is_new
 
     def name_branch(self, branch: str, commit: str) -> None:
-        """Say that `commit` is the newest commit of a branch. branch: its name, which must have been checked to be no path to
-        elsewhere.
-        """
+        """Say that `commit` is the newest of a branch, whose name must have been checked to be no path to elsewhere."""
         path = self._folder / "refs" / branch
         path.parent.mkdir(exist_ok=True)
         write_text_atomic(path, commit, replace=True)
 
 
-def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file, which becomes `path` after the block, and is deleted if that raises."""
     partial = _beside(path)
     try:
-        with open(partial, "wb") as file:
-            write(file)
+        yield partial
         os.replace(partial, path)
     finally:
         with suppress(OSError):
@@ -85,7 +84,8 @@ def _beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.incomplete")
 
 
-def _has_size(path: Path, size: int | None) -> bool:
+def has_size(path: Path, size: int | None) -> bool:
+    """Return whether there is a file of `size` bytes at `path`."""
     try:
         return os.path.getsize(path) == size
     except OSError:

@@ -5,6 +5,7 @@ Every byte that comes from a hub goes through `HubReader`, so that these limits 
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -25,7 +26,7 @@ from dtype_engine.core.units import human_bytes
 _TRIES = 3
 _PAUSE_S = 0.5
 _PROGRESS_BYTES = 1 << 20
-"""If at least this number of bytes of a file has arrived since the last failure, the tries begin anew."""
+"""If this many bytes of a file have arrived since the last failure, the tries begin anew."""
 _MEANINGS = {
     401: "it asks for a token (HF_TOKEN, `hf auth login`)",
     403: "the token may not read it",
@@ -34,16 +35,12 @@ _MEANINGS = {
 }
 _TRANSIENT = (429, 500, 502, 503, 504)
 _SLOWEST = 1000
-"""The minimum rate, in bytes per second, at which an answer must arrive. It is measured over HF_HUB_DOWNLOAD_TIMEOUT seconds at a
-time.
-"""
+"""The minimum rate of an answer in bytes per second, measured over HF_HUB_DOWNLOAD_TIMEOUT seconds at a time."""
 _PHASES = 3
 """The connection, the request and the beginning of the answer may take HF_HUB_DOWNLOAD_TIMEOUT seconds each."""
 _TOO_LATE = "did not answer in time; HF_HUB_DOWNLOAD_TIMEOUT sets the seconds"
 _ENCODINGS = {"identity": False, "gzip": True, "deflate": True}
-"""The values of the header `Content-Encoding` that are accepted, and whether they compress. With other compressions, or several on
-top of each other, a few bytes can decompress to any size.
-"""
+"""Accepted `Content-Encoding`s, and whether they compress. With others, a few bytes could decompress to any size."""
 _ZLIB_OR_GZIP = 32 + zlib.MAX_WBITS
 _OVERHEAD = 1 << 16
 """By how many bytes a compressed answer may exceed what it decompresses to."""
@@ -55,21 +52,18 @@ class HubReader:
     def __init__(
         self,
         title: str,
-        most_bytes: int | None = None,
-        most_seconds: float | None = None,
+        most_bytes: float = math.inf,
+        most_seconds: float = math.inf,
         cancelled: IsCancelled = never,
     ) -> None:
-        """title: the model's address, for errors. most_bytes, most_seconds: limits for all answers together, or None. cancelled:
-        called for each piece of an answer; if it returns True, Cancelled is raised.
-        """
+        """most_bytes, most_seconds: limits for all answers together. cancelled: called for each piece of an answer."""
         from huggingface_hub.utils import build_hf_headers
 
         self.title = title
         self._headers = {**build_hf_headers(), "accept-encoding": "identity"}
         self._lock = threading.Lock()
-        self._most, self._left = most_bytes, most_bytes or 0
-        self._seconds = most_seconds
-        self._latest = time.monotonic() + most_seconds if most_seconds is not None else float("inf")
+        self._most = self._left = most_bytes
+        self._seconds, self._latest = most_seconds, time.monotonic() + most_seconds
         self._cancelled = cancelled
         self._stopped = False
 
@@ -78,18 +72,14 @@ class HubReader:
         self._stopped = True
 
     def read(self, url: str, start: int, count: int, size: int | None = None) -> bytes:
-        """Return `count` bytes of the file at `url`, from the offset `start` on. size: the size of the file; if None, fewer than
-        `count` bytes may be returned. Raises UserError, and the errors of huggingface_hub.
-        """
+        """Return `count` bytes from `start` on of a file of `size` bytes, or fewer if that is None. Raises UserError."""
         for attempt in range(1, _TRIES + 1):
             with self._tried_again(attempt):
                 return b"".join(self._pieces(url, start, count, size)) if count else b""
         raise AssertionError
 
     def save(self, url: str, size: int, file: IO[bytes], on_bytes: Callable[[int], object] = ignore) -> None:
-        """Write the whole file at `url`, of `size` bytes, to `file`. After a failure, it goes on where it stopped. on_bytes: called
-        with numbers of bytes that have arrived. Raises UserError, Cancelled, and the errors of huggingface_hub.
-        """
+        """Write the whole file at `url` to `file`, going on after a failure where it stopped. Raises UserError and Cancelled."""
         done, attempt = 0, 1
         while done < size:
             before = done
@@ -102,9 +92,7 @@ class HubReader:
 
     @contextmanager
     def _tried_again(self, attempt: int) -> Iterator[None]:
-        """A context manager that suppresses an error after which the request can be made again, and waits for that. attempt: the
-        number of this request among those for the same bytes, from 1.
-        """
+        """Suppress an error after which the request can be made again, and wait for that. attempt: counted from 1."""
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
         try:
@@ -149,10 +137,8 @@ class HubReader:
             raise self._lie(f"its answer ends after {arrived:,} of {wanted:,} bytes", url)
 
     def _send(self, url: str, headers: dict[str, str]) -> Any:
-        """Return the response of a GET request, of which only the headers have been read. Raises UserError if they take too long.
-
-        The HTTP client limits only the time between two bytes of the headers. The request is therefore made in a thread of its
-        own, which is left alone if it takes too long.
+        """Return the response of a GET request, once its headers are here. They are awaited in a thread, which is left alone if
+        they take too long, since the HTTP client limits only the time between two bytes. Raises UserError.
         """
         from huggingface_hub import constants
         from huggingface_hub.utils import get_session
@@ -191,9 +177,7 @@ class HubReader:
             raise self._lie(f"its list of files says {size:,} bytes, its answer {printable(str(total), 40)}", url)
 
     def _decoded(self, response: Any, most: int, url: str) -> Iterator[bytes]:
-        """Yield the body of a response in pieces, decompressed. `response.iter_bytes` would yield nothing, and so check nothing,
-        while compressed bytes arrive that stand for no byte.
-        """
+        """Yield the body decompressed. `iter_bytes` would yield nothing for compressed bytes that stand for no byte."""
         encoding = response.headers.get("content-encoding", "identity")
         if encoding not in _ENCODINGS:
             raise self._lie(f"its answer is compressed as {printable(encoding, 40)}", url)
@@ -234,12 +218,10 @@ class HubReader:
             raise UserError(
                 f"{self.title}: the hub needs over {self._seconds:,.0f} seconds for the headers, which is too long"
             )
-        if self._most is None:
-            return
         with self._lock:
             self._left -= count
         if self._left < 0:
-            raise UserError(f"{self.title}: its headers have over {human_bytes(self._most)}, which are too many")
+            raise UserError(f"{self.title}: its headers have over {human_bytes(int(self._most))}, which are too many")
 
     def _lie(self, what: str, url: str) -> UserError:
         name = printable(unquote(url.rpartition("/")[2].partition("?")[0]), 100)
@@ -249,10 +231,10 @@ class HubReader:
 @contextmanager
 def hub_faults(title: str, revision: str) -> Iterator[None]:
     """A context manager that turns the errors of huggingface_hub into a UserError, which says what to do. title: the model's
-    address, for errors. revision: the branch, tag or commit that is asked for.
+    address. revision: the branch, tag or commit that is asked for.
 
-    In its `with` block, huggingface_hub logs nothing, because its log messages quote the server. Its telemetry is off, because it
-    would first download a list of agents, and wait for this list whatever its size.
+    In its `with` block, huggingface_hub logs nothing, because its messages quote the server, and sends no telemetry, for which it
+    would first download a list of agents of any size.
     """
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import logging

@@ -2,7 +2,7 @@
 
 The sizes are those of transformers' `DynamicCache`. The shapes of the projections decide wherever they can, since they are exact
 for every layer; `config.json` tells only what shapes don't: windows, shared layers, and how a fused projection is divided. What
-neither tells is not guessed, but stated in `KVCache.notes`.
+neither tells is stated in `KVCache.notes`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dtype_engine.checkpoint.kv_settings import declared_formats
+from dtype_engine.checkpoint.schemes.configuration import size
 from dtype_engine.core import dtypes
 from dtype_engine.core.kv_cache import KV_CACHE, KVCache, KVCacheTensor
 from dtype_engine.core.text import printable
@@ -23,14 +23,12 @@ from dtype_engine.core.units import plural
 
 
 def kv_cache(tree: Tree, config: Mapping[str, Any] | None) -> KVCache:
-    """Return the tensors of the KV cache that a model keeps while it generates text.
-
-    tree: the model's module tree, from headers or from the live model. config: the contents of `config.json`, or the live model's
-    configuration as a dict.
-    """
+    """Return a model's KV cache while it generates text. config: `config.json`, or the live model's configuration as a dict."""
     if config is None:
         return KVCache(none_because="no config.json tells the model's architecture, so that its KV cache is unknown")
-    architecture = _architecture(tree, config)
+    architecture, named = tree.root.class_name, config.get("architectures")
+    if isinstance(named, list) and named and isinstance(named[0], str):
+        architecture = named[0]
     if architecture is not None and not _generates(architecture, config):
         found = KVCache(none_because=f"{printable(architecture)} does not generate text, so that it keeps no KV cache")
     else:
@@ -42,6 +40,18 @@ def kv_cache(tree: Tree, config: Mapping[str, Any] | None) -> KVCache:
     return replace(found, dtype=dtype if dtype in dtypes.COMPUTE_DTYPES else None, longest=_first(text, *_LONGEST))
 
 
+def declared_formats(config: Mapping[str, Any] | None) -> tuple[tuple[str, str, str], ...]:
+    """Return the formats of KV caches that the content of a `config.json` declares, as `KVCache.declared` has them."""
+    settings = (config or {}).get("quantization_config")
+    if not isinstance(settings, Mapping):
+        return ()
+    from dtype_engine.checkpoint.schemes.registry import schemes
+
+    return next(filter(None, (scheme.cache_formats(settings) for scheme in schemes())), ())
+
+
+CACHE_SCALES = (".k_scale", ".v_scale")
+"""The ends of the names of calibrated scales of a KV cache. No module of transformers has such a tensor."""
 _GENERATING = re.compile(
     r"For(CausalLM|ConditionalGeneration|ImageTextToText|Vision2Seq|SpeechSeq2Seq|Seq2SeqLM)|LMHead|DoubleHeads|MTModel|EncoderDecoder"
 )
@@ -58,7 +68,7 @@ _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "qkv_lin", "at
 _COMPRESSED = ("kv_a_proj_with_mqa", "kv_a_proj")
 _CONVOLUTIONS = ("conv1d", "conv", "conv_1d")
 _CHILDREN = {*_KEYS, *_FUSED, *_COMPRESSED, *_CONVOLUTIONS, "rg_lru", "receptance", "q_proj"}
-"""Names of child modules. A module is examined for a cache only if it has one of these children."""
+"""A module is examined for a cache only if it has one of these children."""
 _TEXT_CONFIGS = ("thinker_config", "text_config", "llm_config", "language_config", "decoder", "text")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers", "num_layers")
 _QUERY_HEADS = ("num_attention_heads", "n_head", "decoder_attention_heads", "num_heads", "n_heads")
@@ -70,9 +80,7 @@ _PATTERNS = {
     "gemma2": 2, "gpt_oss": 2, "vaultgemma": 2, "cohere2": 4, "olmo3": 4, "exaone4": 4, "gemma3n_text": 5, "gemma3_text": 6,
     "gemma4_text": 6,
 }  # fmt: skip
-"""For model types in which every n-th layer has full attention and all others have a sliding window: the default of n in
-transformers, keyed by model type.
-"""
+"""The default of n in transformers for model types in which every n-th layer has full attention, and all others a window."""
 
 
 @lru_cache(1024)  # the many modules of a large model have few labels
@@ -80,30 +88,16 @@ def _is_attention(label: str) -> bool:
     return _ATTENTION.fullmatch(label) is not None
 
 
-def _architecture(tree: Tree, config: Mapping[str, Any]) -> str | None:
-    named = config.get("architectures")
-    if isinstance(named, list) and named and isinstance(named[0], str):
-        return named[0]
-    return tree.root.class_name
-
-
 def _generates(architecture: str, config: Mapping[str, Any]) -> bool:
-    """Return whether a model of this class generates text token by token. BERT's classes do so only if the configuration says that
-    the model is a decoder.
-    """
+    """Return whether a model of this class generates text token by token. BERT's classes do so only as a decoder."""
     if config.get("is_decoder") is True:
         return True
     return _GENERATING.search(architecture) is not None and not architecture.startswith("Bert")
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    """Return the value of the first of the named entries that is a positive whole number of a plausible size, or None if there is
-    none. config: the content of config.json.
-    """
-    values = (config.get(name) for name in names)
-    return next(
-        (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
-    )
+    """Return the value of the first of the named entries that is a positive whole number."""
+    return next((value for name in names if (value := size(config.get(name))) is not None), None)
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -231,14 +225,12 @@ class _Reader:
             more |= {"source": "encoder", "length": _first(self.config, "max_source_positions")}
             if more["length"] is None:
                 self.notes["cross attention is counted with as many tokens of the encoder as the context has"] = None
-        for part, size in zip(("k", "v"), sizes, strict=True):
-            heads = self.heads if self.heads and size % self.heads == 0 else 1
-            yield tensor(part, per_token=size, heads=heads, **more)
+        for part, elements in zip(("k", "v"), sizes, strict=True):
+            heads = self.heads if self.heads and elements % self.heads == 0 else 1
+            yield tensor(part, per_token=elements, heads=heads, **more)
 
     def _keys_and_values(self, module: Module) -> tuple[int, int] | None:
-        """Return (elements of the keys, elements of the values) for one token. Returns None if the module is not an attention whose
-        layout is known here.
-        """
+        """Return the elements of keys and values for one token, or None if this is no attention whose layout is known here."""
         children = module.children
         planned = self.heads * self.head_dim if self.heads and self.head_dim else None
         keys = next((children[name] for name in _KEYS if name in children), None)
@@ -257,9 +249,7 @@ class _Reader:
         return (planned, planned) if shares else None
 
     def _recurrent_state(self, module: Module) -> int:
-        """Return the number of elements of the state that a recurrent layer keeps in addition to the state of its convolution.
-        Returns 0 if it has none, or if its size is unknown.
-        """
+        """Return the elements of a recurrent layer's state beside that of its convolution, or 0 if there is none or unknown."""
         decay = module.tensors.get("A_log")
         if decay is None:
             return 0  # a convolution alone, as in LFM2
@@ -275,23 +265,16 @@ class _Reader:
         return inner * state
 
     def _shared(self, found: list[KVCacheTensor]) -> list[KVCacheTensor]:
-        """Return the tensors `found`, with `shared_with` set for layers that read another layer's cache. In Gemma 3n and 4, the
-        last layers read the cache of the last layer before them that has the same window.
-        """
+        """Set `shared_with` of the last layers of Gemma 3n and 4, which read the cache of an earlier one with the same window."""
         count = _first(self.config, "num_kv_shared_layers")
         if not count or not self.layers:
             return found
         first = self.layers - count
         owners = {(tensor.part, tensor.window): tensor.name for tensor in found if tensor.layer < first}
         return [
-            KVCacheTensor(
-                tensor.name, tensor.layer, tensor.per_token, tensor.heads, window=tensor.window,
-                shared_with=owners.get((tensor.part, tensor.window)),
-            )
-            if tensor.layer >= first
-            else tensor
+            replace(tensor, shared_with=owners.get((tensor.part, tensor.window))) if tensor.layer >= first else tensor
             for tensor in found
-        ]  # fmt: skip
+        ]
 
 
 class _Windows:
@@ -325,9 +308,7 @@ class _Windows:
 
 
 def _layer_types(config: Mapping[str, Any]) -> list[str] | None:
-    """Return the kind of attention of each layer, such as "sliding_attention". If the configuration does not list the kinds,
-    transformers' rules determine them. Returns None if they are unknown.
-    """
+    """Return the kind of attention of each layer, as config.json lists them or by transformers' rules for the model type."""
     listed = config.get("layer_types")
     if isinstance(listed, list) and all(isinstance(kind, str) for kind in listed):
         return listed
@@ -352,7 +333,7 @@ def _layer_types(config: Mapping[str, Any]) -> list[str] | None:
 
 
 def _layer_count(config: Mapping[str, Any]) -> int:
-    """Return the number of layers that `config.json` gives, but at most `MOST_MODULES`, since the file may be damaged."""
+    """Return the number of layers in `config.json`, but at most `MOST_MODULES`, since the file may be damaged."""
     return min(_first(config, *_LAYERS) or 0, MOST_MODULES)
 
 

@@ -14,26 +14,19 @@ from dtype_engine.core.system_memory import total_memory
 from dtype_engine.core.units import human_bytes, time_left
 
 _STEP, _MOST_TIMED, _TIMED_S = 1 << 20, 256 << 20, 0.3
-"""How the speed of a disk is measured. _STEP: the number of bytes of each read. _MOST_TIMED, _TIMED_S: the measurement ends after
-this number of bytes or seconds.
-"""
+"""How a disk's speed is measured: the bytes of each read, and the bytes or seconds after which the measurement ends."""
 
 
 def why_no_pass(checkpoint: Checkpoint, options: ModelOptions) -> str | None:
-    """Return a sentence that says why a checkpoint is not run with these options: only its headers are here, or it is larger than
-    memory and is not to be run from the disk. Returns None if neither is so.
-    """
+    """Return a sentence that says why a checkpoint is not run with these options, as `shortfall` does, or None."""
     if options.over_memory and not checkpoint.headers_alone:
         return None
     return shortfall(checkpoint, options.max_memory)
 
 
 def shortfall(checkpoint: Checkpoint, limits: Mapping[str, int]) -> str | None:
-    """Return a sentence that says why a checkpoint does not fit into memory and, if it can be run from the disk, how long that
-    would take. Returns None if it fits. limits: the most bytes to use, keyed by "cpu" or the name of another device.
-
-    Weights are mapped from their files, so the limit is the machine's total memory, not the free memory. If the checkpoint is
-    larger than the total memory, every pass would read the whole checkpoint from disk again.
+    """Return a sentence that says why a checkpoint does not fit into memory and how long it would take from the disk, or None if it
+    fits. Weights are mapped, so the limit is the total memory. limits: the most bytes to use, by "cpu" or another device.
     """
     if checkpoint.headers_alone:
         return f"no forward pass: {checkpoint.headers_alone}. {fit(checkpoint.stored_bytes)}"
@@ -45,8 +38,8 @@ def shortfall(checkpoint: Checkpoint, limits: Mapping[str, int]) -> str | None:
         f"no forward pass: the weights take {human_bytes(checkpoint.stored_bytes)} and this machine {limited} "
         f"{human_bytes(most)} of memory. Planning, patterns, weights and export work"
     )
-    if not checkpoint.runs_in_parts:
-        return sentence
+    if not checkpoint.of_transformers or checkpoint.form == "pickle":
+        return sentence  # only modules of transformers run block by block, and a pickle is read as a whole
     speed = disk_speed(max(checkpoint.files, key=lambda file: file.stat().st_size))
     if speed is None:
         return sentence
@@ -58,9 +51,7 @@ def shortfall(checkpoint: Checkpoint, limits: Mapping[str, int]) -> str | None:
 
 
 def disk_speed(file: Path) -> float | None:
-    """Return how many bytes per second the disk reads, measured on the middle of a file, after dropping the file's pages from
-    memory. Returns None if it can't be measured.
-    """
+    """Return the bytes per second that the disk reads from the middle of a file. None if it can't be measured."""
     if not hasattr(os, "posix_fadvise"):
         return None
     try:
@@ -83,7 +74,7 @@ def disk_speed(file: Path) -> float | None:
 
 
 def usable_memory(limits: Mapping[str, int]) -> int:
-    """Return the bytes of memory that models may use: `total_memory()`, or the limit for "cpu" in `limits` if that is less."""
+    """Return the bytes of memory that models may use: all of it, or the limit for "cpu" if that is less."""
     return min(total_memory(), limits.get("cpu", total_memory()))
 
 

@@ -1,6 +1,4 @@
-"""Reads the source code of a transformers architecture without importing it, to learn which tensors it keeps in float32, and which
-prefix it expects in tensor names.
-"""
+"""Reads the source code of a transformers architecture without importing it, to learn of its names and float32 tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import ast
 import importlib.util
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,16 +15,6 @@ from dtype_engine.results.coverage import common_prefix
 
 _PREFIX = re.compile(r"^    base_model_prefix = [\"']([\w.]*)[\"']", re.MULTILINE)
 _KEPT = re.compile(r"^    _keep_in_fp32_modules(_strict)? = (\[[^\]]*\]|\{[^}]*\})", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class KeptInFloat32:
-    """Which tensors an architecture keeps in float32: those whose names contain one of the given parts."""
-
-    always: frozenset[str] = frozenset()
-    """Name parts of tensors that stay in float32 if a model is loaded in bfloat16 or float16 (`_keep_in_fp32_modules_strict`)."""
-    in_float16: frozenset[str] = frozenset()
-    """Name parts of tensors that stay in float32 if a model is loaded in float16 (`_keep_in_fp32_modules`)."""
 
 
 @cache
@@ -47,26 +35,23 @@ def _model_type(config: Mapping[str, Any] | None) -> str:
     return model_type if isinstance(model_type, str) else ""
 
 
-def kept_in_float32(config: Mapping[str, Any] | None) -> KeptInFloat32:
-    """Return which tensors an architecture keeps in float32, according to any of its model classes in transformers. The result
-    names no tensors if the architecture is unknown. config: the content of config.json, which names the architecture.
-    """
-    found: dict[bool, set[str]] = {True: set(), False: set()}
+def kept_in_float32(config: Mapping[str, Any] | None) -> tuple[set[str], set[str]]:
+    """Return parts of the names of tensors that stay in float32 in any 16-bit model of an architecture, and in float16 alone."""
+    always, in_float16 = set[str](), set[str]()
     for strict, literal in _KEPT.findall(_source(_model_type(config))):
-        try:
-            found[bool(strict)].update(word for word in ast.literal_eval(literal) if isinstance(word, str))
-        except (ValueError, SyntaxError):
-            continue
-    return KeptInFloat32(frozenset(found[True]), frozenset(found[False]))
+        with suppress(ValueError, SyntaxError):
+            (always if strict else in_float16).update(
+                word for word in ast.literal_eval(literal) if isinstance(word, str)
+            )
+    return always, in_float16
 
 
 def foreign_prefix(names: Collection[str], config: Mapping[str, Any] | None) -> str:
-    """Return the extra prefix with which all tensor names in a checkpoint begin. Because of such a prefix, transformers does not
-    find the tensors. Returns "" if there is none, or if the architecture is unknown.
+    """Return the extra prefix of all tensor names in a checkpoint, for which transformers does not find the tensors, such as
+    `language_model.` in `language_model.model.layers.0` if the architecture's own prefix is `model.`. Returns "" if there is none,
+    or if the architecture is unknown.
 
-    For example, the prefix is `language_model.` in `language_model.model.layers.0`, if the architecture's own prefix is `model.`. A
-    common prefix is extra only if the architecture's own prefix follows it in most names. config: the content of config.json, which
-    names the architecture.
+    A common prefix is extra only if the architecture's own follows it in most names. config: the content of config.json.
     """
     known = tuple(f"{prefix}." for prefix in _PREFIX.findall(_source(_model_type(config))) if prefix)
     prefix = common_prefix(list(names))

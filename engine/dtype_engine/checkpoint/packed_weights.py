@@ -18,29 +18,23 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.schemes.layout import PackedWeight
 
 NOT_CODES = frozenset({"float64", "float32", "bfloat16", "float16", "int64", "bool"})
-"""The dtypes in files without quantized weights. Every scheme stores at least one tensor in a dtype that is not among these: the
-codes, or a tensor that describes them.
-"""
+"""The dtypes in files without quantized weights. Every scheme has a tensor of another dtype: the codes, or what describes them."""
 _SCALE_WORD = re.compile(
     r"scal(e|ing)|zero|absmax|quant|codebook|g_idx|_shift|^q?biases$|^s$|^S[UV]$|^smooth_|^weight_bias$|^(proj|lora)_(up|down)$"
 )
 """Matches the last part of a tensor's name if the tensor belongs to quantized codes, as `weight_scale` and `qzeros` do."""
 _TABLE_WORD = re.compile(r"centroids|codebook")
-"""Matches the name of a module that holds a table of values for the codes of its parent module. For example, VPTQ's `x.centroids`
-holds the table for the codes of `x`.
-"""
+"""Matches the name of a module with a table of values for the codes of its parent, such as VPTQ's `x.centroids` for `x`."""
 _OF_INPUTS = re.compile(r"(^|_)([kvq]|kv|input|output|activation)_scale$|scale_input$|_act$")
-"""Matches the last part of a scale's name, such as `k_scale` or `input_scale`, if the scale belongs to inputs, outputs or the
-key-value cache. Such a scale does not belong to codes.
-"""
+"""Matches the last part of a scale's name if it is one of inputs, outputs or the key-value cache, and so not of codes."""
 OF_ACTIVATIONS = "is a scale of activations or of the key-value cache by its name"
 """The reason, for the user, why scales whose names match `_OF_INPUTS` are not cast."""
 Count = int | Literal["unknown"] | None
-"""The number of parameters that a tensor represents, or "unknown". None means one parameter for each element of the tensor."""
+"""The number of parameters that a tensor represents. None means one for each element of the tensor."""
 
 
 class Stored(Protocol):
-    """The interface of a tensor in a file: its dtype and its shape."""
+    """A tensor in a file."""
 
     @property
     def dtype(self) -> str:
@@ -52,9 +46,7 @@ class Stored(Protocol):
 
 
 def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
-    """Find the weights that other programs quantized, by the names and dtypes of their tensors. Weights that lack their codes or
-    their scales are left out. tensors: all tensors of a file, by name.
-    """
+    """Return the weights that other programs quantized, by the names and dtypes of their tensors, if codes and scales are there."""
     if are_plain(tensors):
         return []
     from dtype_engine.checkpoint.schemes.layout import PackedWeight
@@ -80,18 +72,13 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
 
 
 def are_plain(tensors: Mapping[str, Stored]) -> bool:
-    """Return whether the dtypes and the ends of the names show that no scheme stored any of the tensors. The schemes, whose import
-    takes milliseconds, are then not needed.
-    """
+    """Return whether dtypes and ends of names show that no tensor needs the schemes, whose import takes milliseconds."""
     return all(name.endswith((".weight", ".bias")) and each.dtype in NOT_CODES for name, each in tensors.items())
 
 
 def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Find the tensors (codes, scales, ...) that belong to weights which other programs quantized, and which are therefore never
-    cast. Returns the reason for each, by tensor name.
-
-    tensors: all tensors of a file, by name. config: the content of config.json. If it describes the quantization method, the
-    reasons contain this description.
+    """Return the tensors (codes, scales, ...) of weights that other programs quantized, and which are therefore never cast, each
+    with the reason for the user. It names the method that `config`, the content of config.json, declares.
     """
     if are_plain(tensors):
         return {}
@@ -115,14 +102,16 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
         elif tensor.dtype == "float8_e8m0fnu":
             found[name] = "holds exponents of two (E8M0), which are the scales of a quantized weight"
         elif tensor.dtype in CODES_DTYPES and len(tensor.shape) > 1:
-            in_module.setdefault(module_of(name), []).append(name)
+            in_module.setdefault(name.rpartition(".")[0], []).append(name)
     holders = {
-        module_of(name): name for name, each in tensors.items() if each.dtype in CODES_DTYPES and len(each.shape) > 1
+        name.rpartition(".")[0]: name
+        for name, each in tensors.items()
+        if each.dtype in CODES_DTYPES and len(each.shape) > 1
     }
     for name in tensors if holders else ():
         module, _, local = name.rpartition(".")
         if module not in holders and _TABLE_WORD.search(module.rpartition(".")[2]):
-            module, local = module_of(module), "codebook"
+            module, local = module.rpartition(".")[0], "codebook"
         if name in found:
             continue
         if module in holders and _SCALE_WORD.search(local):
@@ -138,12 +127,8 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
 
 
 def parameters_meant(tensors: Mapping[str, Stored], parts: Iterable[str]) -> dict[str, Count]:
-    """Return the number of parameters that each tensor of a quantized weight represents, keyed by tensor name. The codes
-    represent all parameters of the weight, so the number is 0 for its other tensors, such as scales and zero points. For codes
-    that are packed in bytes or words, the number is "unknown", because the names and shapes don't tell how many codes an element
-    holds.
-
-    parts: the names of the tensors to count, which all belong to quantized weights. tensors: all tensors of the file.
+    """Return the number of parameters that each of the tensors `parts` of quantized weights represents. The codes represent all
+    parameters of the weight, and other tensors none. It is "unknown" for codes that are packed in bytes or words.
     """
     counts: dict[str, Count] = dict.fromkeys(parts, 0)
     if not counts:
@@ -163,15 +148,8 @@ def parameters_meant(tensors: Mapping[str, Stored], parts: Iterable[str]) -> dic
     return counts
 
 
-def module_of(name: str) -> str:
-    """Return the name of the module that contains a tensor or module: all but the last part of the name."""
-    return name.rpartition(".")[0]
-
-
 def _declared_scheme(config: Mapping[str, Any] | None) -> str | None:
-    """Return how the `quantization_config` of a config.json says that the weights are quantized, such as "quantized by gptq, 4
-    bit", or None if it says nothing. The words complete "a weight that is ...".
-    """
+    """Return what config.json declares, in words that complete "a weight that is ...", such as "quantized by gptq, 4 bit"."""
     declared = (config or {}).get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
     if not declared or not method:
@@ -183,7 +161,5 @@ def _declared_scheme(config: Mapping[str, Any] | None) -> str | None:
 
 
 def names_of_parts(weights: Iterable[PackedWeight], tensors: Mapping[str, Stored]) -> set[str]:
-    """Return the names of all tensors of a file that store one of the given weights: codes, scales, zero points and so on. weights:
-    the weights that another program quantized. tensors: all tensors of the file, by name.
-    """
+    """Return the names of all tensors of a file that store one of the given weights: codes, scales, zero points and so on."""
     return {name for weight in weights for name in weight.names if name in tensors}

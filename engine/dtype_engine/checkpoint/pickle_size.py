@@ -1,6 +1,4 @@
-"""Limits the number of objects that a pickle may create. One byte of a pickle can create an object of sixty bytes, so a small file
-could exhaust the memory. This module never imports torch.
-"""
+"""Limits the objects that a pickle may create: one byte can create one of sixty bytes. torch is not imported."""
 
 from __future__ import annotations
 
@@ -14,12 +12,9 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import open_regular
 
 MOST_OPCODES = 5_000_000
-"""Maximum number of opcodes in one pickle. A state dict has about 45 opcodes per tensor, so more than 100,000 tensors are allowed.
-"""
+"""The most opcodes in one pickle. A state dict has about 45 per tensor, so this allows more than 100,000 tensors."""
 _LEGACY_PICKLES = 5
-"""How many pickles precede the raw bytes in a file of torch's old format: magic number, version, machine, object and storage
-keys.
-"""
+"""The pickles before the raw bytes of torch's old format: magic number, version, machine, object and storage keys."""
 
 
 class TooManyOpcodes(Exception):
@@ -32,9 +27,7 @@ class TooManyOpcodes(Exception):
 
 
 def some_opcodes(pickled: bytes | BinaryIO) -> Iterator[tuple[Any, Any, int | None]]:
-    """Yield (opcode, argument, position) as `pickletools.genops` does. Raises TooManyOpcodes after `MOST_OPCODES` of them, and
-    ValueError for a damaged pickle.
-    """
+    """Yield what `pickletools.genops` does. Raises TooManyOpcodes after `MOST_OPCODES`, and ValueError for a damaged pickle."""
     for count, step in enumerate(pickletools.genops(pickled)):
         if count > MOST_OPCODES:
             raise TooManyOpcodes
@@ -42,16 +35,13 @@ def some_opcodes(pickled: bytes | BinaryIO) -> Iterator[tuple[Any, Any, int | No
 
 
 def cut_in_pickle(path: Path) -> UserError:
-    """Return the UserError that says that a file ends in the middle of its pickle."""
+    """Return the error for a file that ends in the middle of its pickle."""
     return UserError(f"{path} is cut short: it ends in the middle of its pickle; copy or download it again")
 
 
 def check_legacy(path: Path) -> None:
-    """Check a file of torch's old format, or any file that begins with a pickle: its pickles must not have too many opcodes, and
-    the file must not end in the middle of a pickle.
-
-    Raises UserError for too many opcodes and for a file that is cut short, and OSError for an unreadable file. A damaged file
-    raises nothing, because torch's reader reports the damage later.
+    """Check a file that begins with a pickle, as in torch's old format. Raises UserError if a pickle has too many opcodes or the
+    file ends in the middle of it, and OSError for an unreadable file. torch's reader reports other damage later.
     """
     with open_regular(path) as file:
         legacy = file.read(len(LEGACY_START)) == LEGACY_START

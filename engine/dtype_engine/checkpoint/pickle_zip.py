@@ -1,8 +1,7 @@
-"""Checks the zip archive that `torch.save` writes, before torch reads the archive.
+"""Checks the zip archive that `torch.save` writes, before torch reads it (torch/serialization.py defines the format).
 
 `data.pkl` names the tensors and the storages that they view. Each storage is a record `data/KEY` of raw bytes. torch maps the file
-and reads as many bytes as the pickle claims, from the beginning of the record. It does not check whether the record is compressed
-or long enough. (torch/csrc/jit/serialization and torch/serialization.py define the format.)
+and reads as many bytes as the pickle claims, without checking whether the record is compressed or long enough.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import struct
 import zipfile
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +18,26 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 
 _LARGEST_PICKLE = 100_000_000
-"""Maximum size in bytes, after decompression, of the pickle `data.pkl` in torch's zip archives. A safetensors header has the same
-limit.
-"""
+"""The most bytes of an inflated `data.pkl`, which is also the limit of a safetensors header."""
 _MOST_DEFLATED = 1032
-"""The maximum compression ratio of deflate, according to zlib. Only very short records may exceed it slightly. A record that claims
-a far higher ratio is damaged or malicious.
-"""
+"""The maximum compression ratio of deflate, according to zlib. Only very short records may exceed it slightly."""
 _LOCAL = struct.Struct("<4s22xHH")
-"""The fields that are read from the header in front of a record of a zip archive: the signature, the length of the record's name,
-and the length of the extra data after the name.
-"""
+"""The header in front of a record of a zip archive: its signature, and the lengths of the name and of the extra data after it."""
 _STORAGES = {
     "UntypedStorage": 1, "ByteStorage": 1, "CharStorage": 1, "BoolStorage": 1, "QInt8Storage": 1, "QUInt8Storage": 1,
     "QUInt4x2Storage": 1, "QUInt2x4Storage": 1, "ShortStorage": 2, "HalfStorage": 2, "BFloat16Storage": 2, "IntStorage": 4,
     "FloatStorage": 4, "QInt32Storage": 4, "LongStorage": 8, "DoubleStorage": 8, "ComplexFloatStorage": 8,
     "ComplexDoubleStorage": 16,
 }  # fmt: skip
-"""Bytes per element of torch's storage classes, keyed by the name of the class, such as "FloatStorage"."""
+"""Bytes per element of torch's storage classes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Archive:
-    """Two properties of a zip archive that torch wrote. compressed: it has compressed records, so it can't be mapped into memory.
-    scripted: it holds compiled code.
-    """
+def check_archive(path: Path, trust: bool) -> tuple[bool, bool]:
+    """Return (whether a zip archive has compressed records, so that it can't be mapped; whether it has compiled code). trust:
+    whether to accept pickles that torch.save would not write.
 
-    compressed: bool
-    scripted: bool
-
-
-def check_archive(path: Path, trust: bool) -> Archive:
-    """Check that the records of a zip archive agree with the storages that its pickle refers to. Returns properties of the archive.
-
-    trust: whether to accept pickles that torch.save would not write. Raises UserError if a record is missing, shorter than its
-    storage, present twice, compressed in a way that torch can't read, or inflates to more bytes than the free memory.
+    Raises UserError if a record is missing, shorter than the storage of the pickle, present twice, compressed in a way that torch
+    can't read, or inflates to more than the free memory.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -77,14 +60,11 @@ def check_archive(path: Path, trust: bool) -> Archive:
     except (OSError, EOFError, RuntimeError, NotImplementedError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         raise UserError(f"can't read {path}: {reason}") from None
-    return Archive(compressed, scripted)
+    return compressed, scripted
 
 
 def refuse_too_large(path: Path) -> None:
-    """Raise UserError if the inflated records of a zip archive do not fit into memory.
-
-    Raises OSError if the file can't be read, and zipfile's errors if the archive is damaged.
-    """
+    """Raise UserError if a file is a zip archive whose records do not fit into memory; and OSError, and zipfile's errors."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             _checked_records(path, archive.infolist())
@@ -101,10 +81,7 @@ def refuse_cut_zip(path: Path) -> None:
 
 
 def is_compressed(path: Path) -> bool:
-    """Return whether a file is a zip archive with compressed records.
-
-    Such an archive must not be mapped, because its bytes are not the values of the weights.
-    """
+    """Return whether a file is a zip archive with compressed records, whose bytes are not the values of weights."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -145,9 +122,7 @@ def _checked_records(path: Path, records: list[zipfile.ZipInfo]) -> dict[str, zi
 
 
 def _check_overlaps(path: Path, records: list[zipfile.ZipInfo]) -> None:
-    """Raise UserError if the bytes of two records overlap. The beginning of the bytes is read from the header in front of each
-    record, because the central directory of the zip archive does not give it.
-    """
+    """Raise UserError if the bytes of two records overlap. Only the header in front of each record tells where they begin."""
     end, before = 0, ""
     with open(path, "rb") as file:
         for record in sorted(records, key=lambda record: record.header_offset):
@@ -195,7 +170,7 @@ class _Global(str):
 
 
 _PLACEHOLDER = object()
-"""The placeholder, on the simulated pickle stack, for any object that is not a string, number, tuple or class name."""
+"""Stands, on the simulated stack, for any object that is not a string, number, tuple or class name."""
 
 
 def storage_claims(pickled: bytes) -> dict[str, int]:
@@ -247,9 +222,7 @@ def storage_claims(pickled: bytes) -> dict[str, int]:
 
 
 def _step(opcode: Any, stack: list[Any], marks: list[int]) -> None:
-    """Simulate an opcode of a pickle that does not concern storages. Removes from the stack the objects that the opcode takes, and
-    pushes a placeholder for each of its results. marks: the heights of the stack at which a MARK opcode was met.
-    """
+    """Run an opcode that does not concern storages, with placeholders as results. marks: the heights of the stack at MARKs."""
     before = [kind.name for kind in opcode.stack_before]
     if "mark" in before:
         del stack[marks.pop() :]

@@ -1,6 +1,4 @@
-"""Reads PyTorch's own files (`.pt`, `.pth`, `.bin`, `.ckpt`), which are pickles. Code in these files runs only if the user trusts
-them.
-"""
+"""Reads PyTorch's own files (`.pt`, `.pth`, `.bin`, `.ckpt`), which are pickles. Code in them runs only if the user trusts them."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ import warnings
 import zipfile
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,21 +46,11 @@ _AVERAGES = frozenset({"model_ema", "ema_model", "params_ema", "ema", "module_em
 """First parts of names of averages over training steps ("exponential moving average"), as trainers call them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pickled:
-    """The contents of pickles. `tensors` and `values` are the headers and the values of all tensors, by name. A tensor with several
-    names is listed under each of them; `aliases` maps its further names to its first. `notices` are sentences for the user.
-    """
-
-    tensors: dict[str, CheckpointTensor]
-    values: dict[str, torch.Tensor]
-    aliases: dict[str, str]
-    notices: tuple[str, ...]
-
-
-def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
-    """Return the tensors of one or several pickles, memory-mapped if possible. trust: whether to let the files run any code. Raises
-    UserError, which names the file and the problem.
+def read_pickles(
+    files: tuple[Path, ...], trust: bool
+) -> tuple[dict[str, CheckpointTensor], dict[str, torch.Tensor], dict[str, str], tuple[str, ...]]:
+    """Return (the headers of all tensors in pickles; the values, memory-mapped if possible; the first name of each further name
+    of a tensor; sentences for the user). trust: whether the files may run code. Raises UserError.
     """
     tensors: dict[str, CheckpointTensor] = {}
     values: dict[str, torch.Tensor] = {}
@@ -80,7 +67,7 @@ def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
             values[name] = tensor
             if (key := _storage_key(tensor)) is not None and (first := firsts.setdefault(key, name)) != name:
                 aliases[name] = first
-    return Pickled(tensors, values, aliases, tuple(notices))
+    return tensors, values, aliases, tuple(notices)
 
 
 def _specification(name: str, tensor: torch.Tensor, file: Path) -> CheckpointTensor:
@@ -131,9 +118,7 @@ def _past_the_end(tensor: torch.Tensor) -> bool:
 
 
 def _storage_key(tensor: torch.Tensor) -> Any:
-    """Return a key that is equal for two tensors with the same memory, shape, strides and dtype, which are one tied weight. Returns
-    None for a tensor without strided memory: a nested, sparse, meta or empty one.
-    """
+    """Return a key that is equal for two tensors that are one tied weight. None for a tensor without strided memory."""
     import torch
 
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
@@ -145,15 +130,17 @@ def _storage_key(tensor: torch.Tensor) -> Any:
 
 
 def load_pickle(path: Path, trust: bool) -> Any:
-    """Return the object that a pickle file holds. trust: whether to let the file run any code. Raises UserError."""
+    """Return the object that a pickle file holds. trust: whether the file may run code. Raises UserError."""
     with reading(path):
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{path} is not a regular file")
         zipped = zipfile.is_zipfile(path)
-    archive = check_archive(path, trust) if zipped else None
-    if archive is not None and archive.scripted:
+        with open(path, "rb") as file:
+            begins = file.read(1)
+    compressed, scripted = check_archive(path, trust) if zipped else (False, False)
+    if scripted:
         raise UserError(f"{path} is a TorchScript archive, whose code is compiled: export its state_dict() instead")
-    if not zipped and _first_byte(path) != b"\x80":
+    if not zipped and begins != b"\x80":
         refuse_cut_zip(path)
         raise UserError(f"{path} is no PyTorch file: it is neither a zip archive nor a pickle")
     if not zipped and not trust:
@@ -165,7 +152,7 @@ def load_pickle(path: Path, trust: bool) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # What is compressed can't be mapped; torch's reader inflates it.
-            mapped = archive is not None and not archive.compressed
+            mapped = zipped and not compressed
             with _modules_of_this_folder() if trust else contextlib.nullcontext(), foreign_code():
                 return torch.load(path, map_location="cpu", mmap=mapped, weights_only=not trust)
     except (ImportError, AttributeError) as error:
@@ -187,9 +174,7 @@ def load_pickle(path: Path, trust: bool) -> Any:
 
 @contextlib.contextmanager
 def _modules_of_this_folder() -> Iterator[None]:
-    """A context manager under which imports also find modules in the current folder, as they do when `python` runs a script there.
-    A trusted pickle may refer to modules that its author wrote.
-    """
+    """Let imports find modules in this folder: a trusted pickle may refer to some that its author wrote."""
     here = os.getcwd()
     added = here not in sys.path
     if added:
@@ -199,11 +184,6 @@ def _modules_of_this_folder() -> Iterator[None]:
     finally:
         if added and here in sys.path:
             sys.path.remove(here)
-
-
-def _first_byte(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(1)
 
 
 def _refused(path: Path, error: Exception) -> str:
@@ -224,9 +204,8 @@ def _refused(path: Path, error: Exception) -> str:
 
 
 def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """Find the model's weights in the content of a pickle. Returns (the tensors by name, notices for the user). The notices say
-    which entry of the file was chosen as the weights, and how many tensors the other entries hold. Raises UserError if there are no
-    tensors, or if two have the same name.
+    """Return the model's weights in the content of a pickle, by name, and notices for the user: which entry of the file was chosen,
+    and how many tensors the others hold. Raises UserError if there are no tensors, or if two have the same name.
     """
     import torch
     from torch import nn
@@ -253,9 +232,7 @@ def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[
 
 
 def _unpacked(mapping: Mapping[Any, Any], path: Path) -> Mapping[Any, Any]:
-    """Return a state dict with the packed parameters of torch.ao, such as those of `quantize_dynamic`, as two tensors each: the
-    layer's quantized weight and its bias. Raises UserError for packed parameters that only torch can take apart.
-    """
+    """Return a state dict with the packed parameters of torch.ao as two tensors each, weight and bias. Raises UserError."""
     import torch
 
     found: dict[Any, Any] = {}
@@ -290,11 +267,7 @@ def _average_notices(tensors: Mapping[str, torch.Tensor], path: Path) -> Iterato
 
 
 def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
-    """Find the model's weights in the content of a pickle: of `loaded` and all mappings inside it, the one with the most tensors.
-
-    Returns the mapping and its path, such as `model.state_dict`, or "" for `loaded` itself. The search ends at the first mapping
-    whose key is a usual name for weights.
-    """
+    """Return the mapping with the most tensors in `loaded`, and its path in it, such as `model.state_dict`, or "" for all."""
     best, most, entry = loaded, _count(loaded), ""
     level = [("", loaded)]
     for _ in range(_DEEPEST):
@@ -310,11 +283,7 @@ def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
 
 
 def _nested(level: Iterable[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield the mappings inside the mappings of `level`, one level deeper, each as (path, mapping), such as ("model.state_dict",
-    {...}). In place of an `nn.Module`, its state dict is yielded.
-
-    Within each mapping, keys that are usual names for weights come first. level: pairs (path, mapping).
-    """
+    """Yield (path, mapping) of what is inside mappings or modules, first under keys that are usual names for weights."""
     from torch import nn
 
     for place, mapping in level:
@@ -358,15 +327,12 @@ size. A tensor that exceeds both is refused: no weight is such a tensor, and rea
 """
 _MOST_LOOKED_AT = 1_000_000
 _DEEPEST = 3
-"""Maximum nesting depth at which weights are looked for. The depth of `model.state_dict` in a trainer's file is two."""
+"""How deep weights are looked for. `model.state_dict` in a trainer's file is two deep."""
 _LONGEST_PLACE = 200
 
 
 def _unchosen_tensors(loaded: Any, chosen: Any, taken: set[int]) -> tuple[int, str]:
-    """Count the tensors of a loaded pickle that are not in `chosen`, the mapping that was taken as the model's weights. Returns
-    (number of these tensors, path of the first of them, such as `optimizer.state.0`). taken: the ids of other containers whose
-    tensors were taken as weights.
-    """
+    """Return (how many tensors are not in `chosen`, the path of the first). taken: the ids of containers that count as chosen."""
     import torch
 
     waiting: deque[tuple[Any, str]] = deque([(loaded, "")])

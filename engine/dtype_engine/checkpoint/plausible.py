@@ -1,8 +1,8 @@
 """Checks that a configuration and the tensors next to it can belong to one model, by their numbers alone.
 
 `config.json` determines the time and memory for building a module, so a file of a few bytes could demand any amount. A module has
-at least one tensor per layer, and at least one tensor with as many elements as the module is wide. The shapes in the headers
-therefore limit the numbers that a genuine configuration can contain.
+at least one tensor per layer, and one with as many elements as the module is wide. The shapes in the headers therefore limit the
+numbers in a genuine configuration.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ class ImpossibleConfig(NoForward):
 
 
 _COUNTS = re.compile(r"(.*_)?((n|num)_layers?|layers|blocks|depths?|experts)$")
-"""Matches keys of config.json that count modules: `num_hidden_layers`, `encoder_layers`, `n_layer`, `depth`,
-`num_local_experts`.
-"""
+"""Matches keys of config.json that count modules: `num_hidden_layers`, `encoder_layers`, `n_layer`, `num_local_experts`."""
 _WIDTHS = re.compile(
     r"(.*(hidden|intermediate|vocab|embed|embedding|ffn?|inner|state|model)_(size|dim)|d_model|d_ff|d_kv|n_embd|n_inner|dim"
     r"|.*(n|num)_(.*_)?heads?|.*_heads|head_dim|num_labels)$"
@@ -35,31 +33,23 @@ _POSITIONS = re.compile(r".*positions?(_embeddings)?$")
 _ALWAYS_COUNTS = 1_000
 _ALWAYS_WIDTH = 1_000_000
 _MOST_POSITIONS = 100_000_000
-"""Maximum value of a configuration's number of positions, such as `max_position_embeddings`: ten times the longest context of any
-model in 2026. It is limited because some models compute one row of a table per position.
-"""
+"""Ten times the longest context of any model in 2026. Some models compute a row of a table for each position."""
 _DEEPEST = 20
 _FACTORS = re.compile(r".*(theta|period|scale|shift|sigma\w*|_eps|epsilon)$")
-"""Matches keys of configurations of diffusers whose numbers are factors, which may be large: no tensor has that many elements."""
+"""Matches keys of configurations of diffusers whose numbers are factors, which may be large."""
 _ROWS = re.compile(r".*(seq_len|seq_length|timesteps|positions?(_embeddings)?|rope\w*|axes_dims?\w*|max_length)$")
-"""Matches keys of configurations of diffusers for which a table has a row for each unit: `rope_max_seq_len`,
-`num_train_timesteps`.
-"""
+"""Matches keys of diffusers for which a table has a row for each unit: `rope_max_seq_len`, `num_train_timesteps`."""
 _SIDES = ("sample_size", "pos_embed_max_size")
-"""The keys of configurations of diffusers for which a table has a row for each unit of an area: the square of the number."""
+"""The keys of diffusers for which a table has a row for each unit of an area: the square of the number."""
 _MOST_OF_DIFFUSERS = 1_000_000
 _MOST_ROWS = 100_000
 _LARGEST_TABLE = 512 << 20
-"""Maximum bytes of a table of the positions in a picture, unless the files hold a tensor as large. That of the largest pictures of
-2026, of 2,048 x 2,048 pixels, has 150 MB.
-"""
+"""The most bytes of a table of the positions in a picture. The largest pictures of 2026, of 2,048 x 2,048, take 150 MB."""
 _FLOAT64 = 8
 
 
 def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> None:
-    """Raise ImpossibleConfig if a number in the configuration can't be right for the checkpoint's tensors, such as more layers than
-    tensors. where: the file name with which the message begins.
-    """
+    """Raise ImpossibleConfig if a number can't be right for the checkpoint's tensors. where: the beginning of the message."""
     tensors = len(checkpoint.weights)
     most = max((math.prod(tensor.shape) for tensor in checkpoint.weights.values()), default=0)
     for name, value in _numbers(config):
@@ -88,9 +78,9 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
 
 
 def refuse_large_tables(config: Mapping[str, Any], where: str, most_elements: int = 0) -> None:
-    """Raise NoForward if a number in a configuration of diffusers, of a model or a scheduler, would make its class compute a table
-    of more memory than any model needs. Such tables are in no file. where: the file name with which the message begins.
-    most_elements: the number of elements of the largest tensor in the model's files.
+    """Raise NoForward if a number in a configuration of diffusers would make its class compute a table, which is in no file, of
+    more memory than any model needs. where: the file name with which the message begins. most_elements: those of the largest tensor
+    in the files.
     """
     for name, value in _numbers(config):
         key = name.rpartition(".")[2]
@@ -117,16 +107,14 @@ def _whole(value: object) -> int:
 
 
 def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:
-    """Yield (dotted name, number) for every number of a configuration, including nested configurations. A list of numbers yields
-    only its largest number. before: prefix of all yielded names. depth: how deeply `config` is nested.
-    """
+    """Yield (dotted name, number) for every number of a configuration and those inside it. A list yields its largest number."""
     for key, value in config.items():
         name = f"{before}{key}"
         if isinstance(value, Mapping) and depth < _DEEPEST:
             yield from _numbers(value, f"{name}.", depth + 1)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        elif _is_number(value):
             yield name, value
-        elif isinstance(value, list) and value and all(_is_number(part) for part in value):
+        elif isinstance(value, list) and value and all(map(_is_number, value)):
             yield name, max(value)
 
 

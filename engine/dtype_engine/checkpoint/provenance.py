@@ -1,20 +1,20 @@
-"""How a checkpoint was quantized, as far as its files say: the method, the layout of its codes, the rule for its scales, the
-calibration data, the layers left out, and the program that wrote it.
-
-The facts are read from `config.json`, `hf_quant_config.json`, `quantize_config.json`, `recipe.yaml` of llm-compressor, the metadata
-of safetensors headers, and the fields of GGUF headers. Nothing is derived from the weights.
+"""How a checkpoint was quantized, as far as its files say: `config.json`, `hf_quant_config.json`, `quantize_config.json`,
+`recipe.yaml` of llm-compressor, the metadata of safetensors headers, and the fields of GGUF headers. Nothing is derived from the
+weights.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dtype_engine.checkpoint.schemes.configuration import mapping
 from dtype_engine.checkpoint.schemes.own import SCALED_KEY
 from dtype_engine.checkpoint.schemes.registry import schemes
+from dtype_engine.checkpoint.schemes.small_tensors import json_object
 from dtype_engine.checkpoint.weight_files import read_beside
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.plain_yaml import load_yaml
@@ -28,7 +28,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What the files of a checkpoint say about its quantization. A field is None or empty if the files do not say it."""
+    """What the files of a checkpoint say about its quantization."""
 
     method: str | None = None
     """The method or layout, in the words of the program that wrote it, such as "gptq", "modelopt NVFP4" or "GGUF Q4_K_M"."""
@@ -39,9 +39,7 @@ class Provenance:
     calibration: str | None = None
     """The data with which scales or codes were calibrated, such as "wikitext2, 128 samples of 2048 tokens"."""
     ignored: tuple[str, ...] = ()
-    """The modules that were not quantized. They are names or patterns, such as "lm_head" or "re:.*gate", in the notation of the
-    program that wrote the file.
-    """
+    """The modules that were not quantized: names or patterns, such as "re:.*gate", as the program that wrote the file has them."""
     producer: str | None = None
     """The program that wrote the file, with its version, such as "auto-round 0.5.1"."""
 
@@ -50,7 +48,9 @@ class Provenance:
 
     def lines(self) -> tuple[str, ...]:
         """Return the facts as one or two lines to show to a user, or () if nothing is known."""
-        made = "; ".join(filter(None, (self.method, *self.codes[:_SHOWN], self._more_codes)))
+        left = len(self.codes) - _SHOWN
+        more_codes = f"and {plural(left, 'more layout')}" if left > 0 else ""
+        made = "; ".join(filter(None, (self.method, *self.codes[:_SHOWN], more_codes)))
         made += f"; scales by {self.scale_rule}" if self.scale_rule else ""
         made += f"; calibrated with {self.calibration}" if self.calibration else ""
         parts = [f"written by {self.producer}"] if self.producer else []
@@ -59,17 +59,10 @@ class Provenance:
             parts.append(f"not quantized: {', '.join(self.ignored[:_SHOWN])}{more}")
         return tuple(line for line in (made, "; ".join(parts)) if line)
 
-    @property
-    def _more_codes(self) -> str:
-        left = len(self.codes) - _SHOWN
-        return f"and {plural(left, 'more layout')}" if left > 0 else ""
-
 
 def provenance(folder: Path, config: Mapping[str, Any] | None, metadata: Mapping[str, str]) -> Provenance:
-    """Return what the files of a checkpoint say about how it was quantized. Files that can't be read are ignored.
-
-    folder: the folder of the files. config: the content of config.json. metadata: the metadata of safetensors headers, or the
-    fields of a GGUF header.
+    """Return what the files in a folder say about how they were quantized. config: the content of config.json. metadata: that of
+    safetensors headers, or the fields of a GGUF header. Files that can't be read are ignored.
     """
     declared = dict(_declared(folder, config or {}))
     if "general.architecture" in metadata:
@@ -86,16 +79,12 @@ def provenance(folder: Path, config: Mapping[str, Any] | None, metadata: Mapping
 
 
 def _declared(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield pairs (name, value) of the quantization settings in all files. The settings of config.json come last. If the caller
-    makes a dict of the pairs, they therefore replace settings of the same name in other files.
-    """
+    """Yield (name, value) of the quantization settings in all files, last those of config.json, which replace others."""
     for scheme in reversed(schemes()):
         for name in scheme.settings_files:
-            yield from _with_nested(_mapping(_json(folder / name)))
-    found = next(
-        (each for name in ("quantization_config", "quantization") if isinstance(each := config.get(name), Mapping)), {}
-    )
-    yield from _with_nested(found)
+            with suppress(OSError, UserError):
+                yield from _with_nested(json_object(read_beside(folder / name, _LARGEST_FILE)))
+    yield from _with_nested(mapping(config.get("quantization_config")) or mapping(config.get("quantization")))
 
 
 def _with_nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -103,7 +92,7 @@ def _with_nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for scheme in schemes():
         nested = settings if scheme.nested_settings else {}
         for key in scheme.nested_settings:
-            nested = _mapping(nested.get(key))
+            nested = mapping(nested.get(key))
         yield from nested.items()
 
 
@@ -112,7 +101,7 @@ def _method(declared: Mapping[str, Any], recipe: tuple[str, ...]) -> str | None:
     if name is None and "mode" in declared and "bits" in declared:
         name = "mlx"
     kind = declared.get("quant_type")
-    kind = _mapping(_mapping(kind).get("default")).get("_type") or kind
+    kind = mapping(mapping(kind).get("default")).get("_type") or kind
     form = declared.get("checkpoint_format") or declared.get("packing_format") or declared.get("format")
     details = (_text(each) for each in (declared.get("quant_algo"), declared.get("mode"), kind, form))
     known = dict.fromkeys(each for each in (name, *details) if each)
@@ -120,19 +109,19 @@ def _method(declared: Mapping[str, Any], recipe: tuple[str, ...]) -> str | None:
 
 
 def _groups(declared: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    groups = _mapping(declared.get("config_groups"))
-    found = [_mapping(_mapping(group).get("weights")) for group in groups.values()]
+    groups = mapping(declared.get("config_groups"))
+    found = [mapping(mapping(group).get("weights")) for group in groups.values()]
     if found:
         return found
-    nested = list(_nested(_mapping(declared.get("quant_type"))))
-    layers = _mapping(declared.get("quantized_layers"))
-    others = [each for each in (*layers.values(), *declared.values()) if _mapping(each).get("bits")]
-    return [{**declared, **dict(nested)}, *map(_mapping, others)]
+    nested = list(_nested(mapping(declared.get("quant_type"))))
+    layers = mapping(declared.get("quantized_layers"))
+    others = [each for each in (*layers.values(), *declared.values()) if mapping(each).get("bits")]
+    return [{**declared, **dict(nested)}, *map(mapping, others)]
 
 
 def _nested(settings: Any, depth: int = 6) -> Iterator[tuple[str, Any]]:
-    for name, value in _mapping(settings).items():
-        inner = _mapping(value).get("_data", value)
+    for name, value in mapping(settings).items():
+        inner = mapping(value).get("_data", value)
         if isinstance(inner, Mapping) and depth:
             yield from _nested(inner, depth - 1)
         elif not isinstance(inner, (Mapping, list)):
@@ -159,8 +148,8 @@ def _codes(group: Mapping[str, Any]) -> str:
     symmetric = next((group[name] for name in ("sym", "symmetric") if isinstance(group.get(name), bool)), None)
     if symmetric is None and isinstance(zero := group.get("zero_point"), bool):
         symmetric = not zero
-    mapping = _text(group.get("mapping_type"))
-    words.append(mapping.lower() if mapping else {True: "symmetric", False: "asymmetric", None: ""}[symmetric])
+    kind_of_map = _text(group.get("mapping_type"))
+    words.append(kind_of_map.lower() if kind_of_map else {True: "symmetric", False: "asymmetric", None: ""}[symmetric])
     words.append("activation order" if group.get("desc_act") or group.get("actorder") else "")
     words.append("quantized scales" if group.get("bnb_4bit_use_double_quant") and group.get("load_in_4bit") else "")
     scale = _text(group.get("scale_fmt"))
@@ -172,7 +161,7 @@ def _scale_rule(declared: Mapping[str, Any]) -> str | None:
     groups = _groups(declared)
     rules = (_text(group.get("observer")) or _text(group.get("observer_cls")) for group in groups)
     found = [*dict.fromkeys(filter(None, rules))]
-    meta = _mapping(declared.get("meta"))
+    meta = mapping(declared.get("meta"))
     found += [f"error power {meta['mse']}"] if _number(meta.get("mse")) and meta["mse"] else []
     found += [f"{declared['iters']} steps of tuning"] if _number(declared.get("iters")) else []
     return ", ".join(found) or None
@@ -194,16 +183,16 @@ def _ignored(declared: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _producer(declared: Mapping[str, Any], metadata: Mapping[str, str]) -> str | None:
-    if named := _mapping(declared.get("producer")):
+    if named := mapping(declared.get("producer")):
         return " ".join(filter(None, (_text(named.get("name")), _text(named.get("version"))))) or None
-    quantizer = _mapping(declared.get("meta")).get("quantizer")
+    quantizer = mapping(declared.get("meta")).get("quantizer")
     first = quantizer[0] if isinstance(quantizer, list) and quantizer else quantizer
     if text := _text(first):
         return text.replace(":", " ")
     if version := _text(declared.get("autoround_version")):
         return f"auto-round {version}"
-    method, version = declared.get("quant_method"), _text(declared.get("version"))
-    if version and method in ("compressed-tensors", "quark"):
+    method, version = _text(declared.get("quant_method")), _text(declared.get("version"))
+    if method and version and version[0].isdigit():  # AWQ has the name of a layout there
         return f"{method} {version}"
     if metadata.get("format") == "mlx":
         return "mlx"
@@ -231,23 +220,12 @@ def _recipe(folder: Path) -> tuple[str, ...]:
     except (OSError, UserError, UnicodeDecodeError):
         return ()
     found = []
-    for stage in _mapping(content).values():
-        for group in _mapping(stage).values():
-            for name, settings in _mapping(group).items():
-                scheme = _text(_mapping(settings).get("scheme"))
+    for stage in mapping(content).values():
+        for group in mapping(stage).values():
+            for name, settings in mapping(group).items():
+                scheme = _text(mapping(settings).get("scheme"))
                 found += [" ".join(filter(None, (_text(name), scheme)))] if isinstance(settings, Mapping) else []
     return tuple(found[:_SHOWN])
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(read_beside(path, _LARGEST_FILE))
-    except (OSError, UserError, ValueError, RecursionError):
-        return None
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _number(value: Any) -> bool:

@@ -22,10 +22,10 @@ from dtype_engine.core.regular_files import open_regular, reading
 from dtype_engine.core.text import printable
 
 LONGEST_HEADER = 100_000_000
-"""Maximum length of a header in bytes, which is also the limit of the safetensors library."""
+"""The limit of the safetensors library, in bytes."""
 MOST_TENSORS = 500_000
-"""Maximum number of tensors in a checkpoint. The largest model of 2026 has 90,427 (DeepSeek-V3, 671 B), or three times as many if
-each weight is packed in parts. At this limit, headers and tree take about 10 s and 700 MB; time and memory grow with the number.
+"""The most tensors in a checkpoint, for which headers and tree take about 10 s and 700 MB. The largest model of 2026 has 90,427
+(DeepSeek-V3, 671 B), or three times as many if each weight is packed in parts.
 """
 _MOST_DIMENSIONS = 64
 _BRACES = 100_000
@@ -33,7 +33,7 @@ _BRACES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """A range of bytes in a file. `start` is the offset from the beginning of the file."""
+    """A range of bytes in a file, from the offset `start` on."""
 
     file: Path
     start: int
@@ -41,43 +41,30 @@ class ByteRange:
 
 
 class CheckpointTensor(msgspec.Struct, frozen=True, gc=False):
-    """The header of one tensor in a file of a checkpoint: name, dtype, shape, and where its bytes are.
-
-    It is a struct of msgspec because large checkpoints have 90,000 tensors, and a frozen dataclass takes 15 times as long to make.
-    """
+    """The header of one tensor. A struct, because large checkpoints have 90,000, and is made 15 times as fast as a dataclass."""
 
     name: str
     shape: tuple[int, ...]
-    """The tensor's shape, as a safetensors header gives it. For `float4_e2m1fn_x2` it counts values, two of which share a byte."""
+    """As a safetensors header gives it. For `float4_e2m1fn_x2` it counts values, two of which share a byte."""
     dtype: str
-    """torch's name for the dtype, such as `bfloat16`. If `packed` is set, it is the name of a GGUF block type, such as `q4_k`, or
-    of another program's format, such as `gptq:int4@g128`.
-    """
+    """torch's name, such as `bfloat16`, or with `packed` a GGUF block type such as `q4_k`, or a format such as `gptq:int4@g128`."""
     file: Path
     start: int | None
-    """Offset of the tensor's first byte in the file, or None if the tensor's bytes are not contiguous in the file (pickles)."""
+    """Offset of the tensor's first byte in the file, or None if its bytes are not contiguous (pickles)."""
     nbytes: int
     packed: bool = False
-    """Whether the tensor has a GGUF block type, or this header describes a whole weight, with codes and scales, that another
-    program quantized.
-    """
+    """Whether the tensor has a GGUF block type, or this describes a whole weight, with codes and scales."""
     refusal: str | None = None
-    """Why the tensor's values can't be read or written, such as "is sparse", or None if they can."""
+    """Why the tensor's values can't be read or written, such as "is sparse"."""
     absent: bool = False
     """Whether this machine has only the tensor's header, and its values are on a hub."""
 
     @property
     def bytes(self) -> ByteRange | None:
-        """Where the file holds the tensor's bytes, as torch reads them. None if the bytes are not contiguous, if they have a GGUF
-        block type, or if the values can't be read or are not on this machine.
-        """
+        """Where the file holds the tensor's bytes as torch reads them. None if it does not, or if they can't be read here."""
         if self.start is None or self.packed or self.refusal is not None or self.absent:
             return None
         return ByteRange(self.file, self.start, self.nbytes)
-
-    def renamed(self, name: str) -> CheckpointTensor:
-        """Return the same tensor under another name."""
-        return msgspec.structs.replace(self, name=name)
 
     def at(self, index: int) -> CheckpointTensor:
         """Return the part of the tensor at one index of the first dimension, such as an expert."""
@@ -111,7 +98,7 @@ def read_header(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]
 
 
 def too_many_tensors(path: Path) -> str:
-    """Return the message of the error for a checkpoint with too many tensors, which would take minutes and gigabytes to show."""
+    """Return the message of the error for a checkpoint with too many tensors."""
     return f"{path}: over {MOST_TENSORS:,} tensors are more than any model has, and are not read"
 
 
@@ -145,16 +132,14 @@ def _no_duplicates(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _Known = dict[tuple[str, tuple[int, ...], int], tuple[str, tuple[int, ...]]]
-"""Maps (dtype in the header, shape, number of bytes) to (torch's name for the dtype, the same shape), for all that fit together.
-Thousands of tensors have a few, which are therefore checked once and share their shape, a tuple of 120 bytes.
+"""Maps (dtype in the header, shape, number of bytes) to (torch's name for the dtype, shape), for all that fit together. Thousands
+of tensors have a few of them, which are checked once, and share their shape, a tuple of 120 bytes.
 """
 _INT = {int}
 
 
 def _entry(path: Path, name: str, entry: Any, body_start: int, size: int, known: _Known) -> CheckpointTensor:
-    """Check the entry of a header for the tensor `name`, and return it as a `CheckpointTensor`. body_start: the offset at which the
-    tensors' bytes begin. size: the file's size. known: what was found of earlier entries.
-    """
+    """Check the entry of a header. body_start: the offset at which the tensors' bytes begin. size: the file's."""
     if not name:
         raise UserError(f"{path}: the header has a tensor without a name")
     try:
@@ -177,9 +162,7 @@ def _entry(path: Path, name: str, entry: Any, body_start: int, size: int, known:
 
 
 def _check_shape(path: Path, name: str, code: str, shape: tuple[int, ...], nbytes: int) -> tuple[str, tuple[int, ...]]:
-    """Return torch's name for a dtype in a header, and the shape, if the tensor `name` needs this number of bytes for them. Raises
-    UserError otherwise.
-    """
+    """Return torch's name for the dtype `code`, and the shape. Raises UserError unless a tensor of both has `nbytes` bytes."""
     dtype = dtypes.BY_SAFETENSORS[code]
     if len(shape) > _MOST_DIMENSIONS or not all(map(_in_range, shape)):
         raise UserError(f"{path}: tensor {printable(name)} has no valid shape")

@@ -40,19 +40,17 @@ class Source:
     attribute: str | None = None
     trust_pickle: bool = False
     hub: HubModel | None = field(default=None, compare=False)
-    """The model on a hub of which only the headers are at `path`, or None if the model is on this machine."""
+    """The model on a hub of which only the headers are at `path`, or None for a model on this machine."""
     asked: str | None = field(default=None, compare=False)
     """The text from which `locate` found this model, or None for the demo."""
     _opened: list[tuple[Checkpoint, tuple[FileIdentity, ...]]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
-    """The checkpoint that `open` has read, with the state of its JSON files at that time. Empty before the first call."""
+    """The checkpoint that `open` has read, with the state of its JSON files at that time."""
 
     def open(self, absent_shards: bool = False) -> Checkpoint | None:
-        """Return the checkpoint's headers, or None for a Python source, which has none. Raises UserError. absent_shards: whether to
-        open a checkpoint that lacks some of the files that its index names.
-
-        The headers are read once, and again only if a weights file or a JSON file next to it has changed.
+        """Return the checkpoint, or None for a Python source. The headers are read again only if a weights file or a JSON file
+        beside it has changed. absent_shards: whether some of the files that the index names may be missing. Raises UserError.
         """
         if self.kind != "checkpoint" or self.path is None:
             return None
@@ -60,27 +58,21 @@ class Source:
         for checkpoint, files in self._opened:
             if described_by == files and not any(file.change() for file in checkpoint.identities):
                 return checkpoint
-        checkpoint = (
-            self._on_hub() if self.hub is not None else open_checkpoint(self.path, self.trust_pickle, absent_shards)
-        )
+        if self.hub is None:
+            checkpoint = open_checkpoint(self.path, self.trust_pickle, absent_shards)
+        else:
+            from dtype_engine.checkpoint.hub import with_absent_values
+
+            try:
+                checkpoint = with_absent_values(open_checkpoint(self.path), self.hub)
+            except UserError as error:
+                raise UserError(error.sentence.replace(str(self.path), str(self.hub.address))) from None
         self._opened[:] = [(checkpoint, described_by)]
         return checkpoint
 
-    def _on_hub(self) -> Checkpoint:
-        from dtype_engine.checkpoint.hub import with_absent_values
-
-        assert self.hub is not None
-        assert self.path is not None
-        try:
-            return with_absent_values(open_checkpoint(self.path), self.hub)
-        except UserError as error:
-            raise UserError(error.sentence.replace(str(self.path), str(self.hub.address))) from None
-
     def peek(self) -> tuple[Tree | None, bool]:
-        """Return (a module tree that can be shown at once, whether it is the whole tree).
-
-        The tree is None for a Python source or a pickle, which need torch. For a very large checkpoint, it is the tree of the first
-        shard. Raises UserError.
+        """Return (a module tree that can be shown at once, whether it is the whole tree). For a very large checkpoint, it is the
+        tree of the first shard; for a Python source or a pickle, which need torch, it is None. Raises UserError.
         """
         if self.kind != "checkpoint" or self.path is None or needs_torch(self.path):
             return None, False
@@ -92,9 +84,7 @@ class Source:
         return checkpoint.tree(), True
 
     def refuse_other_options(self, options: ModelOptions) -> None:
-        """Raise UserError if `options` have an option that does not apply to this kind of model: to a checkpoint or to Python
-        code.
-        """
+        """Raise UserError if `options` have an option that does not apply to a checkpoint or to Python code, whichever this is."""
         if self.kind == "checkpoint" and options.weights is not None:
             raise UserError(
                 "--weights goes with the code of a model, as in file.py:Name --weights model.pth, and "
@@ -116,27 +106,18 @@ def locate(
     unless `download` is set or the model is in the local cache. None means the built-in demo, and so does `demo` unless a file has
     this name.
 
-    trust_pickle: whether the files may run code when they are unpickled. python_only_by: a command-line option, such as `--model`,
-    or None to allow Python code. If an option is given, Python code is refused, and the error tells the user to name the code with
-    this option. Give it if the text comes from a file, since a file must not choose which Python code runs. on_progress: called
-    while something is read from a hub. Raises UserError, which lists where the model was looked for.
+    trust_pickle: whether pickles may run code. python_only_by: for a text from a file, which must not choose what code runs: the
+    option, such as `--model`, by which the user can name Python code. The text may then name none. on_progress: called while
+    something is read from a hub. Raises UserError, which lists where the model was looked for.
     """
-    if model is not None and model.startswith(_ON_HUB):
-        return dataclasses.replace(_located_on_hub(model, trust_pickle, download, on_progress), asked=model)
-    return dataclasses.replace(_located(model, trust_pickle, download, python_only_by, on_progress), asked=model)
-
-
-def _located_on_hub(model: str, trust_pickle: bool, download: bool, on_progress: Progress) -> Source:
+    if model is None or not model.startswith(_ON_HUB):
+        return dataclasses.replace(_located(model, trust_pickle, download, python_only_by, on_progress), asked=model)
     from dtype_engine.checkpoint.hub import HubAddress
 
     found = HubAddress.parse(model).listing()
-    title = found.address.title
-    folder = found.downloaded(hub_cache())
-    if folder is None and download:
-        folder = found.download(on_progress)
-    if folder is not None:
-        return Source("checkpoint", title, folder, trust_pickle=trust_pickle)
-    return Source("checkpoint", title, found.headers(on_progress), hub=found)
+    folder = found.downloaded(hub_cache()) or (found.download(on_progress) if download else None)
+    source = Source("checkpoint", found.address.title, folder, trust_pickle=trust_pickle, asked=model)
+    return source if folder is not None else dataclasses.replace(source, path=found.headers(on_progress), hub=found)
 
 
 def _located(
@@ -173,8 +154,7 @@ def _located(
 
 
 def _json_files(path: Path) -> tuple[FileIdentity, ...]:
-    folder = path if path.is_dir() else path.parent
-    files = sorted(folder.glob("*.json")) if path.is_dir() else [folder / "config.json"]
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path.with_name("config.json")]
     return tuple(FileIdentity.of(file) for file in files if file.is_file())
 
 
@@ -191,9 +171,8 @@ def is_python(model: str | None) -> bool:
 
 
 def component_of(model: str, name: str, download: bool = False) -> str:
-    """Return the path of the folder of one component of a diffusers pipeline. model: the pipeline, as the user names it. name: the
-    component, such as "unet". If `model` is an address of a hub or of another machine, the name is added to its path. Raises
-    UserError if there is no such folder.
+    """Return the path of the folder of one component of a diffusers pipeline, such as "unet". An address of a hub or of another
+    machine gets the name at its end. Raises UserError if there is no such folder.
     """
     if model.startswith(("ssh://", _ON_HUB)):
         return f"{model.rstrip('/')}/{name}"
@@ -264,9 +243,7 @@ def _python(module_or_file: str, attribute: str) -> Source:
 
 
 def hub_cache() -> Path:
-    """Return the Hugging Face hub's cache folder, from the environment variables that huggingface_hub reads. huggingface_hub itself
-    is not imported, because its import is slow.
-    """
+    """Return the Hugging Face hub's cache folder, without importing huggingface_hub, which is slow."""
     if hub := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(hub).expanduser()
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
@@ -274,9 +251,7 @@ def hub_cache() -> Path:
 
 
 def _cached(model: str) -> Path | None:
-    """Return the folder of a model in the Hugging Face cache: the snapshot of revision `main` or, if there is none, the only
-    snapshot. Returns None if there is no snapshot, or several without `main`.
-    """
+    """Return the folder of a model in the Hugging Face cache: the snapshot of revision `main`, or else the only snapshot."""
     folder = hub_cache() / f"models--{model.replace('/', '--')}"
     try:
         revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()

@@ -28,14 +28,11 @@ _NEVER_OPENED = (
 )  # fmt: skip
 """The ends of the names of files that no tokenizer, processor or scheduler is read from."""
 _OPENED_FOLDERS = re.compile(r"additional_chat_templates|tokenizer|processor|extractor")
-"""What is in the names of the folders in a model's folder from which transformers reads templates and parts of a processor."""
+"""Matches the names of the folders from which transformers reads templates and parts of a processor."""
 
 
 def read_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
-    """Return the tensors and the metadata of several safetensors files together, each by name.
-
-    Raises UserError if a file can't be read, or if two files have tensors of the same name.
-    """
+    """Return the tensors and the metadata of several safetensors files together, each by name. Raises UserError."""
     tensors: dict[str, CheckpointTensor] = {}
     metadata: dict[str, str] = {}
     for file in files:
@@ -62,7 +59,7 @@ class WeightFiles:
 
     paths: tuple[Path, ...]
     read_by: WeightSet | None = None
-    """The set of weights to which the files belong. None for a folder's only file if its name is none that libraries look for."""
+    """The set of weights to which the files belong. None for an only file whose name is none that libraries look for."""
     index: str | None = None
     """The name of the safetensors index that names the files, or None if there is none."""
     weight_map: Mapping[str, str] | None = None
@@ -72,9 +69,9 @@ class WeightFiles:
 
 
 def find_weight_files(folder: Path, config: Mapping[str, Any] | None, absent_shards: bool = False) -> WeightFiles:
-    """Return a folder's weights files: those that transformers or diffusers would load or, if the folder has none with a name that
-    they look for, its only checkpoint file. config: the content of config.json, or None if there is none. absent_shards: whether to
-    leave out files that a safetensors index names and the folder lacks, unless it lacks all of them.
+    """Return a folder's weights files: those that transformers or diffusers would load or, if none has a name that they look for,
+    its only checkpoint file. config: the content of config.json. absent_shards: whether to leave out files that a safetensors index
+    names and the folder lacks, unless it lacks all of them.
 
     Raises UserError if the folder has several models and no library would choose one, or NoWeights if it has none.
     """
@@ -91,11 +88,10 @@ def find_weight_files(folder: Path, config: Mapping[str, Any] | None, absent_sha
     path = resolve_inside(folder, first.name, "config.json")
     if first.has_index:
         weight_map = read_index(path)
-        if absent_shards and not first.pickled:
-            there = {name: file for name, file in weight_map.items() if _maybe_there(folder, file)}
-            paths = _shards(folder, there or weight_map, first.name)
-        else:
-            paths = _shards(folder, weight_map, first.name)
+        shards = list(dict.fromkeys(weight_map.values()))
+        if absent_shards and not first.pickled:  # names that are none of files here are refused below
+            shards = [name for name in shards if not _is_plain_name(name) or os.path.lexists(folder / name)] or shards
+        paths = tuple(resolve_inside(folder, name, first.name) for name in shards)
         unread = unread_weights(names, {each.name for each in paths}, sets)
         if first.pickled:
             return WeightFiles(paths, first, unread=unread)
@@ -106,16 +102,8 @@ def find_weight_files(folder: Path, config: Mapping[str, Any] | None, absent_sha
     return WeightFiles((path,), first, index, listed, unread)
 
 
-def _maybe_there(folder: Path, name: str) -> bool:
-    """Return whether a folder has a file, or whether its name, which an index gives, must be refused."""
-    return not _is_plain_name(name) or os.path.lexists(folder / name)
-
-
 def _index_of_file(folder: Path, index: WeightSet, single: WeightSet) -> dict[str, str] | None:
-    """Return the content of an index if it lists the tensors of a single safetensors file, as MLX writes one for
-    `model.safetensors`. Otherwise, return None: it belongs to another set of weights, or it can't be read, which does not matter
-    to libraries that find the single file first.
-    """
+    """Return the content of an index that lists just the tensors of a single safetensors file, as MLX writes it, or None."""
     if not index.has_index or index.pickled or single.pickled:
         return None
     try:
@@ -126,7 +114,7 @@ def _index_of_file(folder: Path, index: WeightSet, single: WeightSet) -> dict[st
 
 
 def set_to_read(folder: Path, config: Mapping[str, Any] | None) -> WeightSet | None:
-    """Return the set of weights that `find_weight_files` would read, without opening its index, or None if there is none."""
+    """Return the set of weights that `find_weight_files` would read, without opening its index."""
     return next(iter(weight_sets(_file_names(folder), config)), None)
 
 
@@ -157,9 +145,7 @@ _GGUF_PART = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.DOTA
 
 
 def gguf_parts(name: str) -> list[str]:
-    """Return the names of all parts of a model in GGUF files, in order, if `name` is the name of one of them, such as
-    `model-00001-of-00003.gguf`. Return [] for any other name.
-    """
+    """Return the names of all parts of a GGUF model, in order, for one such as `model-00001-of-00003.gguf`, else []."""
     match = _GGUF_PART.fullmatch(name)
     if match is None:
         return []
@@ -171,14 +157,8 @@ def gguf_parts(name: str) -> list[str]:
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "rng_state.pth")
 
 
-def _shards(folder: Path, weight_map: Mapping[str, str], index: str) -> tuple[Path, ...]:
-    return tuple(resolve_inside(folder, name, index) for name in dict.fromkeys(weight_map.values()))
-
-
 def read_index(index: Path) -> dict[str, str]:
-    """Read an index, such as `model.safetensors.index.json`. Returns the name of the file that holds each tensor, by the tensor's
-    name. Raises UserError if the file is not an index.
-    """
+    """Return the name of the file that holds each tensor, as an index says. Raises UserError if the file is not an index."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or set(map(type, weight_map.values())) != {str}:
         raise UserError(f"{index}: it has no 'weight_map' of tensor names to files")
@@ -190,10 +170,9 @@ def _is_plain_name(name: str) -> bool:
 
 
 def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
-    """Return the path of the file `name` in a folder. Raises UserError if the name or a link leads out of the folder, because the
-    name comes from an untrusted index, the file `index`.
-
-    Links to the `blobs` folder of the Hugging Face cache are allowed, because the cache's snapshots consist of such links.
+    """Return the path of the file `name` in a folder. Raises UserError if the name, which comes from the untrusted file `index`, or
+    a link leads out of the folder. Links to the `blobs` folder of the Hugging Face cache are allowed: its snapshots consist of
+    them.
     """
     if not _is_plain_name(name):
         raise UserError(f"{folder / index}: {printable(name)!r} is not the name of a file in this folder")
@@ -214,19 +193,15 @@ def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
 
 
 def refuse_link_out(folder: Path, name: str) -> None:
-    """Raise UserError if the entry `name` of a folder is a link that leads out of the folder, or to what can't be followed. A link
-    to what does not exist is none that anybody could open.
-    """
+    """Raise UserError if the entry `name` of a folder is a link out of the folder to something that exists."""
     if (folder / name).is_symlink() and (folder / name).exists():
         resolve_inside(folder, name)
 
 
 def refuse_links_out(folder: Path) -> None:
-    """Raise UserError if a library that loads a tokenizer, a processor or a scheduler from a folder could open a link that leads
-    out of the folder. Its text would become part of a result, such as the text of a chat template.
-
-    All files are checked but those of kinds that no such library reads, since their names differ from class to class. Weights are
-    checked where they are found. Of the folders, those are checked that transformers opens.
+    """Raise UserError if a library that loads a tokenizer, a processor or a scheduler could open a link out of the folder, whose
+    text would become part of a result. All files are checked but those of kinds that no such library reads, since their names
+    differ from class to class, and weights, which are checked where they are found.
     """
     with reading(folder):
         names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
@@ -240,17 +215,13 @@ def refuse_links_out(folder: Path) -> None:
 
 
 def read_beside(path: Path, most: int) -> bytes:
-    """Return the content of a file in a model's folder. Raises UserError if it has over `most` bytes, is not a regular file, or is
-    a link that leads out of the folder; and OSError.
-    """
+    """Return a file's content. Raises UserError if it is not regular, too long or a link out of its folder; and OSError."""
     refuse_link_out(path.parent, path.name)
     return read_regular(path, most)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of a model's folder. Raises UserError, which names the file, if there is none, or if the
-    file is a link that leads out of the folder.
-    """
+    """Return the JSON object in a file. Raises UserError if there is none, or if the file is a link out of its folder."""
     try:
         with reading(path):
             data = json.loads(read_beside(path, LARGEST_JSON).decode())
@@ -262,6 +233,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a folder's config.json, or None if the folder has none. Raises UserError if the file can't be read."""
+    """Return the content of a folder's config.json, or None if there is none. Raises UserError if it can't be read."""
     path = folder / "config.json"
     return read_json(path) if path.exists() else None

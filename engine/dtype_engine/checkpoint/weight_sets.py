@@ -1,7 +1,7 @@
 """Decides, by the names of a folder's files, which of them are a model's weights: those that transformers or diffusers would load.
 
-A folder may hold a model several times: in one file and in shards with an index, as safetensors and as pickles, in variants such
-as fp16. Each is a set of weights. Both libraries look for the sets in a fixed order, and load the first one without a word of the
+A folder may hold a model several times: in one file and in shards with an index, as safetensors and as pickles, in variants such as
+fp16. Each is a set of weights. Both libraries look for the sets in a fixed order, and load the first one without a word of the
 others.
 """
 
@@ -27,14 +27,12 @@ OF_DIFFUSERS = (
     "diffusion_pytorch_model.bin",
     "diffusion_pytorch_model.bin.index.json",
 )
-"""The names by which diffusers finds a model's weights, in its order, which has the index first. It loads the last only with
-`use_safetensors=False`.
-"""
+"""The names by which diffusers finds a model's weights, in its order. It loads the last only with `use_safetensors=False`."""
 NAMED_WEIGHTS = "transformers_weights"
 """The entry of `config.json` that names the file of weights which transformers loads. Other programs ignore it."""
 NO_WEIGHTS = "not-for-transformers--see-README.md.safetensors"
-"""The value of `transformers_weights` in an export that transformers would load without an error, but with other values, for
-example with random values for weights in our own layout. There is no file of this name, so `from_pretrained` raises and names it.
+"""The value of `transformers_weights` in an export that transformers would load with other values, such as random ones for weights
+in our own layout. There is no such file, so that `from_pretrained` raises and names it.
 """
 OF_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _SHARD = re.compile(
@@ -48,9 +46,9 @@ class WeightSet:
     """One set of weights in a folder: a model's weights in a single file, or in shards with an index."""
 
     name: str
-    """The name of the file by which a library finds the set: of its single file, or of its index."""
+    """The name of the single file, or of the index."""
     variant: str | None = None
-    """The variant in the name, such as fp16, which a library loads only if it is asked for it; None if there is none."""
+    """The variant in the name, such as fp16, which a library loads only if it is asked for it."""
 
     @property
     def has_index(self) -> bool:
@@ -59,16 +57,12 @@ class WeightSet:
 
     @property
     def pickled(self) -> bool:
-        """Whether the weights are in pickles and not in safetensors files."""
         return ".safetensors" not in self.name
 
 
 def weight_sets(names: Collection[str], config: Mapping[str, Any] | None) -> tuple[WeightSet, ...]:
-    """Return the sets of weights in a folder. The first one is what transformers loads or, if `config` is that of a model of
-    diffusers, what diffusers loads. Sets of variants come last, in the same order.
-
-    names: the names of the files in the folder. config: the content of config.json, or None if there is none. If it names the file
-    of the weights (`transformers_weights`), as transformers allows, this file is the first set, even if it is not in `names`.
+    """Return the sets of weights in a folder with files of these names: first the one that the library loads whose `config` this is
+    (a file that it names may be missing in `names`), last those of variants.
     """
     of_diffusers = is_diffusers(config)
     order = (OF_DIFFUSERS + OF_TRANSFORMERS if of_diffusers else OF_TRANSFORMERS + OF_DIFFUSERS) + OF_ADAPTERS
@@ -83,19 +77,17 @@ def weight_sets(names: Collection[str], config: Mapping[str, Any] | None) -> tup
 
 
 def is_diffusers(config: Mapping[str, Any] | None) -> bool:
-    """Return whether a `config.json` is that of a model of diffusers. config: its content, or None if there is none."""
+    """Return whether the content of a `config.json` is that of a model of diffusers."""
     return config is not None and isinstance(config.get("_class_name"), str) and "model_type" not in config
 
 
 def unread_weights(names: Collection[str], read: Collection[str], sets: Collection[WeightSet]) -> tuple[str, ...]:
-    """Return what else of a folder are weights, in words for the user: the names of sets that are not read, and of other files.
-
-    names: the names of the files in the folder. read: the names of the weights files that are read. sets: the folder's sets of
-    weights, of which the first one is read.
+    """Return what else of a folder are weights, in words for the user: sets that are not read, and other files. names: those of the
+    files in the folder. read: those of the files that are read. sets: those of the folder, of which the first is read.
     """
     first, *others = sets
     said = [each.name for each in others]
-    indexed = {_group(name) for name in (each.name for each in sets) if name.endswith(".json")}
+    indexed = {_group(each.name) for each in sets if each.has_index}
     shards: dict[str, list[str]] = {}
     for name in sorted(names):
         if name in read or name in said or name == first.name or not _is_weights(name):
@@ -109,9 +101,7 @@ def unread_weights(names: Collection[str], read: Collection[str], sets: Collecti
 
 
 def likely_files(names: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the files of a folder's first set of weights as far as names tell: neither config.json nor an index is
-    read. Returns () if there is no set.
-    """
+    """Return the files of a folder's first set of weights as far as names tell, without reading config.json or an index."""
     sets = weight_sets(names, None)
     if not sets or not sets[0].has_index:
         return tuple(each.name for each in sets[:1])
@@ -119,23 +109,16 @@ def likely_files(names: Collection[str]) -> tuple[str, ...]:
 
 
 def is_second_set(name: str, first: WeightSet | None) -> bool:
-    """Return whether something that `unread_weights` names is a whole model in the format of the set that is read, without a
-    variant, so that other programs may read it instead of `first`.
-    """
+    """Return whether a name of `unread_weights` is a whole model in the format of `first`, which others may read instead."""
     if first is None:
         return False
-    usual = name in OF_TRANSFORMERS + OF_DIFFUSERS
-    shards = (shard := _SHARD.fullmatch(name.partition(" and ")[0])) is not None and not (
-        shard["variant"] or shard["late"]
-    )
-    return (usual or shards) and (".safetensors" not in name) == first.pickled
+    shard = _SHARD.fullmatch(name.partition(" and ")[0])
+    of_shards = shard is not None and not (shard["variant"] or shard["late"])
+    return (of_shards or name in OF_TRANSFORMERS + OF_DIFFUSERS) and WeightSet(name).pickled == first.pickled
 
 
 def several_sets(first: WeightSet, unread: Collection[str], config: Mapping[str, Any] | None) -> str:
-    """Return a sentence for the user which says that a folder has more weights than those that are read, and which are read.
-
-    first: the set that is read. unread: what is not read, as `unread_weights` returns it. config: the content of config.json.
-    """
+    """Return a sentence for the user that says which weights of a folder are read, and which are not (see `unread_weights`)."""
     library = "diffusers" if is_diffusers(config) else "transformers"
     shown = ", ".join(printable(name, 100) for name in list(unread)[:4])
     more = f" and {len(unread) - 4} more" if len(unread) > 4 else ""
@@ -154,9 +137,7 @@ def _named_by(config: Mapping[str, Any] | None) -> str | None:
 
 
 def _with_variant(usual: str) -> re.Pattern[str]:
-    """Return a pattern for the names that a file with the name `usual` has in a variant: `model.fp16.safetensors`,
-    `model.safetensors.index.fp16.json`.
-    """
+    """Return a pattern for the names of a file in a variant: `model.fp16.safetensors`, `model.safetensors.index.fp16.json`."""
     stem, suffix = usual.rsplit(".", 1)
     characters = r"[\w-]+" if suffix == "json" else r"\w+"
     return re.compile(rf"{re.escape(stem)}\.(?P<variant>{characters})\.{suffix}")

@@ -4,11 +4,11 @@ import io
 import zipfile
 from pathlib import Path
 
-import gguf
 import numpy
 import pytest
 import torch
 from safetensors.torch import save
+from tests.helpers.gguf_files import gguf_file
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.file_kind import kind_of
@@ -25,12 +25,8 @@ def pickled(legacy: bool) -> bytes:
 
 
 def written_by_gguf(at: Path) -> bytes:
-    writer = gguf.GGUFWriter(at / "made", "llama")
-    writer.add_tensor("layer.weight", numpy.arange(6, dtype=numpy.float32).reshape(2, 3))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with gguf_file(at / "made", "llama") as writer:
+        writer.add_tensor("layer.weight", numpy.arange(6, dtype=numpy.float32).reshape(2, 3))
     return (at / "made").read_bytes()
 
 

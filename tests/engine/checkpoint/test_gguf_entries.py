@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests.helpers.gguf_files import Change
+from tests.helpers.gguf_files import write_model as write
 
 import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
@@ -23,17 +24,9 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options
 from dtype_engine.runtime.building.load import load_pretrained
 
-Change = Callable[[gguf.GGUFWriter], object]
 _SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
           "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": False, "pad_token_id": None,
           "bos_token_id": None, "eos_token_id": None}  # fmt: skip
-_PHI3 = {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "ffn_up": "mlp.gate_up_proj",
-         "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}  # fmt: skip
-_DENSE = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-          "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-          "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}  # fmt: skip
-_NAMES = {"phi3": _PHI3, "llama": _DENSE, "qwen2": _DENSE}
-_WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def made(model_class: Any, **settings: Any) -> Any:
@@ -43,42 +36,6 @@ def made(model_class: Any, **settings: Any) -> Any:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model
-
-
-def write(path: Path, architecture: str, model: Any, *changes: Change, parts: int = 0) -> None:
-    """Write a model as llama.cpp's converter does. changes: functions that add further entries. parts: the number of tensors in
-    each part of a split file; 0 does not split.
-    """
-    config = model.config
-    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=parts)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    of_blocks = {local: own for own, local in _NAMES[architecture].items()}
-    for name, tensor in model.state_dict().items():
-        stem, _, kind = name.rpartition(".")
-        values = tensor.numpy()
-        if architecture == "llama" and stem.endswith(("q_proj", "k_proj")):
-            # The two halves of each head alternate.
-            heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
-            shape = (heads, 2, len(values) // heads // 2, *values.shape[1:])
-            values = values.reshape(shape).swapaxes(1, 2).reshape(values.shape)
-        own = _WHOLE.get(stem, "")
-        if not own:
-            _, _, block, local = stem.split(".", 3)
-            own = f"blk.{block}.{of_blocks[local]}"
-        writer.add_tensor(f"{own}.{kind}", np.ascontiguousarray(values))
-    for change in changes:
-        change(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def ids(length: int) -> torch.Tensor:
@@ -113,19 +70,21 @@ def add_factors(writer: gguf.GGUFWriter, long: list[float], short: list[float]) 
 LONG, SHORT = [1.0, 2.0, 3.5, 5.0, 7.0, 9.0, 12.0, 15.0], [1.0, 1.1, 1.3, 1.6, 2.0, 2.5, 3.1, 3.8]
 
 
-def test_longrope_factors_switch_at_the_original_length(tmp_path: Path) -> None:
-    scaling = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
-    model = made(
-        transformers.Phi3ForCausalLM,
-        original_max_position_embeddings=64,
-        rope_parameters={**scaling, "rope_theta": 1e4},
-    )
+def write_longrope(path: Path, attention: float, **more: Any) -> Any:
+    """Write a Phi-3 with factors, and return its model. more: further entries of its configuration."""
+    scaling = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "rope_theta": 1e4, **more}
+    model = made(transformers.Phi3ForCausalLM, original_max_position_embeddings=64, rope_parameters=scaling)
     write(
-        tmp_path / "x.gguf", "phi3", model, lambda writer: add_factors(writer, LONG, SHORT),
+        path, "phi3", model, lambda writer: add_factors(writer, LONG, SHORT),
         lambda writer: writer.add_rope_scaling_orig_ctx_len(64),
-        lambda writer: writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(2) / math.log(64))),
+        lambda writer: writer.add_rope_scaling_attn_factors(attention),
     )  # fmt: skip
-    assert_same_model(tmp_path / "x.gguf", model, 48, 100)
+    assert_same_model(path, model, 48, 100)
+    return model
+
+
+def test_longrope_factors_switch_at_the_original_length(tmp_path: Path) -> None:
+    model = write_longrope(tmp_path / "x.gguf", math.sqrt(1 + math.log(2) / math.log(64)))
     model.save_pretrained(tmp_path / "hf")
     options = Options(device="cpu", reference=str(tmp_path / "hf"))
     session = de.open(str(tmp_path / "x.gguf"), options=options, inputs={"input_ids": ids(100)})
@@ -133,18 +92,7 @@ def test_longrope_factors_switch_at_the_original_length(tmp_path: Path) -> None:
 
 
 def test_unusual_longrope_attention_factor_is_read(tmp_path: Path) -> None:
-    scaling = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "attention_factor": 1.7}
-    model = made(
-        transformers.Phi3ForCausalLM,
-        original_max_position_embeddings=64,
-        rope_parameters={**scaling, "rope_theta": 1e4},
-    )
-    write(
-        tmp_path / "x.gguf", "phi3", model, lambda writer: add_factors(writer, LONG, SHORT),
-        lambda writer: writer.add_rope_scaling_orig_ctx_len(64),
-        lambda writer: writer.add_rope_scaling_attn_factors(1.7),
-    )  # fmt: skip
-    assert_same_model(tmp_path / "x.gguf", model, 48, 100)
+    write_longrope(tmp_path / "x.gguf", 1.7, attention_factor=1.7)
 
 
 def test_partial_rotary_factor_is_read(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from tests.helpers.gguf_files import gguf_file
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.gguf_header import read_gguf_header
@@ -20,40 +21,25 @@ HOST = gguf.GGUFEndian.LITTLE
 
 def written(path: Path, order: gguf.GGUFEndian = HOST, tensors: int = 3, alignment: int | None = None) -> Path:
     """A file with a field of every type and tensors of several, by the gguf package."""
-    writer = gguf.GGUFWriter(path, "llama", endianess=order)
-    if alignment:
-        writer.add_custom_alignment(alignment)
-    writer.add_name("a näme")
-    writer.add_tags(["one", "two", ""])
-    writer.add_string("x.text", "some text")
-    for kind in (
-        "uint8",
-        "int8",
-        "uint16",
-        "int16",
-        "uint32",
-        "int32",
-        "uint64",
-        "int64",
-        "float32",
-        "float64",
-        "bool",
-    ):
-        getattr(writer, f"add_{kind}")(f"general.{kind}", 1)
-    writer.add_array("tokenizer.ggml.tokens", [f"token{number}" for number in range(500)])
-    writer.add_array("tokenizer.ggml.scores", [float(number) for number in range(500)])
-    writer.add_array("general.numbers", list(range(300)))
-    values = np.arange(64, dtype=np.float32).reshape(2, 32)
-    for number in range(tensors):
-        if number % 3 == 2:
-            blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q4_0)
-            writer.add_tensor(f"blk.{number}.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
-        else:
-            writer.add_tensor(f"blk.{number}.weight", values.astype(np.float16 if number % 3 else np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with gguf_file(path, "llama", endianess=order) as writer:
+        if alignment:
+            writer.add_custom_alignment(alignment)
+        writer.add_name("a näme")
+        writer.add_tags(["one", "two", ""])
+        writer.add_string("x.text", "some text")
+        integers = (f"{sign}int{bits}" for sign in ("u", "") for bits in (8, 16, 32, 64))
+        for kind in (*integers, "float32", "float64", "bool"):
+            getattr(writer, f"add_{kind}")(f"general.{kind}", 1)
+        writer.add_array("tokenizer.ggml.tokens", [f"token{number}" for number in range(500)])
+        writer.add_array("tokenizer.ggml.scores", [float(number) for number in range(500)])
+        writer.add_array("general.numbers", list(range(300)))
+        values = np.arange(64, dtype=np.float32).reshape(2, 32)
+        for number in range(tensors):
+            if number % 3 == 2:
+                blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q4_0)
+                writer.add_tensor(f"blk.{number}.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+            else:
+                writer.add_tensor(f"blk.{number}.weight", values.astype(np.float16 if number % 3 else np.float32))
     return path
 
 
@@ -64,7 +50,7 @@ def test_gguf_package_reads_the_same_header(tmp_path: Path, order: gguf.GGUFEndi
     header, reader = read_gguf_header(path), gguf.GGUFReader(path)
     assert header.swapped == (reader.byte_order == "S")
     assert header.data_start == reader.data_offset
-    assert [(one.name, one.shape, one.kind, one.start) for one in header.tensors] == [
+    assert [(one.name, one.shape, one.kind, header.data_start + one.start) for one in header.tensors] == [
         (one.name, tuple(reversed(one.shape.tolist())), int(one.tensor_type), int(one.data_offset))
         for one in reader.tensors
     ]

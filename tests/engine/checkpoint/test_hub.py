@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from tests.helpers import large_checkpoints
+from tests.helpers.gguf_files import gguf_file
 from tests.helpers.hub_server import COMMIT, Hub, Request, hub_of
 from tests.helpers.quantized import CASES
 from tests.matrix.forms import FORMS, made
@@ -47,16 +47,6 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     yield begin
     for each in running:
         each.__exit__(None, None, None)
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    """A folder with a model of two tensors."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    save_file({"a.weight": torch.ones(64, 8), "b.weight": torch.ones(8)}, folder / "model.safetensors")
-    (folder / "config.json").write_text('{"model_type": "unknown"}')
-    return folder
 
 
 def rows(source: Source) -> list[tuple[object, ...]]:
@@ -129,13 +119,9 @@ def test_one_of_several_hub_gguf_files_must_be_named(
 def test_gguf_parts_on_a_hub_open_as_one_model(tmp_path: Path, serve: Serve, at: str) -> None:
     folder = tmp_path / "made"
     folder.mkdir()
-    writer = gguf.GGUFWriter(folder / "x.gguf", "other", split_max_tensors=2)
-    for number in range(6):
-        writer.add_tensor(f"blk.{number}.weight", np.full((2, 8), number, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with gguf_file(folder / "x.gguf", "other", split_max_tensors=2) as writer:
+        for number in range(6):
+            writer.add_tensor(f"blk.{number}.weight", np.full((2, 8), number, np.float32))
     serve(folder)
     found = locate(MODEL + at).open()
     assert found is not None
@@ -482,7 +468,9 @@ def test_header_longer_than_the_first_request_is_read(tmp_path: Path, serve: Ser
     assert spans == [f"bytes=0-{first - 1}", f"bytes={first}-{length - 1}"]
 
 
-def test_server_without_ranges_and_foreign_redirects(serve: Serve, small: Path) -> None:
+def test_server_without_ranges_and_foreign_redirects(
+    serve: Serve, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = serve(small)
     content = (small / "model.safetensors").read_bytes()
 
@@ -497,11 +485,8 @@ def test_server_without_ranges_and_foreign_redirects(serve: Serve, small: Path) 
         return True
 
     hub.fault = fault
-    os.environ["HF_TOKEN"] = "hf_token_of_the_test"
-    try:
-        assert rows(locate(MODEL)) == rows(locate(str(small)))
-    finally:
-        del os.environ["HF_TOKEN"]
+    monkeypatch.setenv("HF_TOKEN", "hf_token_of_the_test")
+    assert rows(locate(MODEL)) == rows(locate(str(small)))
 
 
 def test_answers_without_a_content_length(serve: Serve, small: Path) -> None:
@@ -523,7 +508,7 @@ def test_answers_without_a_content_length(serve: Serve, small: Path) -> None:
     hub.fault = fault
     found, expected = locate(MODEL), locate(str(small))
     assert rows(found) == rows(expected)
-    assert found.open().config == {"model_type": "unknown"}  # type: ignore[union-attr]
+    assert found.open().config == {"model_type": "llama"}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

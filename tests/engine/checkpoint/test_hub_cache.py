@@ -12,8 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from tests.helpers.hub_server import COMMIT, Hub, Request, hub_of
 
 from dtype_engine.checkpoint import hub as addresses
@@ -26,16 +24,6 @@ MODEL = "hf://org/name"
 BOTH = (MODEL, "org/name")
 """The two ways to name a model that `--download` fetches."""
 Fault = Callable[[Request], bool]
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    """A folder with a model of two tensors."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    save_file({"a.weight": torch.ones(64, 8), "b.weight": torch.ones(8)}, folder / "model.safetensors")
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    return folder
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.helpers.gguf_files import gguf_file
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.provenance import Provenance, provenance
@@ -119,18 +120,14 @@ def test_unreadable_recipe_gives_no_provenance(tmp_path: Path, content: str) -> 
 
 
 def test_a_gguf_file_names_its_type_and_importance_matrix(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
-    writer.add_string("general.quantized_by", "a person\x1b[31m")
-    writer.add_string("quantize.imatrix.file", "/data/imatrix.dat")
-    writer.add_string("quantize.imatrix.dataset", "calibration_v3.txt")
-    writer.add_int32("quantize.imatrix.chunks_count", 125)
-    writer.add_string("general.description", "x" * 100_000)
-    writer.add_tensor("output.weight", np.zeros((2, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with gguf_file(tmp_path / "x.gguf", "llama") as writer:
+        writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
+        writer.add_string("general.quantized_by", "a person\x1b[31m")
+        writer.add_string("quantize.imatrix.file", "/data/imatrix.dat")
+        writer.add_string("quantize.imatrix.dataset", "calibration_v3.txt")
+        writer.add_int32("quantize.imatrix.chunks_count", 125)
+        writer.add_string("general.description", "x" * 100_000)
+        writer.add_tensor("output.weight", np.zeros((2, 32), np.float32))
     checkpoint = open_checkpoint(tmp_path / "x.gguf")
     assert checkpoint.provenance.lines() == (
         "GGUF Q4_K_M; calibrated with an importance matrix of 125 chunks of calibration_v3.txt",

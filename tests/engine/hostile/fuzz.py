@@ -1,4 +1,4 @@
-"""Damaged and hostile files of every kind but safetensors headers (`test_hostile.py` has those), through the programs.
+"""Damaged and hostile files of every kind but safetensors headers (`test_checkpoints.py` has those), through the programs.
 
 `python -m tests.engine.hostile.fuzz 5000` makes as many of each kind, each from its own number, so that a case comes back by it:
 `python -m tests.engine.hostile.fuzz --one pth 1234 FOLDER` writes the file and runs what is run on it, with a traceback.
@@ -85,23 +85,20 @@ def make_good(kind: str, folder: Path) -> list[bytes]:
 def _gguf(folder: Path, tensors: int) -> bytes:
     import gguf
     import numpy as np
+    from tests.helpers.gguf_files import gguf_file
 
-    writer = gguf.GGUFWriter(folder / "x.gguf", "llama")
-    writer.add_name("name")
-    writer.add_uint32("llama.block_count", 2)
-    writer.add_array("tokenizer.ggml.tokens", ["a", "b", "cc"])
-    writer.add_array("tokenizer.ggml.scores", [0.5, 1.5, 2.5])
-    for number in range(tensors):
-        values = np.arange(64, dtype=np.float32).reshape(2, 32)
-        if number == 2:
-            blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(f"blk.{number}.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-        else:
-            writer.add_tensor(f"blk.{number}.weight", values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with gguf_file(folder / "x.gguf", "llama") as writer:
+        writer.add_name("name")
+        writer.add_uint32("llama.block_count", 2)
+        writer.add_array("tokenizer.ggml.tokens", ["a", "b", "cc"])
+        writer.add_array("tokenizer.ggml.scores", [0.5, 1.5, 2.5])
+        for number in range(tensors):
+            values = np.arange(64, dtype=np.float32).reshape(2, 32)
+            if number == 2:
+                blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+                writer.add_tensor(f"blk.{number}.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+            else:
+                writer.add_tensor(f"blk.{number}.weight", values)
     return (folder / "x.gguf").read_bytes()
 
 

@@ -19,6 +19,8 @@ from typing import Any
 
 from tests.helpers.mutations import STRANGE, changed
 
+from dtype_engine.core import dtypes
+
 KINDS = ("quantized",)
 _NUMBERS: tuple[Any, ...] = (
     *range(-1, 10), 16, 32, 64, 100, 128, 1 << 20, 2**31, 2**62, 2**63, 2**64, 10**30, 1.5, float("nan"), "128", "4", [128], [4, 4],
@@ -30,20 +32,7 @@ _WORDS = (
     "MIXED_PRECISION", "affine", "nvfp4", "mxfp8", "per_group", "per_channel", "fp4", "fp6_e3m2", "int4", "uint4", "int8",
     "gptq_v2", "re:.*", "*", "x", "m", "Linear",
 )  # fmt: skip
-_DTYPES = {
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "I16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "F32": 4,
-    "I64": 8,
-    "F64": 8,
-}
+_DTYPES = {code: row.bits // 8 for code, row in dtypes.BY_SAFETENSORS.items() if row.bits >= 8}
 _TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "MXFP4", "IQ4_XS", "TQ1_0")
 
 
@@ -262,31 +251,34 @@ def _written(case: dict[str, Any], folder: Path) -> Path:
 def _written_gguf(case: dict[str, Any], path: Path) -> Path:
     import gguf
     import numpy as np
+    from tests.helpers.gguf_files import gguf_file
 
-    writer = gguf.GGUFWriter(path, "none")
-    writer.kv_data[0].clear()
-    for name, value in case["fields"].items():
-        with contextlib.suppress(Exception):  # what the writer can't write is left out
-            if isinstance(value, bool):
-                writer.add_bool(name, value)
-            elif isinstance(value, int) and -(2**63) <= value < 2**64:
-                (writer.add_uint32 if 0 <= value < 2**32 else writer.add_int64 if value < 2**63 else writer.add_uint64)(
-                    name, value
-                )
-            elif isinstance(value, float):
-                writer.add_float32(name, value)
-            elif isinstance(value, str):
-                value.encode()
-                writer.add_string(name, value)
-            elif isinstance(value, list) and value and all(type(item) is int and abs(item) < 2**31 for item in value):
-                writer.add_array(name, value)
-    for name, (kind, shape) in case["gguf"].items():
-        of_type = gguf.GGMLQuantizationType[kind]
-        block, width = gguf.GGML_QUANT_SIZES[of_type]
-        raw = np.ones((*shape[:-1], -(-shape[-1] // block) * width), np.uint8)
-        writer.add_tensor(name, raw, raw_dtype=of_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with gguf_file(path, "none") as writer:
+        writer.kv_data[0].clear()
+        for name, value in case["fields"].items():
+            with contextlib.suppress(Exception):  # what the writer can't write is left out
+                if isinstance(value, bool):
+                    writer.add_bool(name, value)
+                elif isinstance(value, int) and -(2**63) <= value < 2**64:
+                    (
+                        writer.add_uint32
+                        if 0 <= value < 2**32
+                        else writer.add_int64
+                        if value < 2**63
+                        else writer.add_uint64
+                    )(name, value)
+                elif isinstance(value, float):
+                    writer.add_float32(name, value)
+                elif isinstance(value, str):
+                    value.encode()
+                    writer.add_string(name, value)
+                elif (
+                    isinstance(value, list) and value and all(type(item) is int and abs(item) < 2**31 for item in value)
+                ):
+                    writer.add_array(name, value)
+        for name, (kind, shape) in case["gguf"].items():
+            of_type = gguf.GGMLQuantizationType[kind]
+            block, width = gguf.GGML_QUANT_SIZES[of_type]
+            raw = np.ones((*shape[:-1], -(-shape[-1] // block) * width), np.uint8)
+            writer.add_tensor(name, raw, raw_dtype=of_type)
     return path

@@ -150,11 +150,10 @@ def _ct_floats(bits: int, group: int) -> Case:
     return Case(tensors, {"x.weight": right}, f"ct:{kind}", ct(_group(arguments, "by-group")))
 
 
-def _fp8_blocks() -> Case:
-    """Return float8 as DeepSeek-V3 has it, with a last block that is smaller."""
-    shape = (130, 136)
+def fp8_blocks(shape: tuple[int, int] = (130, 136)) -> Case:
+    """Return float8 as DeepSeek-V3 has it, by default with a last block that is smaller."""
     codes = _fp8_codes(shape)
-    stored, scale = _scales((2, 2))
+    stored, scale = _scales((-(-shape[0] // 128), -(-shape[1] // 128)))
     declared = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     tensors = {"x.weight": _as_fp8(codes), "x.weight_scale_inv": stored}
     right = E4M3[codes] * spread(scale, (128, 128), shape)
@@ -375,7 +374,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "ct mxfp4": lambda: _ct_floats(4, 32),
     "ct mxfp6": lambda: _ct_floats(6, 32),
     "ct mxfp8": lambda: _ct_floats(8, 32),
-    "fp8 in blocks": _fp8_blocks,
+    "fp8 in blocks": fp8_blocks,
     "fp8 with one scale": lambda: _hf_fp8("fp8"),
     "fp8 by rows": lambda: _hf_fp8("fbgemm_fp8"),
     "modelopt fp8": lambda: _modelopt_fp8("FP8"),

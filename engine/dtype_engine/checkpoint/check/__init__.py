@@ -1,7 +1,5 @@
-"""Checks a checkpoint for missing, misshapen and damaged tensors. Only the headers and the scales are read, unless all values are
-asked for.
-"""
+"""Checks a checkpoint for missing, misshapen and damaged tensors. Values other than scales are read only on demand."""
 
-from dtype_engine.checkpoint.check.check import Progress, architecture_findings, check
+from dtype_engine.checkpoint.check.check import architecture_findings, check
 
-__all__ = ["Progress", "architecture_findings", "check"]
+__all__ = ["architecture_findings", "check"]

@@ -14,9 +14,7 @@ _LORA = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<embedding>
 
 
 def adapter_findings(adapter: Checkpoint, base: Checkpoint | None) -> Iterator[Finding]:
-    """Yield a finding for each pair of LoRA matrices that is incomplete, whose ranks differ, whose layer the base model lacks, or
-    whose sizes are not those of the layer. base: the base model, or None if it is not known; then its layers are not compared.
-    """
+    """Yield a finding for each pair of LoRA matrices that is not complete, or does not fit its layer of the base model."""
     pairs: dict[tuple[str, bool], dict[str, CheckpointTensor]] = {}
     for name, tensor in adapter.tensors.items():
         if (match := _LORA.fullmatch(name)) is not None:

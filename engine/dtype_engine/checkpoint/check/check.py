@@ -15,19 +15,14 @@ from dtype_engine.checkpoint.check.tokenizer import tokenizer_findings
 from dtype_engine.checkpoint.check.values import count_scales, find_bad_values, integer_range, same_bytes
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.modeling_source import foreign_prefix, kept_in_float32
-from dtype_engine.checkpoint.packed_weights import (
-    OF_ACTIVATIONS,
-    module_of,
-    names_of_parts,
-    packed_weights,
-    quantized_parts,
-)
+from dtype_engine.checkpoint.packed_weights import OF_ACTIVATIONS, names_of_parts, packed_weights, quantized_parts
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.checkpoint.schemes.layout import PackedWeight
 from dtype_engine.checkpoint.weight_files import read_index, read_json
 from dtype_engine.checkpoint.weight_sets import is_second_set
 from dtype_engine.core import dtypes
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.fused import fused_groups
 from dtype_engine.core.text import printable
@@ -36,15 +31,9 @@ from dtype_engine.results.check import CheckReport, Finding
 from dtype_engine.results.coverage import Coverage
 
 Progress = Callable[[str, int, int], None]
-"""A callback for the progress of a check. It is called with what is being read ("scales" or "values"), the amount read so far, and
-the total amount. Scales are counted in tensors, values in bytes.
-"""
+"""Takes what is being read ("scales" or "values"), and how many of how many tensors of scales, or bytes of values, are read."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
-
-
-def _ignore(what: str, done: int, total: int) -> None:
-    pass
 
 
 def check(
@@ -53,12 +42,11 @@ def check(
     against: Checkpoint | None = None,
     against_title: str = "",
     values: bool = False,
-    progress: Progress = _ignore,
+    progress: Progress = ignore,
 ) -> CheckReport:
-    """Check a checkpoint for errors, and return a report of the findings.
-
-    title, against_title: the names of `checkpoint` and `against` in the report. against: the source checkpoint, which should have
-    the same tensors. values: whether to read the values of all tensors, too. Raises UserError if a file can't be read.
+    """Check a checkpoint for errors, and return a report of the findings. title, against_title: the names of `checkpoint` and
+    `against` in the report. against: the source, which should have the same tensors. values: whether to read the values of all
+    tensors, too. Raises UserError if a file can't be read.
     """
     started = time.perf_counter()
     if values:
@@ -108,39 +96,24 @@ def check(
     )
 
 
-def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return a finding for each tensor that only the model's architecture or only the checkpoint's files have, and for each that
-    has another shape in the architecture. coverage: the tensors of the architecture, compared with those of the files. model: the
-    name of the model class.
-    """
+def architecture_findings(coverage: Coverage, model: str, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a finding for each tensor that the architecture (class `model`) or the files lack, or that has two shapes."""
     files = {name: tensor.file.name for name, tensor in checkpoint.weights.items()}
-    shapes = (
-        Finding(
-            "tensor-shape",
-            each.name,
-            f"is {list(each.stored)} in the files, and {list(each.expected)} in the {model} of config.json",
-            files.get(each.name, ""),
-        )
-        for each in coverage.misshapen
-    )
-    missing = (Finding("missing-tensor", name, f"is in {model} and in no file") for name in coverage.missing)
-    unused = (
-        Finding("unused-tensor", name, f"has no place in {model}", files.get(name, "")) for name in coverage.unused
-    )
-    return (*shapes, *missing, *unused)
+    for each in coverage.misshapen:
+        what = f"is {list(each.stored)} in the files, and {list(each.expected)} in the {model} of config.json"
+        yield Finding("tensor-shape", each.name, what, files.get(each.name, ""))
+    for name in coverage.missing:
+        yield Finding("missing-tensor", name, f"is in {model} and in no file")
+    for name in coverage.unused:
+        yield Finding("unused-tensor", name, f"has no place in {model}", files.get(name, ""))
 
 
 def _undecoded(checkpoint: Checkpoint, parts: Mapping[str, str], reported: set[str]) -> Iterator[str]:
-    """Yield a sentence for the user if weights are quantized by a scheme that this program can't decode, so that their scales and
-    values are not checked.
-
-    parts: the tensors (codes, scales, ...) of quantized weights by name, each with the reason why it is not cast. reported: names
-    of modules that already have a finding.
-    """
+    """Yield a sentence if weights can't be decoded. parts: why their tensors are not cast. reported: modules with findings."""
     left = [
         name
         for name, why in parts.items()
-        if name not in checkpoint.owners and why != OF_ACTIVATIONS and module_of(name) not in reported
+        if name not in checkpoint.owners and why != OF_ACTIVATIONS and name.rpartition(".")[0] not in reported
     ]
     if left and checkpoint.form == "safetensors":
         yield (
@@ -169,7 +142,7 @@ def _unchecked(checkpoint: Checkpoint, values: bool, against: Checkpoint | None)
 
 
 def _of_sets(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding for each further set of weights that is in the same file format as the one that is read."""
+    """Yield a finding for each further set of weights in the file format of the one that is read."""
     first = checkpoint.read_by
     if first is None or first.variant is not None:
         return
@@ -221,9 +194,7 @@ def _of_prefix(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _bad_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Progress) -> tuple[int, list[Finding]]:
-    """Read the scales of all quantized weights. Returns (number of scale tensors that could be read, one finding for each tensor
-    with invalid scales, such as NaN or zero). weights: the weights that other programs quantized.
-    """
+    """Return the number of scale tensors that could be read, and a finding for each with invalid scales, such as NaN or zero."""
     tensors = checkpoint.tensors
     wanted: dict[str, tuple[bool, bool, bool]] = {}
     for weight in weights:
@@ -257,24 +228,13 @@ def _own(checkpoint: Checkpoint) -> dict[str, CodedWeight]:
 
 
 def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
-    """Yield a finding for each group of layers that runtimes fuse into one (such as q, k and v) if the quantized formats of the
-    layers, or their per-tensor scales, differ.
-
-    weights: the weights that other programs quantized. broken: names of modules that already have a finding. Groups with such a
-    module are skipped, because its finding explains the difference.
-    """
+    """Yield a finding for fused layers, such as q, k and v, whose formats or tensor scales differ, unless one is `broken`."""
     if not all(weight.scheme.fused for weight in checkpoint.coded.values()):
         return  # runtimes that fuse nothing mix formats on purpose
     tensors = checkpoint.tensors
     formats = {name: tensor.dtype for name, tensor in tensors.items() if name.endswith(".weight")}
-    by_name: dict[str, PackedWeight] = {}
-    for weight in weights:
-        name = (
-            weight.stem.removesuffix(".")
-            if weight.stem.endswith(".weight")
-            else f"{weight.stem.removesuffix('.')}.weight"
-        )
-        by_name[name] = weight
+    by_name = {weight.name: weight for weight in weights}
+    for name, weight in by_name.items():
         formats[name] = f"{tensors[weight.codes].dtype} with {tensors[weight.scale].dtype} scales"
     own = _own(checkpoint)
     formats |= {name: weight.format for name, weight in own.items()}
@@ -297,11 +257,7 @@ def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broke
 
 
 def _dtype_findings(plain: Mapping[str, CheckpointTensor], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield one finding if config.json declares a dtype that no weight has, and one for each 16-bit tensor that transformers' code
-    for the architecture keeps in float32.
-
-    plain: the unquantized floating-point tensors, by name. config: the content of config.json.
-    """
+    """Yield a finding if no weight has the declared dtype, and for 16-bit tensors that the architecture keeps in float32."""
     key = "dtype" if "dtype" in config else "torch_dtype"
     declared = str(config.get(key) or "").removeprefix("torch.")
     stored = Counter(tensor.dtype for tensor in plain.values())
@@ -312,9 +268,7 @@ def _dtype_findings(plain: Mapping[str, CheckpointTensor], config: Mapping[str, 
         )
     kept = kept_in_float32(config)
     for name, tensor in plain.items():
-        always, in_half = (
-            {word for word in words if f".{word}." in f".{name}."} for words in (kept.always, kept.in_float16)
-        )
+        always, in_half = ({word for word in words if f".{word}." in f".{name}."} for words in kept)
         if tensor.dtype in ("bfloat16", "float16") and (always or (in_half and tensor.dtype == "float16")):
             what = f"is {tensor.dtype}, and the architecture keeps {', '.join(sorted(always | in_half))} in float32"
             yield Finding("float32-island", name, what, tensor.file.name)
@@ -336,24 +290,20 @@ def _of_ties(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Find
 def _of_groups(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield a finding for each tensor of GPTQ that puts a column into a group that has no scale."""
     for weight in checkpoint.coded.values():
-        index, scale = weight.parts.get("g_idx"), weight.parts.get("scale")
-        found = integer_range(index) if index is not None and scale is not None else None
-        if index is None or scale is None or found is None:
+        index = weight.parts.get("g_idx")
+        found = integer_range(index) if index is not None else None
+        if index is None or found is None:
             continue
-        lowest, highest = found
+        (lowest, highest), scale = found, weight.parts["scale"]
         if lowest < 0 or highest >= scale.shape[0]:
             what = f"names groups from {lowest:,} to {highest:,}, and {printable(scale.name)} has {scale.shape[0]:,} groups"
             yield Finding("group-index", index.name, what, index.file.name)
 
 
 def _value_findings(checkpoint: Checkpoint, weights: Collection[str], progress: Progress) -> tuple[int, list[Finding]]:
-    """Read the values of all tensors. Returns (number of tensors that could be read, findings). There is a finding for each tensor
-    with NaN or infinity, and for each weight whose values are all equal.
-
-    weights: the names of the tensors that hold weights. In other tensors, equal values are no problem.
-    """
+    """Return how many tensors could be read, and findings: NaN or infinity, and equal values in one of `weights`."""
     whole, done, read = max(1, sum(tensor.nbytes for tensor in checkpoint.tensors.values())), 0, 0
-    findings = []
+    findings: list[Finding] = []
 
     def on_bytes(count: int) -> None:
         nonlocal done
@@ -376,29 +326,18 @@ def _value_findings(checkpoint: Checkpoint, weights: Collection[str], progress: 
 def _source_findings(
     checkpoint: Checkpoint, weights: list[PackedWeight], parts: set[str], against: Checkpoint
 ) -> Iterator[Finding]:
-    """Compare a checkpoint with its source, `against`. Yields a finding for each tensor that only one of the two has, and for each
-    tensor that has one shape in the checkpoint and another in the source.
-
-    weights: the weights of the checkpoint that other programs quantized. parts: the names of the tensors (codes, scales, ...) that
-    store these weights.
-    """
+    """Yield a finding for each tensor that only a checkpoint or only its source (`against`) has, or that has two shapes."""
     of_weights = {weight.name for weight in weights} | _own(checkpoint).keys()
-    source = {weight.name for weight in packed_weights(against.foreign)}
-    theirs = names_of_parts(packed_weights(against.foreign), against.foreign)
-    source |= {name for name in against.weights if name not in theirs}
-    here = {name for name in checkpoint.weights if name not in parts} | of_weights
+    source_weights = packed_weights(against.foreign)
+    theirs = names_of_parts(source_weights, against.foreign)
+    source = {weight.name for weight in source_weights} | (against.weights.keys() - theirs)
+    here = of_weights | (checkpoint.weights.keys() - parts)
     for name in source - here:
         file = against.weights[name].file.name if name in against.weights else ""
         yield Finding("against-missing", name, f"is in the source{f', in {printable(file)}' if file else ''}")
     for name, tensor in against.weights.items():
         mine = checkpoint.weights.get(name)
-        if (
-            name in here
-            and mine is not None
-            and name not in parts
-            and name not in theirs
-            and mine.shape != tensor.shape
-        ):
+        if mine is not None and name not in parts and name not in theirs and mine.shape != tensor.shape:
             what = f"is {list(mine.shape)}, and {list(tensor.shape)} in the source"
             yield Finding("against-shape", name, what, mine.file.name)
     known = quantized_parts(checkpoint.foreign, checkpoint.config)

@@ -15,12 +15,7 @@ from dtype_engine.results.check import Finding
 
 
 def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]) -> Iterator[Finding]:
-    """Yield a finding for each tensor of quantized codes that lacks its scales or another required tensor, and for each tensor of
-    scales that lacks its codes.
-
-    tensors: all tensors of the checkpoint, by name. weights: the weights that have codes and scales. parts: the names of all
-    tensors that belong to these weights.
-    """
+    """Yield a finding for codes that lack their scales or another tensor, and for scales that lack their codes."""
     if are_plain(tensors):
         return
     for weight in weights:
@@ -30,9 +25,7 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
     usual = Counter((tensors[weight.codes].dtype, weight.layout) for weight in weights)
     by_dtype: dict[str, Layout] = {}
     for (dtype, layout), _ in usual.most_common():
-        if (
-            dtype not in dtypes.COMPUTE_DTYPES
-        ):  # bitsandbytes can store the bytes of codes as bfloat16, beside plain weights
+        if dtype not in dtypes.COMPUTE_DTYPES:  # bitsandbytes can store codes as bfloat16, beside plain weights
             by_dtype.setdefault(dtype, layout)
     lost: set[str] = set()
     for name, tensor in tensors.items():
@@ -64,9 +57,7 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
 
 
 def unpaired_sentences(tensors: Tensors) -> tuple[str, ...]:
-    """Return a tuple of one sentence for the user if tensors of quantized weights are missing, otherwise (). The sentence names the
-    first incomplete weight, what it lacks (such as the scales of its codes), and how many more problems there are.
-    """
+    """Return a sentence for the user, in a tuple, if tensors of quantized weights are missing, with the first such weight."""
     weights = packed_weights(tensors)
     found = list(find_unpaired(tensors, weights, names_of_parts(weights, tensors)))
     more = f" (and {len(found) - 1} more, which `dtype-engine check` lists)" if len(found) > 1 else ""
@@ -74,10 +65,7 @@ def unpaired_sentences(tensors: Tensors) -> tuple[str, ...]:
 
 
 def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each tensor of a quantized weight, such as its scales or zero points, whose shape does not match that of
-    the weight's codes. tensors: all tensors of the checkpoint, by name. weights: the weights that have codes and scales. config:
-    the content of config.json.
-    """
+    """Yield a finding for each tensor of a quantized weight, such as its scales, whose shape does not match that of the codes."""
     for weight in weights:
         codes, scale = tensors[weight.codes], tensors[weight.scale]
         expected = weight.layout.scale_shapes(weight, tensors, config)
@@ -95,11 +83,8 @@ def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mappin
 def find_unread(
     tensors: Tensors, weights: list[PackedWeight], read: set[str], reported: set[str], metadata: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Yield a finding for each quantized weight that could not be read although other weights of the same layout and dtype could.
-    Weights that are left out on purpose give no finding.
-
-    weights: the weights that have codes and scales. read: the names of the codes of all weights that could be read. reported: names
-    of modules that already have a finding. metadata: the metadata of the files' headers.
+    """Yield a finding for each weight whose codes are not in `read` although those of others of its layout and dtype are, unless it
+    is left out on purpose. reported: names of modules that already have a finding.
     """
     kinds = {(weight.layout, tensors[weight.codes].dtype) for weight in weights if weight.codes in read}
     unread = [weight.codes for weight in weights if weight.codes not in read]

@@ -15,18 +15,15 @@ _FILE = "tokenizer.json"
 
 
 def tokenizer_findings(checkpoint: Checkpoint, endings: tuple[str, ...]) -> Iterator[Finding]:
-    """Yield a finding if the tokenizer has an id for which the embedding has no row. Nothing is compared if there is no
-    `tokenizer.json`, or no embedding whose name is known.
-
-    endings: the ends of the names of embeddings, such as `embed_tokens.weight`. Raises UserError if the file can't be read.
-    """
+    """Yield a finding if the tokenizer has an id beyond the rows of the embedding, whose name ends so. Raises UserError."""
     folder = checkpoint.path
     if checkpoint.form not in ("safetensors", "pickle") or not folder.is_dir() or not (folder / _FILE).is_file():
         return
     rows = {
         name: tensor.shape[0]
         for name, tensor in checkpoint.weights.items()
-        if name.endswith(endings) and len(tensor.shape) == 2 and _has_rows(checkpoint, name)
+        if name.endswith(endings) and len(tensor.shape) == 2
+        if name in checkpoint.coded or tensor.dtype in dtypes.COMPUTE_DTYPES
     }
     if not rows:
         return
@@ -35,10 +32,6 @@ def tokenizer_findings(checkpoint: Checkpoint, endings: tuple[str, ...]) -> Iter
     if largest >= rows[embedding]:
         what = f"has ids up to {largest:,}, and {printable(embedding)} has {rows[embedding]:,} rows"
         yield Finding("tokenizer", _FILE, what, _FILE)
-
-
-def _has_rows(checkpoint: Checkpoint, name: str) -> bool:
-    return name in checkpoint.coded or checkpoint.dtype(name) in dtypes.COMPUTE_DTYPES
 
 
 def _largest_id(tokenizer: Mapping[str, Any]) -> int:

@@ -1,6 +1,4 @@
-"""Reads the bytes of tensors, one chunk of a file after another. Counts invalid scales, and NaN and infinite values; finds tensors
-whose values are all equal; and compares two tensors bit by bit.
-"""
+"""Reads the bytes of tensors in chunks, to find scales and values that are invalid, and tensors that are constant or equal."""
 
 from __future__ import annotations
 
@@ -30,18 +28,14 @@ class ScaleCounts:
     negative: int = 0
 
     def text(self, elements: int) -> str:
-        """Return the counts in words, as in `holds 128 scales, of which 3 are NaN and 1 is zero`, or "" if all counts are 0.
-        elements: the total number of scales.
-        """
+        """Return the counts in words, as in `holds 128 scales, of which 3 are NaN and 1 is zero`, or "" if all are 0."""
         named = {"NaN": self.nan, "infinite": self.infinite, "zero": self.zero, "negative": self.negative}
         parts = [f"{count:,} {'is' if count == 1 else 'are'} {name}" for name, count in named.items() if count]
         return f"holds {elements:,} scales, of which {' and '.join(parts)}" if parts else ""
 
 
 def pieces(where: ByteRange, nbytes: int = _PIECE_BYTES) -> Iterator[bytes]:
-    """Read a range of a file, and yield its bytes in chunks of `nbytes` bytes. Raises UserError if the file can't be read or is too
-    short.
-    """
+    """Yield the bytes of a range of a file in chunks of `nbytes`. Raises UserError if the file can't be read or is too short."""
     with reading(where.file), open_regular(where.file) as file:
         file.seek(where.start)
         left = where.nbytes
@@ -54,10 +48,8 @@ def pieces(where: ByteRange, nbytes: int = _PIECE_BYTES) -> Iterator[bytes]:
 
 
 def count_scales(tensor: CheckpointTensor, exponents: bool) -> ScaleCounts | None:
-    """Return the numbers of NaN, infinite, zero and negative scales of a tensor. Returns None if the tensor's bytes can't be read
-    as values.
-
-    exponents: whether each byte is a power of two's exponent (E8M0). The byte 255 then means NaN.
+    """Return the numbers of NaN, infinite, zero and negative scales, or None if the tensor's bytes can't be read as values.
+    exponents: whether each byte is a power of two's exponent (E8M0), of which 255 means NaN.
     """
     import numpy as np
 
@@ -82,9 +74,7 @@ def count_scales(tensor: CheckpointTensor, exponents: bool) -> ScaleCounts | Non
 
 
 def integer_range(tensor: CheckpointTensor) -> tuple[int, int] | None:
-    """Return the smallest and the largest value of a tensor of integers. Returns None if it is empty, or if its bytes can't be read
-    as integers.
-    """
+    """Return the smallest and the largest value of a tensor of integers. None if it is empty, or can't be read as integers."""
     import numpy as np
 
     where = tensor.bytes
@@ -102,11 +92,8 @@ def _has_infinity(dtype: str) -> bool:
 
 
 def _magnitudes_and_signs(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
-    """Decode raw bytes of floating-point values (`piece`), so that NaN and infinity can be found by comparing integers. Returns
-    (magnitudes, signs, limit), or None for an unsupported dtype.
-
-    A magnitude is the bits of a value without its sign bit, as an integer. A sign is True for a negative value. A value is NaN if
-    its magnitude exceeds the limit. The limit itself stands for infinity or, if the dtype lacks infinity, for the largest finite
+    """Return (magnitudes, signs, limit) of raw floating-point values, or None for an unsupported dtype. A magnitude is the bits of
+    a value without the sign, as an integer. Beyond the limit it is NaN; the limit is infinity or, if there is none, the largest
     value.
     """
     import numpy as np
@@ -121,11 +108,7 @@ def _magnitudes_and_signs(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] 
 
 
 def find_bad_values(tensor: CheckpointTensor, on_bytes: Callable[[int], None]) -> tuple[int, bool] | None:
-    """Read a tensor, and return (number of NaN and infinite values, whether all values are equal). Returns None if the tensor's
-    bytes can't be read as values.
-
-    on_bytes: called after each chunk that was read, with the chunk's size in bytes.
-    """
+    """Return (how many values are NaN or infinite, whether all are equal), or None if there are none that can be read."""
     import numpy as np
 
     where, row = tensor.bytes, dtypes.BY_NAME.get(tensor.dtype)

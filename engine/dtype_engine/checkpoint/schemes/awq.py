@@ -70,9 +70,7 @@ def _read_fast(tensors: Tensors, method: str, sizes: set[int]) -> Weights:
 
 
 def _padded_size(sizes: set[int], columns: int, places: int) -> int | None:
-    """Return the group size, among the declared `sizes`, for which a row of `columns` values has `places` scales including padding.
-    Returns None if there is no such size.
-    """
+    """Return the declared group size for which a row of `columns` values has `places` scales including padding, or None."""
     for size in sorted(sizes):
         if size > 0 and columns % size == 0 and 0 <= places - columns // size < 8 * max(128 // size, 1):
             return size
@@ -82,10 +80,7 @@ def _padded_size(sizes: set[int], columns: int, places: int) -> int | None:
 def _layout(
     codes: CheckpointTensor, scale: CheckpointTensor, zero: CheckpointTensor, sizes: set[int]
 ) -> tuple[dict[str, Any], int, int, int] | None:
-    """Return (settings of the decoder, rows of the weight, columns of the weight, columns of a group). Returns None if the shapes
-    fit no layout of AWQ. codes, scale, zero: the weight's tensors. sizes: the group sizes, in columns, that the configuration
-    declares.
-    """
+    """Return (settings, rows, columns, columns of a group) of a weight, or None if the shapes fit no layout of AWQ."""
     (columns, words), (groups, rows) = codes.shape, scale.shape
     if rows == 8 * words and zero.shape == (groups, words):
         size = group_size(sizes, columns, groups)

@@ -1,32 +1,28 @@
 """bitsandbytes' two formats: 4 bits with a table of values (NF4, FP4), and 8 bits with a scale for each row. `x` is a layer.
 
-4 bits: `x.weight` holds two codes per byte, the first in the high nibble. `x.weight.quant_map` [16] holds the value of each code.
-`x.weight.absmax` holds a scale for each block of successive values. The JSON text in `x.weight.quant_state.bitsandbytes__nf4` gives
-the weight's shape and the size of a block. With "double quantization", the scales in `absmax` are themselves codes of 8 bits. Then
-`nested_quant_map`, `nested_absmax` and an offset decode them.
+4 bits: `x.weight` holds two codes per byte, the first in the high nibble. `x.weight.quant_map` [16] holds the value of each code,
+and `x.weight.absmax` a scale for each block of successive values. The JSON in `x.weight.quant_state.bitsandbytes__nf4` gives the
+weight's shape and the size of a block. With "double quantization", the scales are themselves codes of 8 bits, which
+`nested_quant_map`, `nested_absmax` and an offset decode.
 
 8 bits: `x.weight`, int8 [out, in], holds the codes. `x.SCB` [out] holds the largest absolute value of each row.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes.configuration import size
 from dtype_engine.checkpoint.schemes.layout import Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
-from dtype_engine.checkpoint.schemes.small_tensors import read_small
+from dtype_engine.checkpoint.schemes.small_tensors import json_object, read_small
 
 _STATE = ".quant_state.bitsandbytes__"
 _KINDS = ("nf4", "fp4")
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _ROW = b"\x00"
-"""The value of the tensor `weight_format` if codes are stored row by row. Other values mean an order for the tensor cores of old
-GPUs, and such weights are not read.
-"""
+"""The value of `weight_format` if codes are stored row by row. Other orders, for the tensor cores of old GPUs, are not read."""
 
 
 def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
@@ -44,8 +40,8 @@ def _four_bits(name: str, tensors: Tensors) -> CodedWeight | None:
     codes, scale = tensors.get(stem), parts.get("absmax")
     if kind not in _KINDS or codes is None or scale is None:
         return None
-    state = _read_state(tensors[name])
-    shape, block = _shape(state.get("shape")), _positive(state.get("blocksize"))
+    state = json_object(read_small(tensors[name]))
+    shape, block = _shape(state.get("shape")), size(state.get("blocksize"))
     if not shape or not block:
         return None
     count = math.prod(shape)
@@ -53,7 +49,7 @@ def _four_bits(name: str, tensors: Tensors) -> CodedWeight | None:
     settings: dict[str, int | float] = {"block": block}
     wanted: dict[str, tuple[int, ...]] = {"absmax": (blocks,), "quant_map": (16,)}
     if scale.dtype == "uint8":
-        nested, offset = _positive(state.get("nested_blocksize")), state.get("nested_offset")
+        nested, offset = size(state.get("nested_blocksize")), state.get("nested_offset")
         if not nested or type(offset) is not float:
             return None
         settings |= {"nested_block": nested, "offset": offset}
@@ -79,20 +75,8 @@ def _eight_bits(name: str, tensors: Tensors) -> CodedWeight | None:
     return CodedWeight(codes.name, codes.shape, SCHEME, f"{SCHEME.name}:int8@channel", parts, beside=beside)
 
 
-def _read_state(tensor: CheckpointTensor) -> Mapping[str, Any]:
-    try:
-        state = json.loads(read_small(tensor))
-    except (ValueError, RecursionError):
-        return {}
-    return state if isinstance(state, Mapping) else {}
-
-
 def _shape(found: object) -> tuple[int, ...]:
-    return tuple(found) if isinstance(found, list) and all(_positive(extent) for extent in found) else ()
-
-
-def _positive(found: object) -> int:
-    return found if type(found) is int and found > 0 else 0
+    return tuple(found) if isinstance(found, list) and all(map(size, found)) else ()
 
 
 def _required(codes: CheckpointTensor, scale: CheckpointTensor) -> tuple[str, ...]:
@@ -100,7 +84,7 @@ def _required(codes: CheckpointTensor, scale: CheckpointTensor) -> tuple[str, ..
 
 
 def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
-    return tuple((-(-2 * tensors[weight.codes].nbytes // size),) for size in _BLOCKS)
+    return tuple((-(-2 * tensors[weight.codes].nbytes // block),) for block in _BLOCKS)
 
 
 _STATES = tuple(_STATE + kind for kind in _KINDS)

@@ -1,17 +1,14 @@
 """Quantized weights in single files for ComfyUI, which have no config.json.
 
-Current files describe how a layer `x` is quantized, either in JSON in a tensor `x.comfy_quant`, or in the header's metadata under
+Current files describe how a layer `x` is quantized, in JSON in a tensor `x.comfy_quant`, or in the header's metadata under
 `_quantization_metadata`. The block scales of NVFP4 and MXFP8 are in the order in which cuBLAS reads them (see
 `runtime/formats/schemes/block_scaled.py`). NVFP4 has two codes per byte, the first in the high bits.
 
 Older files have no descriptions. They have a tensor `scaled_fp8`, which is kept beside the first weight, and their scales are in
-`x.scale_weight`. Some files have neither descriptions nor `scaled_fp8`. Their weights are float8 and have one scale each, or one
-for each row.
+`x.scale_weight`. The weights of files with neither are float8 and have one scale each, or one for each row.
 
-int8 weights may be rotated (`convrot`): each group of columns was multiplied by a Hadamard matrix. This matrix is its own inverse,
-so the decoder multiplies by it again.
-
-The formats `convrot_w4a4`, `asym_w4a8_int8` and `awq_w4a16` are not read.
+int8 weights may be rotated (`convrot`): each group of columns was multiplied by a Hadamard matrix, which is its own inverse. The
+formats `convrot_w4a4`, `asym_w4a8_int8` and `awq_w4a16` are not read.
 """
 
 from __future__ import annotations
@@ -69,9 +66,8 @@ def _read_weight(
         scales, shape = ("float8_e4m3fn",), (rows, 2 * columns)
         return with_beside(describe(name, SCHEME, kind, shape, (1, 16), parts, scales=scales, settings=settings), mark)
     if kind == "mxfp8" and codes.dtype in FP8:
-        return with_beside(
-            describe(name, SCHEME, kind, shape, (1, 32), parts, scales=EXPONENTS, settings=settings), mark
-        )
+        weight = describe(name, SCHEME, kind, shape, (1, 32), parts, scales=EXPONENTS, settings=settings)
+        return with_beside(weight, mark)
     settings = {}
     if codes.dtype == "int8" and kind == "int8_tensorwise":
         element = "int8"
@@ -96,9 +92,7 @@ def _is_read(about: Mapping[str, Any]) -> bool:
 
 
 def _in_other_formats(names: Iterable[str], tensors: Tensors, metadata: Mapping[str, str]) -> set[str]:
-    """Return the weights among `names` that are in a format which this program does not read, according to their layers'
-    descriptions. names: names of weights, such as `x.weight`. tensors, metadata: those of the file's header.
-    """
+    """Return the weights among `names` that are in a format which is not read, according to their layers' descriptions."""
     described = _layers(metadata)
     about = {name: _about(name, tensors, described) for name in names}
     return {name for name, layer in about.items() if layer is not None and not _is_read(layer)}
@@ -109,18 +103,13 @@ def _mark(name: str) -> str:
 
 
 def _layers(metadata: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the descriptions of layers in a file's metadata, keyed by the name of the layer's module. Returns {} if ModelOpt
-    wrote the file, because it stores values in another order under the same descriptions. Its metadata also has the key
-    `quantization_config`.
-    """
+    """Return the descriptions of layers in the metadata, by module. ModelOpt means another order of values by the same."""
     layers = _object(metadata.get(_IN_METADATA, "")).get("layers") if "quantization_config" not in metadata else None
     return layers if isinstance(layers, Mapping) else {}
 
 
 def _about(name: str, tensors: Tensors, described: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the description of a weight's layer, or None if there is none. A tensor `x.comfy_quant` is used in preference to the
-    metadata. described: the descriptions in the metadata, keyed by the name of the layer's module.
-    """
+    """Return the description of a weight's layer: a tensor `x.comfy_quant`, or else that in the metadata (`described`)."""
     mark, about = tensors.get(_mark(name)), described.get(name[: -len(".weight")])
     if mark is not None:
         return _object(read_small(mark).decode(errors="replace"))
@@ -128,9 +117,7 @@ def _about(name: str, tensors: Tensors, described: Mapping[str, Any]) -> Mapping
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return the JSON object in a text, as a description of a layer. If the JSON is a string, it is the name of a format, so
-    "nvfp4" gives {"format": "nvfp4"}. Anything else gives {}.
-    """
+    """Return the JSON object in a text, or {"format": "nvfp4"} for the string "nvfp4", and {} for anything else."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

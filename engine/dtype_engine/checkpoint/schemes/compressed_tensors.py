@@ -20,7 +20,15 @@ from math import prod
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.configuration import block_in, config_groups, declared, matches, size, sizes
+from dtype_engine.checkpoint.schemes.configuration import (
+    block_in,
+    config_groups,
+    declared,
+    mapping,
+    matches,
+    size,
+    sizes,
+)
 from dtype_engine.checkpoint.schemes.layout import BYTES, FLOAT8, WORDS, Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid, with_beside
 from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
@@ -55,39 +63,28 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 
 def _transforms_inputs(transforms: object) -> bool:
-    """Return whether the model transforms the inputs or outputs of layers, for example by a rotation. Then the stored weights are
-    not those of a model without transforms, and they are not read. transforms: the setting `transform_config`.
-    """
-    groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
-    places = (
-        [group.get("apply") for group in groups.values() if isinstance(group, Mapping)]
-        if isinstance(groups, Mapping)
-        else []
-    )
-    uses = [
-        use for place in places for use in (place if isinstance(place, list) else [place]) if isinstance(use, Mapping)
-    ]
-    return any(not str(use.get("location")).startswith("weight") for use in uses)
+    """Return whether the setting `transform_config` also changes inputs or outputs of layers, for example by a rotation."""
+    places = [mapping(group).get("apply") for group in mapping(mapping(transforms).get("config_groups")).values()]
+    uses = (use for place in places for use in (place if isinstance(place, list) else [place]))
+    return any(isinstance(use, Mapping) and not str(use.get("location")).startswith("weight") for use in uses)
 
 
 def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Mapping[str, Any]]:
-    """Return the `weights` settings that may apply to a module, in the order in which to try them. If groups of `config_groups`
-    name the module, these are the settings of those groups. Otherwise, they are the settings of all groups, because a header does
-    not tell the class of a module. Groups that name a class, such as "Linear", come first. usual: the format of groups that do not
-    declare one.
+    """Return the `weights` settings that may apply to a module, in the order in which to try them: those of the groups of
+    `config_groups` that name the module or, as a header does not tell the class of a module, those of all groups, first of those
+    that name a class, such as "Linear". usual: the format of groups that do not declare one.
     """
     named: list[Mapping[str, Any]] = []
     of_classes: list[Mapping[str, Any]] = []
     others: list[Mapping[str, Any]] = []
-    for group in groups.values():
-        arguments = group.get("weights") if isinstance(group, Mapping) else None
+    for group in map(mapping, groups.values()):
+        arguments, targets = group.get("weights"), group.get("targets")
         if not isinstance(arguments, Mapping) or (group.get("format") or usual) in _UNREAD:
             continue
-        targets = group.get("targets")
-        targets = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
+        targets = targets if isinstance(targets, list) else []
         if any(matches(target, module) for target in targets):
             named.append(arguments)
-        elif any(target.isidentifier() for target in targets):
+        elif any(isinstance(target, str) and target.isidentifier() for target in targets):
             of_classes.append(arguments)
         else:
             others.append(arguments)
@@ -184,10 +181,7 @@ def _read_small_floats(
 
 
 def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
-    """Return the (rows, columns) of a block of values that share a scale, such as (1, 128). Returns "channel" if each row has one
-    scale, "tensor" if the weight has a single scale, and None if `arguments`, the `weights` settings of a group of modules, do not
-    say it.
-    """
+    """Return the (rows, columns) of a block with one scale, "channel", "tensor", or None if the settings do not say it."""
     strategy, group = arguments.get("strategy"), arguments.get("group_size")
     if strategy is None:
         strategy = "channel" if group == -1 else "tensor" if group is None else "group"
@@ -200,18 +194,14 @@ def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
 
 
 def _group_indices(index: CheckpointTensor, columns: int) -> set[int]:
-    """Return the numbers of all groups in `index`, a tensor that holds the number of the group of each column. Returns an empty set
-    if the tensor has an unexpected dtype or shape. Raises UserError if it can't be read.
-    """
+    """Return all groups in a tensor with the group of each column, or none if that is no such tensor. Raises UserError."""
     if index.dtype not in _INTEGERS or index.shape != (columns,):
         return set()
     return set(struct.unpack(f"<{columns}{_INTEGERS[index.dtype]}", read_small(index)))
 
 
 def _input_format(weight: CodedWeight, settings: Config) -> str:
-    """Return the format to which runtimes round the inputs of a weight's module, or "" if they do not. A group of `config_groups`
-    that names the module has precedence over groups that name a class.
-    """
+    """As `Scheme.input_format`. A group of `config_groups` that names the module has precedence over those of classes."""
     module, of_class = weight.name.rpartition(".")[0], ""
     for targets, arguments in config_groups(settings, "input_activations"):
         form = _of_arguments(arguments) if targets else ""
@@ -222,14 +212,20 @@ def _input_format(weight: CodedWeight, settings: Config) -> str:
 
 
 def _of_arguments(arguments: Mapping[str, Any]) -> str:
-    is_static = arguments.get("strategy") == "tensor"
-    if (
-        arguments.get("dynamic") not in ((False,) if is_static else (True, "local"))
-        or arguments.get("symmetric") is False
-    ):
+    dynamic = (False,) if arguments.get("strategy") == "tensor" else (True, "local")
+    if arguments.get("dynamic") not in dynamic or arguments.get("symmetric") is False:
         return ""
     key = tuple(arguments.get(name) for name in ("num_bits", "type", "strategy", "group_size"))
     return next((form for wanted, form in _INPUTS.items() if wanted == key), "")
+
+
+def _cache_formats(settings: Config) -> tuple[tuple[str, str, str], ...]:
+    scheme = mapping(settings.get("kv_cache_scheme"))
+    if scheme.get("num_bits") != 8 or scheme.get("type") != "float":
+        return ()
+    by_head = scheme.get("strategy") == "attn_head"
+    form = "fp8@token" if scheme.get("dynamic") is True else "fp8@head" if by_head else "float8_e4m3fn@tensor"
+    return (("", "", form),)
 
 
 def _in_nvfp4(codes: CheckpointTensor, scale: CheckpointTensor) -> bool:
@@ -254,9 +250,7 @@ def _packed_scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config)
 
 
 def _integers(config: Config) -> Iterator[tuple[int, int | None]]:
-    """Yield the pairs (bits per value, group size) with which integer weights are packed, according to the configuration. The group
-    size is None if it is not declared.
-    """
+    """Yield the (bits per value, declared group size) with which integer weights are packed, according to the configuration."""
     for _, weights in config_groups(declared(config), "weights"):
         bits, columns = weights.get("num_bits"), weights.get("group_size")
         if weights.get("type", "int") == "int" and isinstance(bits, int) and 0 < bits <= 8:
@@ -290,12 +284,12 @@ SCALED = Layout(
     orphans=("weight_scale", "weight_scale_2"), fused_scale="_scale_2", exponents=True, scale_shapes=_scale_shapes,
     required=lambda codes, scale: ("_scale_2",) if _in_nvfp4(codes, scale) else (),
 )  # fmt: skip
-"""The names that compressed-tensors gives to the tensors of weights that are not packed. ModelOpt and Quark use them, too."""
+"""The names of weights that are not packed. ModelOpt and Quark use them, too."""
 _SPARSE = Layout(
     "sparse (compressed-tensors)", "compressed", "bitmask", frozenset({"bfloat16", "float16", "float32", *FLOAT8}),
     ("shape", "row_offsets", "scale"), ("weight_scale",),
 )  # fmt: skip
 SCHEME = Scheme(
     "ct", "block_scaled", _read, (_PACKED, SCALED, _SPARSE), describing=("_shape", "_g_idx"), input_format=_input_format,
-    reciprocal_scales=True, ignored=("ignore",), ignored_by=("compressed-tensors",),
+    reciprocal_scales=True, ignored=("ignore",), ignored_by=("compressed-tensors",), cache_formats=_cache_formats,
 )  # fmt: skip

@@ -36,9 +36,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 
 def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | str | None:
-    """Return the (rows, columns) of the blocks of float8 weights that have a scale each, "channel" if each row has one, or "tensor"
-    if a weight has one. Returns None if the quantization settings declare other weights.
-    """
+    """Return the (rows, columns) of blocks with a scale, "channel", "tensor", or None if no float8 weights are declared."""
     method, block = settings.get("quant_method"), settings.get("weight_block_size")
     if method not in ("fp8", "fbgemm_fp8"):
         return None
@@ -46,9 +44,7 @@ def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | str | None:
 
 
 def input_format(weight: CodedWeight, settings: Mapping[str, Any]) -> str:
-    """Return the format to which runtimes round the inputs of a weight's layer, or "". settings: the quantization settings in
-    config.json.
-    """
+    """Return what `Scheme.input_format` does."""
     if "e4m3" not in weight.format:
         return ""
     if quant_method(settings) == "fbgemm_fp8":

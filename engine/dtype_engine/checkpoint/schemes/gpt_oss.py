@@ -14,7 +14,7 @@ from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, describe
 from dtype_engine.checkpoint.schemes.scheme import CODES, Metadata, Scheme, Weights
 
 _BYTES = 16
-"""The number of bytes in a block of 32 values. It is the last dimension of the codes."""
+"""The bytes of a block of 32 values, which are the last dimension of the codes."""
 
 
 def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:

@@ -1,14 +1,12 @@
 """Weights in GPTQ's layout, as AutoGPTQ, GPTQModel and AutoRound write it. `x` is a layer.
 
-`x.qweight` [in * bits / 32, out] holds codes of 2, 3, 4 or 8 bits. They are packed along the inputs without gaps, the first in the
-lowest bits. `x.qzeros` [groups, out * bits / 32] holds zero points, which are packed along the outputs. The first version of the
-format stores each zero point minus one. `x.scales` [groups, out] holds the scales. `x.g_idx` [in] is optional and holds the group
-of each input.
+`x.qweight` [in * bits / 32, out] holds codes of 2, 3, 4 or 8 bits, packed along the inputs without gaps, the first in the lowest
+bits. `x.qzeros` [groups, out * bits / 32] holds zero points, packed along the outputs. The first version of the format stores each
+zero point minus one. `x.scales` [groups, out] holds the scales. `x.g_idx` [in] is optional and holds the group of each input.
 """
 
 from __future__ import annotations
 
-from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.configuration import (
     block_name,
     declared,
@@ -25,9 +23,7 @@ _ADDED = {
     ("auto-round", "auto_round:auto_gptq"): 1, ("auto-round", "auto_round:gptq"): 1, ("auto-round", "auto"): 1,
     ("auto-round", "auto_round"): 0, ("auto-round", "auto_round:gptqmodel"): 0,
 }  # fmt: skip
-"""Maps (quantization method, its format), as a configuration names them, to the number that the decoder adds to each stored zero
-point. Other methods and formats do not use this layout.
-"""
+"""Maps (method, format) to what the decoder adds to each stored zero point. Others do not use this layout."""
 
 
 def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
@@ -54,15 +50,8 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
         yield CodedWeight(f"{stem}weight", (rows, columns), SCHEME, form, parts, numbers)
 
 
-def _is_padded(codes: CheckpointTensor, scale: CheckpointTensor) -> bool:
-    """Return whether a weight is in AWQ's layouts "gemv" and "gemv_fast", which pad the scales to whole words."""
-    return scale.shape[:1] == codes.shape[:1] or codes.dtype == "int16"
-
-
 def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Shapes:
-    """Return the shape that the scales of a GPTQ or AWQ weight must have, in a tuple, or () if the configuration does not give bits
-    and group size. GPTQ packs codes along the inputs, AWQ along the outputs.
-    """
+    """GPTQ packs codes along the inputs, AWQ along the outputs."""
     settings, codes = declared(config), tensors[weight.codes]
     bits, size, zeros = settings.get("bits"), settings.get("group_size"), tensors.get(weight.part("qzeros"))
     if zeros is None or codes.dtype == "int16" or len(codes.shape) < 2:
@@ -77,8 +66,9 @@ def _scale_shapes(weight: PackedWeight, tensors: Tensors, config: Config) -> Sha
 
 _LAYOUT = Layout(
     "packed by GPTQ or AWQ", "qweight", "scales", WORDS | {"int16"}, ("qzeros", "g_idx", "bias_scales", "scaled_zeros"),
-    alone=(".qweight", ".qzeros"), orphans=(".qzeros",), signed=True, padded=_is_padded, scale_shapes=_scale_shapes,
-    # AWQ's "gemv_fast" may name the zero points otherwise.
+    alone=(".qweight", ".qzeros"), orphans=(".qzeros",), signed=True, scale_shapes=_scale_shapes,
+    # AWQ's "gemv" and "gemv_fast" pad the scales to whole words. The latter may name the zero points otherwise.
+    padded=lambda codes, scale: scale.shape[:1] == codes.shape[:1] or codes.dtype == "int16",
     required=lambda codes, scale: () if codes.dtype == "int16" else ("qzeros",),
 )  # fmt: skip
 SCHEME = Scheme("gptq", "gptq", _read, (_LAYOUT,), settings_files=("quantize_config.json", "quantization_config.json"))

@@ -19,10 +19,10 @@ from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata,
 from dtype_engine.checkpoint.schemes.small_tensors import read_small
 
 _PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
-"""Maps the name of a packing, such as "4bit_u8", to (bits of a code, number of codes in an element of `W_q`)."""
+"""Maps the name of a packing to (bits of a code, number of codes in an element of `W_q`)."""
 _NEEDED, _SIZE = ("shape", "axis", "packing"), "group_size"
 _UNREAD = ("view_as_float", "quant_scale", "quant_zero")
-"""Names of tensors that hold a setting of HQQ. If the setting is not 0, it changes the layout, and the weight is not read."""
+"""Settings of HQQ that change the layout if they are not 0. Such a weight is not read."""
 
 
 def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:

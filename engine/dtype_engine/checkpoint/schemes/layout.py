@@ -22,42 +22,35 @@ Config = Mapping[str, Any]
 
 
 class Layout(msgspec.Struct, frozen=True, eq=False):
-    """The names that one quantization program gives to the tensors of a weight, and what must hold for these tensors. Each name is
-    a stem, which they share, and a suffix: `x.q_proj.qweight` is the stem `x.q_proj.` and the suffix `qweight`. Unless a field
-    says otherwise, it holds suffixes.
+    """The names that a program gives to the tensors of a weight, and what must hold for these tensors. A name is a stem, which they
+    share, and a suffix: `x.q_proj.qweight` is `x.q_proj.` and `qweight`. Unless a field says otherwise, it holds suffixes.
     """
 
     what: str
-    """Words that describe the weight to the user and complete "a weight that is ...", such as "packed by compressed-tensors"."""
+    """Words for the user that complete "a weight that is ...", such as "packed by compressed-tensors"."""
     codes: str
     scale: str
-    """The suffix of the tensor of scales, without which the codes can't be read."""
+    """The tensor of scales, without which the codes can't be read."""
     dtypes: frozenset[str]
     """The dtypes that codes may have. A tensor with the name of codes but another dtype is a plain weight."""
     more: tuple[str, ...] = ()
-    """Suffixes of optional tensors other than codes and scales, such as zero points."""
+    """Optional tensors other than codes and scales, such as zero points."""
     beside: tuple[str, ...] = ()
-    """Suffixes of optional tensors that are named after the weight's module, such as `x.input_scale` for `x.weight`. All other
-    suffixes are added to the weight's stem.
-    """
+    """Optional tensors that are named after the weight's module, such as `x.input_scale` for `x.weight`, and not after its stem."""
     mark: str = ""
-    """The suffix, also after the name of the weight's module, of a tensor that every weight of this layout has. It tells the
-    layout from another one with the same codes and scales. "" if there is no such tensor.
-    """
+    """A tensor of the module that every weight of this layout has, unlike those of another with the same codes and scales."""
     alone: tuple[str, ...] = ()
-    """Ends of names that an unquantized tensor never has. A tensor with such a name belongs to a quantized weight, even if its
-    scales or other tensors are missing.
-    """
+    """Ends of names that only tensors of a quantized weight have, even if others of its tensors are missing."""
     orphans: tuple[str, ...] = ()
     """Ends of the names of scales and zero points by which `check` recognizes them if their codes are missing."""
     proofs: tuple[str, ...] = ()
-    """Suffixes of tensors that only codes have. They are needed if codes have the name that the weight had before."""
+    """Tensors that only codes have. They are needed if codes have the name that the weight had before."""
     several: bool = False
     """Whether an element of int8 or float8 may hold several codes."""
     fused_scale: str = ""
-    """The suffix of a scale of the whole tensor, which layers that runtimes fuse into one should have in common."""
+    """A scale of the whole tensor, which layers that runtimes fuse into one should have in common."""
     more_scales: tuple[str, ...] = ()
-    """Suffixes of further tensors of scales."""
+    """Further tensors of scales."""
     exponents: bool = False
     """Whether scales stored as bytes are exponents of two."""
     signed: bool = False
@@ -65,18 +58,14 @@ class Layout(msgspec.Struct, frozen=True, eq=False):
     padded: Callable[[CheckpointTensor, CheckpointTensor], bool] = lambda codes, scale: False
     """Takes codes and scales. Returns whether some scales may be 0, because they belong to no codes."""
     required: Callable[[CheckpointTensor, CheckpointTensor], tuple[str, ...]] = lambda codes, scale: ()
-    """Takes codes and scales. Returns the suffixes of the other tensors that the weight can't be without."""
+    """Takes codes and scales. Returns the other tensors that the weight can't be without."""
     scale_shapes: Callable[[PackedWeight, Tensors, Config], Shapes] = lambda weight, tensors, config: ()
-    """Takes a weight, all tensors, and the content of config.json. Returns all shapes that the weight's scales may have, or () if
-    that is not known.
-    """
+    """Takes a weight, all tensors, and config.json. Returns all shapes that the scales may have, or () if unknown."""
     part_shapes: Callable[[Shape], Mapping[str, Shape]] = lambda scale: {}
     """Takes the shape of the scales. Returns the shapes of other tensors of the weight, by suffix."""
 
     def holds_codes(self, name: str, dtype: str, tensors: Mapping[str, object]) -> bool:
-        """Return whether a tensor holds codes of this layout by its name and dtype or by the other tensors of its weight, even if
-        it has no scales.
-        """
+        """Return whether a tensor holds codes of this layout by its name and dtype or by the other tensors of its weight."""
         if dtype not in self.dtypes:
             return False
         if self.codes in ("", "weight"):
@@ -84,7 +73,7 @@ class Layout(msgspec.Struct, frozen=True, eq=False):
         return name.endswith(self.codes) and dtype in CODES_DTYPES
 
     def codes_of(self, name: str) -> str:
-        """Return the name of the codes to which another tensor of a weight belongs. name: the name of this tensor."""
+        """Return the name of the codes to which another tensor of a weight belongs."""
         suffix = next(suffix for suffix in (self.scale, *self.more) if name.endswith(suffix))
         return name.removesuffix(suffix) + self.codes
 
@@ -102,12 +91,10 @@ class PackedWeight(msgspec.Struct, frozen=True):
 
     @property
     def codes(self) -> str:
-        """The name of the tensor that holds the weight's codes."""
         return self.stem + self.layout.codes
 
     @property
     def scale(self) -> str:
-        """The name of the tensor that holds the weight's scales."""
         return self.stem + self.layout.scale
 
     @property

@@ -11,25 +11,23 @@ in `switch_mlp`. Here, each expert is a weight of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec.structs import replace
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.configuration import declared
+from dtype_engine.checkpoint.schemes.configuration import declared, mapping
 from dtype_engine.checkpoint.schemes.layout import Config, Layout, PackedWeight, Shapes, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS
 from dtype_engine.checkpoint.schemes.scheme import CODES, MOST_EXPERTS, CodedWeight, Metadata, Scheme, Weights
 
 _AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
 _FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
-"""Maps a mode with floats as codes, such as "mxfp4", to (bits of a code, number of codes in a group)."""
+"""Maps a mode with floats as codes to (bits of a code, number of codes in a group)."""
 _STACKED = ".switch_mlp."
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-"""Maps MLX's names for the weights of an expert to Mixtral's names. They are used for all models that have their experts in
-`block_sparse_moe`.
-"""
+"""Maps MLX's names for the weights of an expert to those of models that have their experts in `block_sparse_moe`."""
 
 
 def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
@@ -63,14 +61,9 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 
 def _settings_of(config: Config, module: str) -> tuple[str, Any, Any]:
-    """Return (the mode, the bits of a code, the size of a group) of a module, such as ("affine", 4, 64). They are the module's own
-    settings in config.json or, if it has none, those of the model. Each mode has defaults for the bits and the size. The settings
-    are not validated, so they can have any type. config: the content of config.json.
-    """
-    whole = config.get("quantization")
-    whole = whole if isinstance(whole, Mapping) else declared(config)
-    own = whole.get(module)
-    own = own if isinstance(own, Mapping) else whole
+    """Return (mode, bits, group size) of a module in config.json, such as ("affine", 4, 64), which can have any type."""
+    whole = mapping(config.get("quantization")) or declared(config)
+    own = mapping(whole.get(module)) or whole
     mode = str(own.get("mode", "affine"))
     usual = _FLOAT_MODES.get(mode, (4, 64))
     return mode, own.get("bits", usual[0]), own.get("group_size", usual[1])
@@ -79,9 +72,7 @@ def _settings_of(config: Config, module: str) -> tuple[str, Any, Any]:
 def _described(
     config: Config, module: str, codes: CheckpointTensor, scale: CheckpointTensor
 ) -> tuple[str, int, int] | None:
-    """Return (the mode, the bits of a code, the size of a group) of a module. Returns None if the shapes or dtypes of the codes and
-    scales contradict the settings in config.json.
-    """
+    """Return the settings of a module, or None if the shapes or dtypes of its codes and scales contradict them."""
     mode, bits, size = _settings_of(config, module)
     if mode == "affine":
         fits = scale.dtype in FLOATS and bits in _AFFINE_BITS
@@ -95,9 +86,7 @@ def _described(
 
 
 def _experts(stacked: CodedWeight) -> Iterator[CodedWeight]:
-    """Yield a weight for each expert in a weight that stacks all experts of a layer. The expert's tensors are ranges of bytes of
-    the stacked tensors.
-    """
+    """Yield a weight for each expert in a weight that stacks those of a layer, as ranges of its tensors' bytes."""
     layer, _, local = stacked.name.partition(_STACKED)
     projection = local.removesuffix(".weight")
     if layer.endswith(".block_sparse_moe"):

@@ -1,10 +1,9 @@
-"""Weights quantized by NVIDIA ModelOpt. The setting `quant_algo` names the algorithm of all layers. If layers differ,
-`quantized_layers` names the algorithm of each layer. These settings are in config.json and, more completely, in
-hf_quant_config.json.
+"""Weights quantized by NVIDIA ModelOpt. The setting `quant_algo` names the algorithm of all layers, or `quantized_layers` that of
+each. These settings are in config.json and, more completely, in hf_quant_config.json.
 
 For a layer `x`, `x.weight` holds codes, and `x.weight_scale` holds the scales of their blocks. `x.weight_scale_2` is a single
 number by which these scales are multiplied. `x.pre_quant_scale` holds a factor for each input of the layer. The layer multiplies
-its inputs by these factors. Here, the columns of the weight are multiplied by them instead, which has the same effect.
+its inputs by these factors; here, the columns of the weight are multiplied by them instead.
 
 Two kinds of weights are not read: experts that are stacked in one tensor, and NVFP4_SVD, whose layers also add a product of two
 small matrices.
@@ -18,7 +17,7 @@ from typing import Any
 import msgspec
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.configuration import declared, matches, size
+from dtype_engine.checkpoint.schemes.configuration import declared, mapping, matches, size
 from dtype_engine.checkpoint.schemes.layout import Config, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, with_beside
 from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
@@ -29,6 +28,11 @@ _INPUTS = {
     "modelopt:e4m3@tensor": "float8_e4m3fn@tensor", "modelopt:e4m3@channel": "float8_e4m3fn", "modelopt:mxfp8": "mxfp8",
 }  # fmt: skip
 """Maps the format of a weight to the format of the inputs of its layer."""
+_CACHES = {
+    "FP8": (("", "float8_e4m3fn@tensor"),), "NVFP4": (("", "nvfp4"),),
+    "FP8_K_NVFP4_V": (("k", "float8_e4m3fn@tensor"), ("v", "nvfp4")),
+}  # fmt: skip
+"""Maps an algorithm for KV caches to the formats of "k", "v" or both ("")."""
 
 
 class _Layout(msgspec.Struct, frozen=True):
@@ -38,31 +42,27 @@ class _Layout(msgspec.Struct, frozen=True):
     dtypes: tuple[str, ...]
     """The dtypes that the codes may have."""
     block: str | int
-    """The number of columns in a block, which is used if the settings declare no `group_size`. It is "channel" if each row has
-    one scale, or "tensor" if the weight has a single scale.
-    """
+    """The columns of a block if the settings declare no `group_size`, "channel" if each row has one scale, or "tensor"."""
     scales: tuple[str, ...] = FLOATS
     settings: Mapping[str, Any] = {}
     tensor_scale: bool = False
     """Whether the weight has a scale for the whole tensor."""
     height: int = 1
-    """The number of rows in a block. 0 means that a block has as many rows as columns."""
+    """The rows of a block, or 0 if it has as many as columns."""
 
 
-_FP8 = _Layout("e4m3", tuple(FP8), "tensor")
 _NVFP4 = _Layout("nvfp4", ("uint8",), 16, ("float8_e4m3fn",), {"code": "e2m1"}, True)
 _MXFP4 = _Layout("mxfp4", ("uint8",), 32, EXPONENTS, {"code": "e2m1"})
 _INT4 = _Layout("int4", ("uint8",), 128, FLOATS, {"code": "row pairs"})
-_INT8 = _Layout("int8", ("int8",), "channel")
 _LAYOUTS: Mapping[str, _Layout] = {
-    "FP8": _FP8,
+    "FP8": _Layout("e4m3", tuple(FP8), "tensor"),
     "FP8_PER_CHANNEL_PER_TOKEN": _Layout("e4m3", tuple(FP8), "channel"),
     **dict.fromkeys(("FP8_PB_WO", "FP8_PB_REAL"), _Layout("e4m3", tuple(FP8), 128, height=0)),
     **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8"), _NVFP4),
     **dict.fromkeys(("MXFP4", "W4A8_MXFP4_FP8"), _MXFP4),
     "MXFP8": _Layout("mxfp8", tuple(FP8), 32, EXPONENTS),
     **dict.fromkeys(("W4A16_AWQ", "W4A8_AWQ"), _INT4),
-    **dict.fromkeys(("W8A16", "W8A8_SQ_PER_CHANNEL"), _INT8),
+    **dict.fromkeys(("W8A16", "W8A8_SQ_PER_CHANNEL"), _Layout("int8", ("int8",), "channel")),
 }
 
 
@@ -72,8 +72,7 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
         return
     beside = next(iter(tensors.values())).file.parent / _BESIDE_CONFIG
     if beside.is_file():
-        more = read_json(beside).get("quantization")
-        settings |= more if isinstance(more, Mapping) else {}
+        settings |= mapping(read_json(beside).get("quantization"))
     for scale in tensors if settings.get("quant_algo") is not None else ():
         name = scale.removesuffix("_scale")
         if name != scale and name.endswith("weight"):
@@ -81,17 +80,13 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 
 def _of_layer(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings that apply to a module. If `quant_algo` is "MIXED_PRECISION", they are in an entry of
-    `quantized_layers`. The key of the entry is the name of the module or of a module that contains it, and `*` in the key matches
-    any text. Returns {} if there is no such entry. For other algorithms, the settings of all layers are returned.
-    """
+    """Return the settings of a module. With "MIXED_PRECISION", `quantized_layers` has them by name or pattern."""
     layers = settings.get("quantized_layers")
     if settings.get("quant_algo") != "MIXED_PRECISION" or not isinstance(layers, Mapping):
         return settings
     holders = [module[:end] for end in range(len(module), 0, -1) if end == len(module) or module[end] == "."]
     entry = next((layers[holder] for holder in holders if holder in layers), None)
-    entry = entry or next((layers[name] for name in layers if matches(name, module)), None)
-    return entry if isinstance(entry, Mapping) else {}
+    return mapping(entry or next((layers[name] for name in layers if matches(name, module)), None))
 
 
 def _read_weight(name: str, settings: Mapping[str, Any], tensors: Tensors) -> CodedWeight | None:
@@ -123,7 +118,20 @@ def _input_format(weight: CodedWeight, settings: Mapping[str, Any]) -> str:
     return _INPUTS.get(weight.format, "")
 
 
+def _cache_formats(settings: Config) -> tuple[tuple[str, str, str], ...]:
+    layers = settings.get("kv_cache_quantized_layers")
+    if not isinstance(layers, Mapping):
+        layers = {"": {"quant_algo": settings.get("kv_cache_quant_algo")}}
+    return tuple(
+        (module, part, form)
+        for module, of_module in layers.items()
+        if isinstance(module, str)
+        for part, form in _CACHES.get(str(mapping(of_module).get("quant_algo")), ())
+    )
+
+
 SCHEME = Scheme(
     "modelopt", "block_scaled", _read, input_format=_input_format, settings_files=(_BESIDE_CONFIG,),
     nested_settings=("quantization",), ignored=("ignore", "exclude_modules"), ignored_by=("modelopt",),
+    cache_formats=_cache_formats,
 )  # fmt: skip

@@ -1,8 +1,4 @@
-"""Finds the weights that an export of this program stores with scales, and the tensors in the file that belong to each of them:
-codes, scales, ...
-
-The export writes each weight's name and dtype to the file's metadata, so that `runtime` can dequantize the weight.
-"""
+"""Finds the weights that an export of this program stores with scales, whose names and dtypes are in the file's metadata."""
 
 from __future__ import annotations
 
@@ -20,24 +16,15 @@ from dtype_engine.core.text import printable
 SCHEME = Scheme("dtype-tui", "own", of_inputs=(INPUT_SCALE,), own=True)
 """`Checkpoint` reads its weights by `read`, before those of other schemes."""
 SCALED_KEY = "dtype_engine.scaled."
-"""Prefix of metadata keys in an exported file. A key is this prefix and the name of a tensor with codes. The value is the format of
-the codes, such as `float8_e4m3fn`.
-"""
+"""A metadata key is this and the name of a tensor with codes. The value is their format, such as `float8_e4m3fn`."""
 SHAPE_KEY = "dtype_engine.shape."
-"""Prefix of metadata keys in an exported file. A key is this prefix and the name of a tensor with packed codes. The value is the
-weight's shape, such as `16,128`.
-"""
+"""A metadata key is this and the name of a tensor with packed codes. The value is the weight's shape, such as `16,128`."""
 OWN_SUFFIX = "_quantized"
-"""Suffix of the name of codes in a format that compressed-tensors can't express: `weight_quantized` for `weight`. If the codes were
-named `weight`, other loaders would silently read them as values.
-"""
+"""The suffix of codes in a format that compressed-tensors can't express. Other loaders would silently read `weight` as values."""
 
 
 def read(path: Path, tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, CodedWeight]:
-    """Return the weights that this program's export stored with scales, under the names that the model gives them.
-
-    Raises UserError if the file's metadata does not match its tensors. tensors, metadata: those of the file's header.
-    """
+    """Return the weights of this program's export by name. Raises UserError if the metadata does not match the tensors."""
     weights: dict[str, CodedWeight] = {}
     owners: dict[str, str] = {}
     for key, dtype in metadata.items():
@@ -61,10 +48,7 @@ def read(path: Path, tensors: Mapping[str, CheckpointTensor], metadata: Mapping[
 def _read_weight(
     name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
 ) -> CodedWeight | None:
-    """Return the weight `name`, or None if a tensor that its dtype requires is missing or has the wrong dtype or size. tensors: all
-    tensors of the file, by name. packed_shape: the weight's shape as the file's metadata gives it. Packed codes need it, because
-    they have another shape.
-    """
+    """Return a weight, or None if one of its tensors is missing or does not fit. packed_shape: its shape in the metadata."""
     row = dtypes.BY_NAME.get(dtype)
     if row is None or dtype not in dtypes.STORAGE_DTYPES:
         return None
@@ -94,23 +78,19 @@ def _read_shape(text: str | None) -> tuple[int, ...]:
 
 
 def codes_names(name: str, dtype: str) -> tuple[str, str]:
-    """Return the two names under which a file may hold the codes of a weight. The first is used if other programs can read the
-    layout, the second if only this program can. dtype: the format of the codes.
-    """
+    """Return two names for a weight's codes: if other programs can read the layout, and if only this one can."""
     blocks = dtypes.BY_NAME[dtype].blocks
     packed = "_packed" if blocks is not None and blocks.packing != "none" else ""
     return name + packed, name + OWN_SUFFIX + packed
 
 
 def input_scale_name(name: str) -> str:
-    """Return the name of the tensor that holds the scale for the inputs of a layer. name: the name of the layer's weight."""
+    """Return the name of the tensor that holds the scale for the inputs of the layer with the weight `name`."""
     return f"{name.rpartition('.')[0]}.{INPUT_SCALE}".removeprefix(".")
 
 
 def parts_in(shape: tuple[int, ...], dtype: str) -> tuple[Part, ...]:
-    """Return descriptions of the tensors (codes, scales, ...) with which a file stores a weight of `shape` in the format
-    `dtype`.
-    """
+    """Return the tensors (codes, scales, ...) with which a file stores a weight of `shape` in the format `dtype`."""
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:
         return parts(shape, row.blocks, row.bits, row.torch_name)

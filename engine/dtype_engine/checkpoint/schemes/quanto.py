@@ -2,19 +2,16 @@
 `x.weight._scale` holds a scale for each output channel.
 
 With 4 or 2 bits, the values of a weight, row by row, form a matrix [groups, group size], and `x.weight._data._data` holds the codes
-of this matrix. With 4 bits, a byte holds codes of two rows of the matrix: the low bits belong to the first half of the rows. With 2
-bits, it holds codes of four rows, and the lowest bits belong to the first quarter. `x.weight._scale` [groups, 1] holds factors, and
-`x.weight._shift` [groups, 1] holds offsets that are subtracted. The file does not contain the weight's shape. It is computed from
-the length of the layer's bias or, for layers with names that are usual in language models, from the configuration. Weights whose
-shape can't be found in this way are not read.
+of this matrix: a byte holds codes of two or four rows, the lowest bits those of the first half or quarter of the rows.
+`x.weight._scale` [groups, 1] holds factors, and `x.weight._shift` [groups, 1] holds offsets that are subtracted. The weight's shape
+is not in the file. It is computed from the length of the layer's bias or, for layers with names that are usual in language models,
+from the configuration. Weights whose shape can't be found in this way are not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.configuration import block_name, size
+from dtype_engine.checkpoint.schemes.configuration import block_name, mapping, size
 from dtype_engine.checkpoint.schemes.layout import BYTES, FLOAT8, Config, Layout, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, FP8
 from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
@@ -50,14 +47,16 @@ def _bits(name: str, codes: CheckpointTensor, tensors: Tensors, config: Config) 
     if scale.dtype not in FLOATS or shift.dtype not in (*FLOATS, "int8", "uint8"):
         return None
     elements, bias = groups * width, tensors.get(f"{name.rpartition('.')[0]}.bias")
-    columns = (
-        elements // bias.shape[0]
-        if bias is not None and len(bias.shape) == 1 and bias.nbytes
-        else _columns(name, config)
-    )
+    if bias is not None and len(bias.shape) == 1 and bias.nbytes:
+        columns: int | None = elements // bias.shape[0]
+    else:
+        columns = _columns(name, config)
     if columns is None and width not in (32, 64, 96, 128):
         columns = width
-    if not columns or elements % columns or _group_size(columns) != width:
+    if not columns or elements % columns:
+        return None
+    # A whole row shares a scale if it has at most 128 values, or if no group size divides its length.
+    if width != next((each for each in (128, 96, 64, 32) if columns > 128 and columns % each == 0), columns):
         return None
     shape = elements // columns, columns
     if bias is not None and bias.shape != shape[:1]:
@@ -67,11 +66,8 @@ def _bits(name: str, codes: CheckpointTensor, tensors: Tensors, config: Config) 
 
 
 def _columns(name: str, config: Config) -> int | None:
-    """Return the number of inputs of a linear layer of a language model, or None if it is unknown. The layer's name, such as
-    `q_proj`, tells which entry of the configuration has this number. name: the name of the layer's weight.
-    """
-    text = config.get("text_config")
-    settings = {**config, **(text if isinstance(text, Mapping) else {})}
+    """Return the inputs of a linear layer of a language model: its name, such as `q_proj`, tells the entry of config.json."""
+    settings = {**config, **mapping(config.get("text_config"))}
     hidden, heads = size(settings.get("hidden_size")), size(settings.get("num_attention_heads"))
     module = name.removesuffix(".weight").rpartition(".")[2]
     if module in ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "lm_head"):
@@ -81,13 +77,6 @@ def _columns(name: str, config: Config) -> int | None:
     if module == "o_proj" and hidden and heads:
         return heads * (size(settings.get("head_dim")) or hidden // heads)
     return None
-
-
-def _group_size(columns: int) -> int:
-    """Return how many values of a row share a scale. A whole row shares one if it has at most 128 values, or if none of
-    optimum-quanto's group sizes divides its length. columns: the number of values in a row.
-    """
-    return next((each for each in (128, 96, 64, 32) if columns > 128 and columns % each == 0), columns)
 
 
 _BESIDE = ("input_scale", "output_scale")

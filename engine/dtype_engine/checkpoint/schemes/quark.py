@@ -13,12 +13,10 @@ Other integers in groups are not read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from msgspec.structs import replace
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.configuration import declared, matches, size, sizes
+from dtype_engine.checkpoint.schemes.configuration import declared, mapping, matches, size, sizes
 from dtype_engine.checkpoint.schemes.layout import Config, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FLOATS, FP8, describe, same_grid, with_beside
 from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
@@ -34,24 +32,21 @@ _PACKED = {
 
 def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
     settings = declared(config)
-    layers, export = settings.get("layer_quant_config"), settings.get("export")
-    order = _IN_ORDER if isinstance(export, Mapping) and export.get("pack_method") == "order" else _REORDERED
+    order = _IN_ORDER if mapping(settings.get("export")).get("pack_method") == "order" else _REORDERED
     for scale in tensors if settings.get("quant_method") == "quark" else ():
         name = scale.removesuffix("_scale")
         if name == scale or not name.endswith("weight"):
             continue
         entry = settings.get("global_quant_config")
-        for pattern, of_layer in layers.items() if isinstance(layers, Mapping) else ():
+        for pattern, of_layer in mapping(settings.get("layer_quant_config")).items():
             entry = of_layer if matches(pattern, name.rpartition(".")[0]) else entry
-        yield _read_weight(name, entry.get("weight") if isinstance(entry, Mapping) else None, order, tensors)
+        yield _read_weight(name, mapping(mapping(entry).get("weight")), order, tensors)
 
 
-def _read_weight(name: str, settings: object, order: tuple[int, ...], tensors: Tensors) -> CodedWeight | None:
-    """Return the quantized weight `name`, or None if its tensors are not those that the settings of its layer require. order: for
-    each of the eight integers in a word, from the lowest bits on, its row among the word's eight rows.
-    """
+def _read_weight(name: str, settings: Config, order: tuple[int, ...], tensors: Tensors) -> CodedWeight | None:
+    """Return a weight, or None if its tensors do not fit the settings. order: the rows of the integers in a word."""
     codes, scale = tensors.get(name), tensors[f"{name}_scale"]
-    if not isinstance(settings, Mapping) or codes is None or len(codes.shape) != 2:
+    if codes is None or len(codes.shape) != 2:
         return None
     dtype, scheme = str(settings.get("dtype")), settings.get("qscheme")
     columns = size(settings.get("group_size"))

@@ -39,12 +39,7 @@ def layouts() -> tuple[Layout, ...]:
 def read_coded(
     tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any] | None, metadata: Mapping[str, str]
 ) -> dict[str, CodedWeight]:
-    """Return the weights that other programs quantized. The keys are the names that the weights have in the unquantized
-    checkpoint.
-
-    tensors: all tensors of the files, by name. config: the content of config.json, or None. metadata: the metadata of the files'
-    headers. Raises UserError if a small tensor that describes a weight can't be read.
-    """
+    """Return the weights that other programs quantized, by name. Raises UserError if a small tensor can't be read."""
     found: dict[str, CodedWeight] = {}
     with gc_paused():
         for scheme in schemes():

@@ -13,7 +13,7 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.checkpoint.schemes.scheme import CodedWeight, Scheme
 
 FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-"""Maps torch's names of the float8 dtypes in which weights are read to their short names."""
+"""The float8 dtypes in which weights are read, with their short names."""
 EXPONENTS = ("uint8", "float8_e8m0fnu")
 """The dtypes of scales that are powers of two."""
 FLOATS = ("float32", "bfloat16", "float16")
@@ -23,9 +23,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 def packed_words(
     tensors: Mapping[str, CheckpointTensor],
 ) -> Iterator[tuple[str, CheckpointTensor, CheckpointTensor, CheckpointTensor]]:
-    """Yield each weight that is stored as AutoGPTQ and AutoAWQ do, as a tuple: the beginning of its name, and its matrices
-    `qweight`, `scales` and `qzeros`. Codes and zero points are words of 32 bits. The shapes are not compared with each other.
-    """
+    """Yield the stem, `qweight`, `scales` and `qzeros` of each weight in words of 32 bits, as AutoGPTQ and AutoAWQ store it."""
     for name, codes in tensors.items():
         stem = name.removesuffix("qweight")
         scale, zero = tensors.get(f"{stem}scales"), tensors.get(f"{stem}qzeros")
@@ -37,11 +35,9 @@ def packed_words(
 
 
 def same_grid(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Return whether a tensor of scales has one number for each block of a weight, in the order of the blocks. shape: the tensor's
-    shape. wanted: the numbers of blocks, [rows, columns] or [experts, rows, columns].
-
-    A shape fits even if dimensions of size 1 are missing at its end, or if the first dimension is missing and there is one row of
-    blocks. ModelOpt's shape [rows, 1, columns, 1] fits, too.
+    """Return whether scales of a shape have one number for each block: wanted are [rows, columns] or [experts, rows, columns]
+    blocks. Dimensions of size 1 may be missing at the end, and the first of one row of blocks. ModelOpt's [rows, 1, columns, 1]
+    fits, too.
     """
     if len(wanted) == 3:
         return shape[:1] == wanted[:1] and same_grid(shape[1:], wanted[1:])
@@ -60,12 +56,9 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _block(
     shape: tuple[int, ...], block: tuple[int, int] | str, scales: tuple[int, ...], in_tiles: bool
 ) -> tuple[tuple[int, int], str] | None:
-    """Return the size of a block of values that share a scale, and its name, such as ((128, 128), "128x128"). Returns None if the
-    weight would need another number of scales.
-
-    shape: the weight's shape, [rows, columns] or [experts, rows, columns]. The last block in a row or column may be smaller.
-    scales: the shape of the scales. in_tiles: whether the scales are padded to whole tiles of 128 rows by 4 blocks, as cuBLAS
-    requires.
+    """Return the size of a block of values that share a scale, and its name, such as ((128, 128), "128x128"), or None if a weight
+    of this shape would need another number of scales. The last block in a row or column may be smaller. in_tiles: whether the
+    scales are padded to whole tiles of 128 rows by 4 blocks, as cuBLAS requires.
     """
     if len(shape) not in (2, 3) or not all(shape):
         return None
@@ -91,12 +84,11 @@ def describe(
     scales: tuple[str, ...] = FLOATS,
     settings: Mapping[str, Any] | None = None,
 ) -> CodedWeight | None:
-    """Return the description of a weight, or None if one of its tensors does not fit or is missing. A missing tensor is None in
-    `parts`.
+    """Return the description of a weight, or None if a tensor does not fit, or is missing and so None in `parts`.
 
-    kind: the type of a code, such as "int4". block: the rows and columns of a block, "channel" if each row has a scale, or
-    "tensor" if there is a single scale. parts: the tensors by role. scales: the dtypes that the scales of blocks may have.
-    settings: what the decoder needs besides the tensors.
+    kind: the type of a code, such as "int4". block: the rows and columns of a block, "channel" if each row has a scale, or "tensor"
+    if there is a single scale. scales: the dtypes that the scales of blocks may have. settings: what the decoder needs besides the
+    tensors.
     """
     found = {role: part for role, part in parts.items() if part is not None}
     scale, more = found.get("scale"), settings or {}
@@ -124,6 +116,6 @@ def describe(
 
 
 def with_beside(weight: CodedWeight | None, *tensors: CheckpointTensor | None) -> CodedWeight | None:
-    """Return a weight together with tensors that do not change its values. Those that are None are left out."""
+    """Return a weight together with those of the tensors that are there, which do not change its values."""
     more = tuple(tensor for tensor in tensors if tensor is not None)
     return replace(weight, beside=(*weight.beside, *more)) if weight is not None and more else weight

@@ -1,28 +1,27 @@
 """Weights in torchao's safetensors files. For each weight, the metadata of the file's header has the class and the attributes of
 its torch tensor. `x` is a layer.
 
-`x._weight_qdata` holds the codes of `x.weight`. The tensors that belong to them have names such as `x._weight_scale` and
-`x._weight_zero_point`. Integers of fewer than 8 bits are stored as int8. The scales of MX formats and NVFP4 may be in the order of
-the tensor cores (see `runtime/formats/schemes/block_scaled.py`). `x._weight_act_pre_scale` holds a factor for each input of the
-layer. The layer multiplies its inputs by these factors. Here, the columns of the weight are multiplied by them instead, which has
-the same effect.
+`x._weight_qdata` holds the codes of `x.weight`, and tensors such as `x._weight_scale` what belongs to them. Integers of fewer than
+8 bits are stored as int8. The scales of MX formats and NVFP4 may be in the order of the tensor cores (see
+`runtime/formats/schemes/block_scaled.py`). `x._weight_act_pre_scale` holds a factor for each input of the layer. The layer
+multiplies its inputs by these factors; here, the columns of the weight are multiplied by them instead.
 
 `Int4Tensor` is stored in another way: `x._weight_qdata` [out, in / 2] holds two codes in a byte, and `x._weight_scale` and
-`x._weight_zero_point` [groups, out] hold factors and offsets, respectively; the offsets are added. The packings for tensor cores,
-such as `Int4TilePackedTo4dTensor`, are not read.
+`x._weight_zero_point` [groups, out] hold factors and offsets, which are added. The packings for tensor cores, such as
+`Int4TilePackedTo4dTensor`, are not read.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.configuration import block_name, sizes
+from dtype_engine.checkpoint.schemes.configuration import block_name, mapping, sizes
 from dtype_engine.checkpoint.schemes.layout import CODES_DTYPES, Config, Layout, Tensors
 from dtype_engine.checkpoint.schemes.scaled_codes import FLOATS, FP8, describe
 from dtype_engine.checkpoint.schemes.scheme import CODES, CodedWeight, Metadata, Scheme, Weights
+from dtype_engine.checkpoint.schemes.small_tensors import json_object
 
 _MX = {"float8_e4m3fn": "mxfp8", "float8_e5m2": "mxfp8_e5m2", "uint8": "mxfp4"}
 _NAMES = tuple(f"int{bits}" for bits in range(1, 9))
@@ -34,7 +33,8 @@ def _read(tensors: Tensors, config: Config, metadata: Metadata) -> Weights:
 
 
 def _weight(name: str, text: str, tensors: Tensors) -> CodedWeight | None:
-    kind, data = _description(text)
+    described = json_object(text)
+    kind, data = str(described.get("_type")), mapping(described.get("_data"))
     module, _, local = name.rpartition(".")
     roles = {
         CODES: "qdata", "scale": "scale", "zero_point": "zero_point", "tensor_scale": "per_tensor_scale",
@@ -74,12 +74,8 @@ def _int4(
     if pair is None or pair[0] != 1 or offset is None or codes.dtype not in ("int8", "uint8"):
         return None
     grid = columns // pair[1], rows
-    if (
-        columns % pair[1]
-        or scale.shape != grid
-        or offset.shape != grid
-        or not {scale.dtype, offset.dtype} <= set(FLOATS)
-    ):
+    fits = not columns % pair[1] and scale.shape == offset.shape == grid
+    if not fits or not {scale.dtype, offset.dtype} <= set(FLOATS):
         return None
     parts = {CODES: codes, "scale": scale, "offset": offset}
     form = f"{SCHEME.name}:int4@{block_name(pair[1], columns)}"
@@ -98,15 +94,6 @@ def _word(kind: str, data: Mapping[str, Any], codes: CheckpointTensor, scale: Ch
     if kind == "NVFP4Tensor" and (codes.dtype, scale.dtype) == ("uint8", "float8_e4m3fn"):
         return "nvfp4"
     return None
-
-
-def _description(text: str) -> tuple[str, Mapping[str, Any]]:
-    try:
-        described = json.loads(text)
-    except (ValueError, RecursionError):
-        return "", {}
-    data = described.get("_data") if isinstance(described, Mapping) else None
-    return (str(described.get("_type")), data) if isinstance(data, Mapping) else ("", {})
 
 
 _LAYOUT = Layout(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
-from dtype_engine.checkpoint.kv_settings import is_cache_scale
+from dtype_engine.checkpoint.kv_cache import CACHE_SCALES
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.options import ModelOptions
@@ -99,7 +99,7 @@ def _coverage(module: nn.Module, tree: Tree) -> Coverage:
         for tensor in tree.tensors.values()
         if (tensor.uncastable_reason or "").startswith(NOT_USED)
         and not any(each.search(tensor.name) for each in left_over)
-        and not is_cache_scale(tensor.name)
+        and not tensor.name.endswith(CACHE_SCALES)
     ]
     expected = sum(info.persistent for info in collect_tensors(module)[0])
     return Coverage(expected, tuple(missing), tuple(unused))

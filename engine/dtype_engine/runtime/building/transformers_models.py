@@ -16,7 +16,7 @@ from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.completeness import what_is_missing
-from dtype_engine.checkpoint.kv_settings import is_cache_scale
+from dtype_engine.checkpoint.kv_cache import CACHE_SCALES
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.foreign_code import failures_as
@@ -132,7 +132,7 @@ def _of_missing(coverage: Coverage, checkpoint: Checkpoint, title: str, options:
 
 
 def _of_unused(unexpected: list[str], class_name: str) -> tuple[str, ...]:
-    unused = sorted(name for name in unexpected if not is_cache_scale(name))
+    unused = sorted(name for name in unexpected if not name.endswith(CACHE_SCALES))
     if not unused:
         return ()
     return (f"{plural(len(unused), 'tensor')} of the checkpoint not used by {class_name}, first {unused[0]}",)

@@ -16,32 +16,24 @@ from dtype_engine.runtime.formats.scales import Scales
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some consecutive rows of a weight, quantized. If a weight consists of several matrices, their rows are numbered
-    consecutively.
-    """
+    """Some consecutive rows of a weight, quantized. The rows of several matrices are numbered consecutively."""
 
     first: int
     """The index of the chunk's first row in the weight."""
     first_scale: int
-    """The index of the chunk's first row of scales, counted in the whole weight's grid of scales."""
+    """The index of the chunk's first row of scales in the whole weight's grid."""
     values: torch.Tensor
     """The values before quantization: float32 [rows, width], in memory that the next chunk overwrites."""
     units: torch.Tensor
-    """The quantized values in units of the scale: float32 [rows, width]. They are the codes or, in a format with zero points, the
-    codes minus the zero point of their block. The next chunk overwrites them.
-    """
+    """The quantized values divided by the scale, without zero points: float32 [rows, width]. The next chunk overwrites them."""
     scales: Scales
 
     def codes(self, element: DType) -> torch.Tensor:
-        """Return the codes in the dtype that a running model keeps, float8_e4m3fn or int8: [rows, width]. element: the block
-        format.
-        """
+        """Return the codes in the dtype that a running model keeps, float8_e4m3fn or int8: [rows, width]."""
         return self.units.to(getattr(torch, element.torch_name))
 
     def file_codes(self, element: DType) -> torch.Tensor:
-        """Return the codes that a file stores, before packing: [rows, width]. In a format with zero points, these include the zero
-        point of their block, unlike `units`. element: the block format.
-        """
+        """Return the codes that a file stores, before packing: [rows, width]. Unlike `units`, they include the zero point."""
         if self.scales.zero is None or element.blocks is None:
             return self.codes(element)
         rows, width = self.units.shape
@@ -50,10 +42,8 @@ class Chunk:
 
 
 class BlockWork:
-    """Quantizes a weight one chunk (some rows) after the other. It allocates its buffers once, for the largest chunk.
-
-    element: the block format. rows, width: the size of the largest chunk. of_tensor: the scale of the whole tensor, or None if the
-    format has no such scale.
+    """Quantizes a weight one chunk (some rows) after the other. It allocates its buffers once, for the largest chunk of `rows` x
+    `width`. of_tensor: the scale of the whole tensor, if the format has one.
     """
 
     def __init__(
@@ -67,11 +57,8 @@ class BlockWork:
         self._scaled, self._units, self._spare = (torch.empty(shape, device=device) for _ in range(3))
 
     def quantize(self, source: torch.Tensor, first: int = 0, first_scale: int = 0) -> Chunk:
-        """Quantize some rows of the weight (`source`, of any float dtype) and return them as a chunk.
-
-        first: the index of the first of these rows in the weight. first_scale: the index of their first row of scales in the
-        weight's grid of scales. Only finite values determine the scales. An infinity becomes the largest code. NaN stays NaN if the
-        element type has NaN, and becomes 0 otherwise.
+        """Quantize some rows of the weight, of any float dtype. first, first_scale: see `Chunk`. Only finite values determine the
+        scales. An infinity becomes the largest code. NaN stays NaN if the element type has NaN, and becomes 0 otherwise.
         """
         rows = len(source)
         self._values[:rows, : self.width].copy_(source)
@@ -93,9 +80,7 @@ class BlockWork:
         return Chunk(first, first_scale, values[:rows, : self.width], units[:rows, : self.width], scales)
 
     def dequantize(self, chunk: Chunk) -> torch.Tensor:
-        """Return the dequantized values of `chunk`, which must be the last one quantized: float32 [rows, width]. The next chunk
-        overwrites their memory.
-        """
+        """Return the values of `chunk`, the last one: float32 [rows, width]. The next chunk overwrites them."""
         down, rows = len(chunk.scales.effective), len(chunk.units)
         padded = down * self.blocks.rows
         out = self._scaled[:padded]
@@ -105,7 +90,7 @@ class BlockWork:
         return out[:rows, : self.width]
 
     def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a view of a matrix [rows, width] as blocks: [blocks down, rows of a block, blocks across, columns of a block]."""
+        """Return a matrix as a view [blocks down, rows of a block, blocks across, columns of a block]."""
         return values.view(-1, self.blocks.rows, values.shape[1] // self.blocks.columns, self.blocks.columns)
 
     def _scales(self, values: torch.Tensor, spare: torch.Tensor) -> Scales:
@@ -128,10 +113,8 @@ class BlockWork:
         return mx.scales(amax, self.element, self.blocks.rule)
 
     def _largest(self, magnitudes: torch.Tensor) -> torch.Tensor:
-        """Return the largest of the given magnitudes in each block: float32 [blocks down, blocks across].
-
-        The bits of the floats are compared as integers, which orders nonnegative floats correctly. torch reduces small groups of
-        integers several times as fast as floats.
+        """Return the largest magnitude in each block: float32 [blocks down, blocks across]. Bits of nonnegative floats have their
+        order as integers, of which torch reduces small groups several times as fast.
         """
         return self._in_blocks(magnitudes).view(torch.int32).amax(dim=(1, 3)).view(torch.float32)
 
@@ -152,25 +135,19 @@ class BlockWork:
 
 
 def _drop_nan(values: torch.Tensor) -> None:
-    """Replace each NaN by 0 in place. To save time, nothing is done if the sum of all values is not NaN."""
+    """Replace each NaN by 0 in place. Nothing is done if the sum of all values is not NaN, which saves time."""
     if bool(torch.isnan(values.sum())):
         values.nan_to_num_(0.0)
 
 
 def spread(scales: torch.Tensor, blocks: Blocks, rows: int, width: int) -> torch.Tensor:
-    """Repeat the scale of each block for all elements of the block.
-
-    scales: [blocks down, blocks across]. rows, width: the size of the result, whose last blocks may be cut off. Returns [rows,
-    width].
-    """
+    """Repeat the scales [blocks down, blocks across] for all elements of their blocks, cut off to [rows, width]."""
     return scales.repeat_interleave(blocks.rows, dim=0)[:rows].repeat_interleave(blocks.columns, dim=1)[:, :width]
 
 
 def chunks(shape: Sequence[int], blocks: Blocks, elements: int) -> Iterator[tuple[slice, slice]]:
-    """Divide a weight into chunks: groups of whole rows with about `elements` elements each. No chunk ends inside a block.
-
-    Yields (rows of the weight, rows of its grid of scales) for each chunk, as slices. If the weight consists of several matrices,
-    their rows are numbered consecutively.
+    """Divide a weight into whole rows of about `elements` elements, without cutting a block. Yields slices (rows of the weight,
+    rows of its grid of scales). The rows of several matrices are numbered consecutively.
     """
     count, rows, width = matrices(shape, blocks.columns)
     step = max(1, elements // max(1, width * blocks.rows)) * blocks.rows

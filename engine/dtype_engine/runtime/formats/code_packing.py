@@ -1,6 +1,5 @@
-"""Rounds values to floats of 4, 6 or 8 bits, and packs their codes into bytes and words.
-
-Until they are packed, floats of 4 and 6 bits are kept in tensors of dtype float8_e4m3fn, which can represent all their values.
+"""Rounds values to floats of 4, 6 or 8 bits, and packs their codes into bytes and words. Until then, those of 4 and 6 bits are
+float8_e4m3fn, which can represent all their values.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ _E2M1 = tuple(sign | code for sign in (0, 0x80) for code in _POSITIVE)
 
 
 def _pairs(codes: Sequence[int]) -> torch.Tensor:
-    """Return the bytes of the two codes that a byte packs, the lower one first, for each byte: int16 [256]. codes: the byte of each
-    code of four bits.
-    """
+    """Return the bytes of the two codes that each byte packs, the lower one first: int16 [256]. codes: the byte of each code."""
     pairs = [[codes[byte & 15], codes[byte >> 4]] for byte in range(256)]
     return torch.tensor(pairs, dtype=torch.uint8).view(torch.int16).flatten()
 
@@ -32,16 +29,14 @@ _E2M1_PAIRS = _pairs(_E2M1)
 _SIGNED_PAIRS = _pairs([(code - 8) & 0xFF for code in range(16)])
 """The bytes of int8 for two codes of four bits, which are stored without a sign: 8 is zero."""
 _HALF_TO_EVEN = 1.5 * 2.0**23
-"""1.5 * 2^23, for rounding a float32 value to a multiple of a power of two p, half to even: add `_HALF_TO_EVEN` * p to the value,
-and subtract it again. The sum is so large that float32 has no bits below p for it.
+"""Multiplied by a power of two p, added to a float32 value and subtracted again, this rounds the value to a multiple of p, half to
+even: the sum is so large that float32 has no bits below p for it.
 """
 
 
 def round_to_float(values: torch.Tensor, element: DType, spare: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Round float32 values to the nearest value of an element type, half to even. Zero keeps its sign.
-
-    values: none may exceed the type's largest value. spare: memory of the same shape, which is overwritten. out: the tensor that
-    receives the result and is returned.
+    """Round float32 values to the nearest value of an element type, half to even, in `out`. Zero keeps its sign. None may exceed
+    the type's largest value. spare: memory of the same shape, which is overwritten.
     """
     torch.bitwise_and(values.view(torch.int32), _EXPONENT, out=spare.view(torch.int32))
     spare.clamp_(min=element.tiny).mul_(2.0**-element.mantissa * _HALF_TO_EVEN)
@@ -49,9 +44,8 @@ def round_to_float(values: torch.Tensor, element: DType, spare: torch.Tensor, ou
 
 
 def pack(codes: torch.Tensor, element: DType, packing: Packing) -> torch.Tensor:
-    """Pack codes [rows, width], float8_e4m3fn or int8, as a file stores them: uint8 or int32 [rows, packed].
-
-    Each byte or word is filled from its lowest bits on. Zeros fill the last one. The packing "none" returns the codes unchanged.
+    """Pack codes [rows, width], float8_e4m3fn or int8, as a file stores them: uint8 or int32 [rows, packed], filled from the lowest
+    bits on, with zeros at the end. The packing "none" changes nothing.
     """
     if packing == "none":
         return codes
@@ -66,7 +60,7 @@ def unpack(packed: torch.Tensor, width: int, element: DType, packing: Packing) -
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Pack e2m1 values, given as float8_e4m3fn [rows, width], two to a byte. Returns uint8 [rows, bytes].
+    """Pack e2m1 values, given as float8_e4m3fn [rows, width], two to a byte: uint8 [rows, bytes].
 
     The float8_e4m3fn bytes of the e2m1 values 0.5, 1, 1.5, ... 6 are 0x30, 0x38, 0x3c, ... 0x4c. From 1 on, neighboring bytes
     differ by 4, while the e2m1 codes of these values, 2 to 7, differ by 1.
@@ -86,17 +80,13 @@ def unpack_nibbles(packed: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _unpack_pairs(packed: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """Return the codes of the two nibbles of each byte: uint8 [rows, 2 * bytes]. packed: [rows, bytes]. pairs: a table of `_pairs`.
-    One look-up for a byte takes less time than bit operations on each nibble.
-    """
+    """Return both codes of each byte, uint8 [rows, 2 * bytes], from a table of `_pairs`, which is faster than bit operations."""
     found = copied_to(pairs, packed.device).index_select(0, packed.reshape(-1).to(torch.int32))
     return found.view(torch.uint8).view(len(packed), 2 * packed.shape[1])
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack int8 codes [rows, width] of `bits` bits each into int32 [rows, words]. 2^(bits-1) is added to each code, so that none is
-    negative.
-    """
+    """Pack int8 codes [rows, width] of `bits` bits, plus 2^(bits-1) so that none is negative, into int32 [rows, words]."""
     per_word = 32 // bits
     rows, width = codes.shape
     unsigned = codes.new_zeros((rows, -(-width // per_word) * per_word), dtype=torch.int32)

@@ -16,9 +16,7 @@ from dtype_engine.runtime.formats.row_blocks import Rows, as_rows, chunk_element
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of the values in a dtype of `core.dtypes`, or of the codes in a format with scales. name: for example
-    "nvfp4".
-    """
+    """Return the torch dtype of the values in a dtype of `core.dtypes`, or of the codes in a format with scales such as "nvfp4"."""
     dtype = getattr(torch, dtypes.BY_NAME[name].torch_name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -31,9 +29,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(slots=True)
 class Workspace:
-    """Buffers in which a large tensor is cast some rows at a time. Without them, every temporary tensor would be in new memory, and
-    touching new memory for the first time takes longer than the arithmetic.
-    """
+    """Buffers to cast a large tensor some rows at a time: to touch new memory takes longer than the arithmetic."""
 
     cast: torch.Tensor
     values: torch.Tensor
@@ -46,7 +42,7 @@ class Workspace:
         return cls(made(dtype=torch_dtype(dtype)), made(dtype=wide), made(dtype=torch.int16))
 
     def first(self, count: int) -> Workspace:
-        """Return a workspace that consists of the first `count` rows or elements of these buffers, as views."""
+        """Return a workspace of the first `count` rows or elements of these buffers, as views."""
         return Workspace(self.cast[:count], self.values[:count], self.half[:count])
 
 
@@ -76,10 +72,8 @@ def dequantize_block(codes: torch.Tensor, scale: torch.Tensor, workspace: Worksp
 def dequantize(
     codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, blocks: Blocks | None = None
 ) -> torch.Tensor:
-    """Return the values of `codes` in `dtype` and in the shape of the codes, computed a few rows at a time to save memory.
-
-    scale: float32 [channels] or [1]. For a block format, [blocks down, blocks across]. blocks: the description of its blocks, or
-    None.
+    """Return the values of `codes` in `dtype`, computed a few rows at a time to save memory. scale: float32 [channels] or [1] or,
+    with `blocks` of a block format, [blocks down, blocks across].
     """
     if blocks is not None:
         count, height, width = matrices(codes.shape, blocks.columns)
@@ -123,11 +117,7 @@ def dequantize_blocks(
 def dequantized_rows(
     table: torch.Tensor, scale: torch.Tensor, storage: str, ids: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return rows of a quantized embedding table [rows, width], dequantized to `dtype`: [*ids.shape, width].
-
-    table: the codes. scale: the scales of the whole table. storage: the table's format, such as "int8". ids: the indexes of the
-    rows.
-    """
+    """Return the rows `ids` of an embedding table [rows, width] in the format `storage`: [*ids.shape, width] in `dtype`."""
     index = ids.reshape(-1)
     rows = table.view(torch.uint8).index_select(0, index).view(table.dtype)
     blocks = dtypes.BY_NAME[storage].blocks

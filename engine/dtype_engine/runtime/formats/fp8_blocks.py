@@ -21,9 +21,7 @@ _ONE = 127
 
 
 def scales(amax: torch.Tensor, element: DType) -> Scales:
-    """Return the scales of blocks whose largest |value| is `amax` (float32, finite). element: the block format. The stored scales
-    are float32, or uint8 in the format `ue8m0`.
-    """
+    """Return the scales of blocks whose largest |value| is `amax` (float32, finite). Those of `ue8m0` are stored in uint8."""
     if element.blocks is not None and element.blocks.rule == "rceil":
         powers = mx.scales(amax, element, "rceil")
         zero = amax == 0

@@ -24,9 +24,7 @@ def code_range(element: DType) -> tuple[int, int]:
 
 
 def code_limit(scales: Scales, element: DType) -> torch.Tensor | None:
-    """Return the largest |code - zero point| of each group whose product with the group's scale is finite in float32. Returns None
-    if every code of the format `element` has a finite product in every group.
-    """
+    """Return each group's largest |code - zero point| whose product with the scale is finite, or None if all are."""
     least, most = code_range(element)
     reach = most - least if scales.zero is not None else -least
     limit = torch.floor(FLOAT32_MAX / scales.effective)
@@ -34,14 +32,12 @@ def code_limit(scales: Scales, element: DType) -> torch.Tensor | None:
 
 
 def symmetric(amax: torch.Tensor, element: DType) -> Scales:
-    """Return the scales of groups whose largest |value| is `amax` (float32, finite). element: the integer format."""
+    """Return the scales of groups whose largest |value| is `amax` (float32, finite)."""
     return _rounded(divide(amax, ((1 << element.bits) - 1) / 2))
 
 
 def asymmetric(low: torch.Tensor, high: torch.Tensor, element: DType) -> Scales:
-    """Return the scales and zero points of groups whose values lie between `low` <= 0 and `high` >= 0 (float32, finite). element:
-    the integer format.
-    """
+    """Return the scales and zero points of groups whose values lie between `low` <= 0 and `high` >= 0 (float32, finite)."""
     least, most = code_range(element)
     span = high - low
     steps = most - least

@@ -24,15 +24,13 @@ from dtype_engine.core.dtypes import DType
 from dtype_engine.runtime.formats.scales import Scales
 
 _MANTISSA = 23
-"""Number of bits in float32's mantissa."""
+"""The bits of float32's mantissa."""
 _LARGEST = 254
-"""The byte that stores the largest scale, 2^127, which is float32's largest power of two. The next byte, 255, encodes NaN."""
+"""The byte that stores the largest scale, 2^127, which is float32's largest power of two. 255 is NaN."""
 
 
 def scales(amax: torch.Tensor, element: DType, rule: ScaleRule) -> Scales:
-    """Return the scales of blocks whose largest |value| is `amax` (float32, finite). The stored scales are uint8. element: the
-    block format.
-    """
+    """Return the scales of blocks whose largest |value| is `amax` (float32, finite). The stored ones are uint8."""
     highest = _exponent(element)
     bits = amax.contiguous().view(torch.int32) + _carry(element, rule)
     exponents = (bits >> _MANTISSA).sub_(highest).clamp_(0, _LARGEST - highest)
@@ -51,8 +49,8 @@ def _exponent(element: DType) -> int:
 
 
 def _carry(element: DType, rule: ScaleRule) -> int:
-    """Return an integer to add to the float32 bits of a block's largest |value|. The addition increases the exponent bits by one
-    exactly where the scale rule increases the scale's exponent by one.
+    """Return an integer that, added to the float32 bits of a block's largest |value|, increases the exponent by one exactly where
+    the rule does.
     """
     if rule == "floor":
         return 0

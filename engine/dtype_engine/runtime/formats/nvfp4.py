@@ -16,11 +16,11 @@ from dtype_engine.runtime.formats.scales import FLOAT32_MAX, Scales
 _ELEMENT = dtypes.BY_NAME["nvfp4"].max
 _SCALE = dtypes.BY_NAME["float8_e4m3fn"].max
 LARGEST = _SCALE * _ELEMENT
-"""The largest value of an element times the largest scale of a block, both without the scale of the tensor."""
+"""The largest element times the largest scale of a block, without the scale of the tensor."""
 _FOR_ZERO = 0.125
 _LEAST = LARGEST / FLOAT32_MAX * (1 + 2**-22)
-"""The lower limit for the scale of a tensor. At this limit, the largest dequantized value, 448 * 6 / scale, is just below float32's
-largest value. The factor 1 + 2^-22 keeps rounding in the divisions from making that value infinite.
+"""The lower limit for the scale of a tensor, at which the largest dequantized value, 448 * 6 / scale, is just below float32's
+largest. The factor 1 + 2^-22 keeps rounding in the divisions from making it infinite.
 """
 
 
@@ -31,9 +31,7 @@ def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def scales(amax: torch.Tensor, of_tensor: torch.Tensor) -> Scales:
-    """Return the scales of blocks whose largest |value| is `amax` (float32). The stored scales are float8_e4m3fn. of_tensor: the
-    scale of the whole tensor.
-    """
+    """Return the scales of blocks whose largest |value| is `amax` (float32). They are stored in float8_e4m3fn."""
     wide = (divide(amax, _ELEMENT) * of_tensor).clamp_(max=_SCALE).to(torch.float8_e4m3fn).to(torch.float32)
     wide = torch.where(wide == 0, _FOR_ZERO, wide)
     return Scales(wide / of_tensor, wide.to(torch.float8_e4m3fn))

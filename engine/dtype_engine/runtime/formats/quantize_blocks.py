@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.block_formats import (
-    matrices,
-    scale_grid,
-)
+from dtype_engine.core.block_formats import matrices, scale_grid
 from dtype_engine.core.dtypes import DType
 from dtype_engine.runtime.formats import nvfp4
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk, chunks
@@ -25,10 +22,9 @@ def quantize_chunks(
     on_chunk: Callable[[BlockWork, Chunk], None],
     amax: float | None = None,
 ) -> torch.Tensor | None:
-    """Quantize a weight one chunk (some rows) at a time. Returns the scale of the whole tensor, or None if the format has none.
-
-    dtype: the block format. on_chunk: called with each chunk, in several threads and in no particular order. amax: the |value| from
-    which the tensor scale is computed, for tensors that share one scale; by default, the largest finite |value| of this tensor.
+    """Quantize a weight in a block format some rows at a time. Returns the scale of the whole tensor, if the format has one.
+    on_chunk: called in several threads and in no particular order. amax: the |value| for the tensor scale, if several tensors share
+    one; by default, the largest finite |value| of this tensor.
     """
     element = dtypes.BY_NAME[dtype] if isinstance(dtype, str) else dtype
     assert element.blocks is not None
@@ -52,11 +48,8 @@ def quantize_chunks(
 
 
 def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a weight in a block format (`dtype`). Returns its codes, float8_e4m3fn or int8 in the weight's shape, and the scale
-    of each block, float32 [blocks down, blocks across].
-
-    In a format with zero points, the zero point is subtracted from the codes. amax: the |value| from which the tensor scale is
-    computed, for tensors that share one scale; by default, the largest finite |value| of this tensor.
+    """Return a weight's codes in a block format, float8_e4m3fn or int8 in the weight's shape and without zero points, and the scale
+    of each block, float32 [blocks down, blocks across]. amax: as for `quantize_chunks`.
     """
     element = dtypes.BY_NAME[dtype]
     assert element.blocks is not None
@@ -66,8 +59,8 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None)
     rows = codes.view(count * height, width)
 
     def keep(work: BlockWork, chunk: Chunk) -> None:
-        rows[chunk.first : chunk.first + len(chunk.units)] = chunk.codes(element)
         effective = chunk.scales.effective
+        rows[chunk.first : chunk.first + len(chunk.units)] = chunk.codes(element)
         scale[chunk.first_scale : chunk.first_scale + len(effective)] = effective
 
     quantize_chunks(tensor, dtype, keep, amax=amax)
@@ -75,11 +68,7 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None)
 
 
 def rounded(tensor: torch.Tensor, element: DType, amax: float | None = None) -> torch.Tensor:
-    """Return a weight's values after quantizing and dequantizing, in the weight's dtype.
-
-    element: the block format, an entry of `core.dtypes` or a modified copy of one. amax: the |value| from which the tensor scale is
-    computed; by default, the largest finite |value| of this tensor.
-    """
+    """Return a weight's values, quantized and dequantized, in its own dtype. amax: as for `quantize_chunks`."""
     assert element.blocks is not None
     count, height, width = matrices(tensor.shape, element.blocks.columns)
     values = torch.empty((count * height, width), dtype=tensor.dtype, device=tensor.device)
@@ -94,10 +83,9 @@ def rounded(tensor: torch.Tensor, element: DType, amax: float | None = None) -> 
 def scale_tensors(
     scales: Sequence[Scales], of_tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: str
 ) -> list[torch.Tensor]:
-    """Return the tensors other than the codes that a file stores for a weight, in the order of `core.block_formats.parts`.
-
-    scales: the scales of all chunks (groups of rows), in row order. of_tensor: the scale of the whole tensor, or None if the format
-    has none. shape, dtype: the weight's shape and block format.
+    """Return the tensors other than the codes that a file stores for a weight of `shape`, in the order of
+    `core.block_formats.parts`. scales: those of all chunks, in row order. of_tensor: the scale of the whole tensor, if the format
+    has one.
     """
     element = dtypes.BY_NAME[dtype]
     blocks = element.blocks

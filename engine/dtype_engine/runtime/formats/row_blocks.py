@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Protocol, TypeVar, overload
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -17,13 +17,9 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
 
 CHUNK = 1 << 19
-"""Approximate number of elements that a CPU thread processes at once. They fit in the processor's cache, and are enough to keep
-Python's overhead small.
-"""
+"""About how many elements a CPU thread processes at once: they fit in its cache, and are enough to keep Python's overhead small."""
 _DEVICE_CHUNK = 1 << 22
-"""Approximate number of elements that are processed at once on an accelerator. With fewer, launching the kernels would take longer
-than running them.
-"""
+"""The same on an accelerator. With fewer, launching kernels would take longer than running them."""
 _BLOCKS_WORTH_A_THREAD = 4
 _CPU = torch.device("cpu")
 
@@ -33,9 +29,7 @@ _cancelled: ContextVar[IsCancelled] = ContextVar("cancelled", default=never)
 
 
 class Rows(Protocol):
-    """A matrix or a flat tensor that is read by slicing its first dimension. It may be in a file, and several threads
-    may read it.
-    """
+    """A matrix or a flat tensor, perhaps in a file, that several threads may read by slices of its first dimension."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -47,7 +41,7 @@ class Rows(Protocol):
 
 
 class Values(Protocol):
-    """The interface that torch tensors and `Pieces` (a weight that is read some rows at a time) have in common."""
+    """What torch tensors and `Pieces` (a weight that is read some rows at a time) have in common."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -84,14 +78,12 @@ def single_intraop_thread() -> Iterator[None]:
 
 
 def chunk_elements(device: torch.device) -> int:
-    """Return the approximate number of elements of a tensor that are processed at once on `device`."""
+    """Return about how many elements of a tensor are processed at once on `device`."""
     return CHUNK if device.type == "cpu" else _DEVICE_CHUNK
 
 
 def row_slices(rows: Rows | torch.Tensor) -> list[slice]:
-    """Return slices that divide a matrix into groups of rows, or a flat tensor into ranges. Each has about `chunk_elements(device)`
-    elements.
-    """
+    """Return slices that divide a matrix or a flat tensor into groups of rows of about `chunk_elements(device)` elements."""
     count = rows.shape[0]
     step = max(1, chunk_elements(rows.device) // max(1, math.prod(rows.shape[1:])))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
@@ -108,9 +100,7 @@ def row_amax(values: torch.Tensor) -> torch.Tensor:
 
 
 def finite_amax(tensor: torch.Tensor | Values) -> float:
-    """Return the largest finite |value| of a tensor, computed in float32, or 0 if it is empty. The tensor is read some rows at a
-    time.
-    """
+    """Return the largest finite |value| of a tensor, computed in float32 some rows at a time, or 0 if it is empty."""
     width = tensor.shape[-1] if len(tensor.shape) > 1 else tensor.numel()
     rows = tensor.reshape(tensor.numel() // width if width else 0, width)
     pieces = row_slices(rows)
@@ -122,14 +112,13 @@ def finite_amax(tensor: torch.Tensor | Values) -> float:
 
 
 def parallel_map(work: Callable[[Iterable[int]], T], count: int, device: torch.device = _CPU) -> list[T]:
-    """Divide the indexes 0 to `count - 1` among n threads, call `work` once in each thread with its indexes, and return the
-    results, in the order of the threads. An index stands, for example, for some rows of a tensor. Each call gets every n-th index,
-    and may iterate over them once.
+    """Divide the indexes 0 to `count - 1`, for example of groups of rows, among n threads, call `work` once in each thread with its
+    indexes, over which it may iterate once, and return the results, in the order of the threads. Each call gets every n-th index.
 
     n is at most torch's thread count. Inside `work`, torch uses one thread for each operation, so that the rows stay in one core's
     cache. The division, and with it every sum, is deterministic. The calling thread is one of the n threads. The others are kept
-    for the next call, since newly started threads share a core for some milliseconds, longer than many calls take. On an
-    accelerator, which computes in parallel itself, the calling thread does all of the work.
+    for the next call, since newly started threads share a core for some milliseconds. On an accelerator, which computes in parallel
+    itself, the calling thread does all of the work.
 
     Raises what `work` raises, and Cancelled (see `stopping`), after all threads have finished.
     """
@@ -157,21 +146,11 @@ def parallel_map(work: Callable[[Iterable[int]], T], count: int, device: torch.d
 
 @cache
 def _worker_threads(count: int) -> ThreadPoolExecutor:
-    """Return a pool of `count` threads; equal calls return the same pool. torch fixes the number of intra-op threads of each thread
-    when the thread starts.
-    """
+    """Return a pool of `count` threads, always the same. torch fixes the intra-op threads of a thread when that starts."""
     return ThreadPoolExecutor(count, thread_name_prefix="blocks")
 
 
 os.register_at_fork(after_in_child=_worker_threads.cache_clear)  # a forked process has none of the threads
-
-
-@overload
-def as_rows(tensor: torch.Tensor) -> torch.Tensor: ...
-
-
-@overload
-def as_rows(tensor: torch.Tensor | Values) -> Rows: ...
 
 
 def as_rows(tensor: torch.Tensor | Values) -> Rows:

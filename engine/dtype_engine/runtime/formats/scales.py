@@ -13,7 +13,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The scales of a weight's blocks. Each tensor has one element for each block: [blocks down, blocks across]."""
+    """The scales of a weight's blocks. Each tensor is [blocks down, blocks across]."""
 
     effective: torch.Tensor
     """The factor by which codes are multiplied to get values, float32."""

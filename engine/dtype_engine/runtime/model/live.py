@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint, FileIdentity
-from dtype_engine.checkpoint.kv_settings import declared_formats
+from dtype_engine.checkpoint.kv_cache import declared_formats
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError

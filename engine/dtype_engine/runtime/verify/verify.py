@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from dtype_engine.checkpoint import Checkpoint, open_checkpoint, refuse_changed
-from dtype_engine.checkpoint.kv_settings import is_cache_scale
+from dtype_engine.checkpoint.kv_cache import CACHE_SCALES
 from dtype_engine.checkpoint.schemes.own import SCALED_KEY
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
@@ -256,7 +256,7 @@ def compare(
         if (problem := problems[index]) is not None:
             differences.append(TensorDifference(item.name, problem))
     entries = {entry.name for item in contents.items for entry in item.entries}
-    beyond = [name for name in exported.read if name not in entries and not is_cache_scale(name)]
+    beyond = [name for name in exported.read if name not in entries and not name.endswith(CACHE_SCALES)]
     differences += [TensorDifference(name, "is not in the source") for name in beyond]
     differences += [TensorDifference(path, problem) for path, problem in contents.layout.differences(folder)]
     return (*differences, *_lost(contents, source))

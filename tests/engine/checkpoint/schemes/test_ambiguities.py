@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.helpers.quantized.block_scaled import CASES, ct
 from tests.helpers.quantized.case import Case
-from tests.helpers.quantized.quantizers import awq, bnb_4bit, gptq, mlx_affine, torchao_blocks
+from tests.helpers.quantized.quantizers import awq, gptq, mlx_affine, torchao_blocks
 
 from dtype_engine.checkpoint import Checkpoint, open_checkpoint
 from dtype_engine.checkpoint.check import check
@@ -249,9 +249,3 @@ def test_float8_without_scales_is_plain(tmp_path: Path) -> None:
     tensors = {"m.weight": _fp8(8, 8), "m.bias": torch.ones(8), "m.input_scale": torch.ones(1)}
     tree = open_checkpoint(Case(tensors, {}, "", {}).save(tmp_path)).tree()
     assert tree.tensors["m.weight"].uncastable_reason is None
-
-
-def test_codes_of_bitsandbytes_may_be_stored_as_bfloat16(tmp_path: Path) -> None:
-    made = bnb_4bit()
-    made.tensors["m.weight"] = made.tensors["m.weight"].view(-1).view(torch.bfloat16)[:, None]
-    made.check(tmp_path, "bnb:nf4@64")

@@ -1,21 +1,15 @@
-"""Decodes AWQ's "gemv" layout, in which a packed word holds 4-bit codes, or zero points, of one row, and the "gemv_fast" layout.
-The "gemm" layout is decoded by `block_scaled`.
-"""
+"""Decodes AWQ: "gemv", whose words hold 4-bit codes or zero points of one row, "gemv_fast" and, by `block_scaled`, "gemm"."""
 
 from __future__ import annotations
 
 import torch
 
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
-from dtype_engine.runtime.formats.schemes import block_scaled
-from dtype_engine.runtime.formats.schemes.parts import Parts
+from dtype_engine.runtime.formats.schemes import Parts, block_scaled
 from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_groups, unpack
 
 
 def _decode_words(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in]: (code - zero point) times scale, in float32. parts: its
-    stored tensors, keyed by role.
-    """
     groups = weight.shape[1] // weight.settings["block"][1]  # the file may have more, which are padding
 
     def fill(out: torch.Tensor, start: int, stop: int) -> None:
@@ -28,11 +22,9 @@ def _decode_words(weight: CodedWeight, parts: Parts, first: int, last: int) -> t
 
 
 def _decode_fast(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in] in the "gemv_fast" layout: code times scale plus offset, in
-    float32. parts: the weight's stored tensors, keyed by role.
-
-    Four rows are stored together: first 64 codes of each of them, then the next 64 codes of each, and so on. Within 32 codes of a
-    row, code 8 i + 2 j + t is stored at position 8 j + 4 t + i, for i, j in 0..3 and t in 0..1.
+    """A value is code times scale plus offset. Four rows are stored together: first 64 codes of each of them, then the next 64
+    codes of each, and so on. Within 32 codes of a row, code 8 i + 2 j + t is at position 8 j + 4 t + i, for i, j in 0..3 and t in
+    0..1.
     """
     columns = weight.shape[1]
     groups = columns // weight.settings["block"][1]  # the file may have more, which are padding
@@ -53,5 +45,5 @@ _DECODERS = {"gemm": block_scaled.decode, "gemv": _decode_words, "gemv fast": _d
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in] in float32. parts: its stored tensors, keyed by role."""
+    """As `schemes.decode`."""
     return _DECODERS[weight.settings["layout"]](weight, parts, first, last)

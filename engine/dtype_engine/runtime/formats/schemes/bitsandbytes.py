@@ -7,19 +7,16 @@ import math
 import torch
 
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
-from dtype_engine.runtime.formats.schemes.parts import Parts
+from dtype_engine.runtime.formats.schemes import Parts
 from dtype_engine.runtime.formats.schemes.unpack import decode_rows, look_up, pairs, scale_groups, write_plain
 
 _LARGEST = 127
-"""The int8 code of the largest |value| of a row. That |value| is stored as the row's scale."""
+"""The int8 code of the largest |value| of a row, which is stored as the row's scale."""
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight in float32. A row is everything at one index of the first dimension.
-    parts: the weight's stored tensors, keyed by role.
-
-    With 8 bits, a value is code / 127 times the scale of its row. With 4 bits, it is the entry of the stored table for its code,
-    times the scale of its block.
+    """As `schemes.decode`. With 8 bits, a value is code / 127 times the scale of its row. With 4 bits, it is the entry of the
+    stored table for its code, times the scale of its block.
     """
     if "scale" in parts:
         return _eight_bits(parts, first, last)
@@ -45,9 +42,7 @@ def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Te
 
 
 def _factors(weight: CodedWeight, parts: Parts, low: int, high: int) -> torch.Tensor:
-    """Return the scales of the blocks from `low` up to `high` in float32. With nested quantization, the stored scales are codes,
-    which are decoded.
-    """
+    """Return the scales of the blocks from `low` up to `high`. With nested quantization, the stored ones are codes."""
     factors = parts["absmax"][low:high]
     if "nested_absmax" not in parts:
         return factors

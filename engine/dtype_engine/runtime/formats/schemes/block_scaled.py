@@ -1,12 +1,11 @@
-"""Decodes weights whose codes are multiplied by a scale for each block. These are the schemes of compressed-tensors, ModelOpt,
-DeepSeek, gpt-oss, ComfyUI, Quark and torchao, and AWQ's "gemm" layout. The weight's `settings` tell how they differ:
+"""Decodes weights whose codes are multiplied by a scale for each block: those of compressed-tensors, ModelOpt, DeepSeek, gpt-oss,
+ComfyUI, Quark and torchao, and AWQ's "gemm" layout. The weight's `settings` tell how they differ:
 
 - `block`: the rows and columns of a block. The last block in a row or column may be smaller.
-- `code`: how codes are packed. It is a key of `_UNPACK`, by default "plain". The function that it selects may need further
-  settings.
-- `divide`: whether the scales of blocks are divided by the scale of the tensor. By default they are multiplied by it.
-- `swizzled`: whether the scales of blocks are in the order in which tensor cores read them. By default they are row by row.
-- `rotation`: the size of a Hadamard matrix, by which each group of as many columns is multiplied. By default there is none.
+- `code`: how codes are packed, a key of `_UNPACK`, by default "plain". Its function may need further settings.
+- `divide`: whether the scales of blocks are divided by the scale of the tensor, and not multiplied by it.
+- `swizzled`: whether the scales of blocks are in the order in which tensor cores read them, and not row by row.
+- `rotation`: the size of a Hadamard matrix, by which each group of as many columns is multiplied.
 - `transposed`: whether the file has [experts, out, in] where the model has [experts, in, out].
 
 The tensors have these roles: "codes", "scale" and, if the weight has them, "tensor_scale", "zero_point" (subtracted from the
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
-from dtype_engine.runtime.formats.schemes.parts import Parts
+from dtype_engine.runtime.formats.schemes import Parts
 from dtype_engine.runtime.formats.schemes.unpack import (
     decode_rows,
     e2m1_pairs,
@@ -36,11 +35,8 @@ Settings = Mapping[str, Any]
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in] in float32. For stacked experts, return the experts from
-    `first` up to `last`. parts: the weight's stored tensors, keyed by role.
-
-    A value is its code, minus the zero point if there is one, times the scales of block and tensor. The scales are combined first.
-    A transposed weight is returned as a view of memory that has the file's order.
+    """As `schemes.decode`. A value is its code, minus the zero point if there is one, times the scales of block and tensor, which
+    are combined first. A transposed weight is returned as a view of memory in the file's order.
     """
     settings = weight.settings
     if settings.get("code") == "row words":
@@ -77,35 +73,26 @@ def _decode_matrix(settings: Settings, parts: Parts, first: int, last: int, colu
 
 
 def _write_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write the integers that are packed in int32 words to `out`, float32 [rows, columns]. An integer has `bits` bits. The file
-    stores it plus 2^(bits-1), so this number is subtracted. The first integer is in the lowest bits.
-    """
+    """Write integers of `bits` bits, the first in the lowest bits of an int32 word, which the file stores plus 2^(bits-1)."""
     unpack(codes, settings["bits"], out, settings["dense"])
     out.sub_(1 << (settings["bits"] - 1))
 
 
 def _write_six_bits(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write floats of six bits to `out`, float32 [rows, columns]. Three bytes hold four floats, the first in the lowest bits. The
-    setting `element` is the name of their dtype, such as "mxfp6_e2m3".
-    """
+    """Write floats of six bits of the dtype `element`. Three bytes hold four, the first in the lowest bits."""
     unpack(codes, 6, out)
     out.copy_(float_values(settings["element"]).index_select(0, out.view(-1).to(torch.int32)).view(out.shape))
 
 
 def _write_row_pairs(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write int4 values in two's complement to `out`, float32 [rows, columns]. A byte holds a value of row 2r in its low bits, and
-    a value of row 2r + 1 in its high bits.
-    """
+    """Write int4 values in two's complement. A byte holds one of row 2r in its low bits, and one of row 2r + 1."""
     rows, signed = out.view(len(codes), 2, -1), codes.view(torch.int8)
     rows[:, 0] = (signed << 4) >> 4
     rows[:, 1] = signed >> 4
 
 
 def _write_row_words(codes: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write integers of 4 bits to `out`, float32 [rows, columns]. An int32 word holds one integer of each of eight rows. The
-    setting `order` lists these rows from the lowest bits on. The setting `signed` tells whether the integers are in two's
-    complement.
-    """
+    """Write integers of 4 bits, in two's complement if `signed`. A word holds one of each of the rows in `order`."""
     rows, codes = out.view(len(codes), 8, -1), codes.contiguous()
     for place, row in enumerate(settings["order"]):
         nibbles = (codes >> 4 * place).bitwise_and_(15)
@@ -120,9 +107,7 @@ _UNPACK: Mapping[str, Callable[[torch.Tensor, torch.Tensor, Settings], None]] = 
     "row pairs": _write_row_pairs,
     "row words": _write_row_words,
 }
-"""Maps each value of the setting `code` to the function that unpacks codes of this packing. The function takes the packed codes of
-some rows and writes their values to `out`, float32 [rows, columns].
-"""
+"""By the setting `code`: functions that write the values of the packed codes of some rows to `out`, float32 [rows, columns]."""
 
 
 def _by_block(
@@ -131,11 +116,8 @@ def _by_block(
     columns: int | torch.Tensor,
     change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Apply an operation, such as `torch.Tensor.mul_`, to the values of each block and the scale (or zero point) of the block. This
-    changes `values`, [rows, width], in place.
-
-    scale: one number for each row and block, [rows, blocks]. columns: the number of columns in a block, or the index of each
-    column's block. change: the operation.
+    """Apply an in-place operation, such as `torch.Tensor.mul_`, to the values [rows, width] of each block and its scale (or zero
+    point), of [rows, blocks]. columns: the number of columns in a block, or the index of each column's block.
     """
     if scale.shape[1] == 1:
         change(values, scale)
@@ -150,9 +132,7 @@ def _by_block(
 
 
 def _scales(settings: Settings, parts: Parts, rows: range, columns: int) -> torch.Tensor:
-    """Return the scales of the weight's rows in the range `rows`: float32 [rows, blocks], or [1, blocks] if all rows have the same
-    scales. columns: the number of columns of the weight.
-    """
+    """Return the scales of some rows of the weight: float32 [rows, blocks], or [1, blocks] if all rows have the same."""
     height, width = settings["block"]
     stored, blocks = parts["scale"], -(-columns // width)
     if settings.get("swizzled"):
@@ -166,11 +146,8 @@ def _scales(settings: Settings, parts: Parts, rows: range, columns: int) -> torc
 
 
 def _rows_of_blocks(grid: torch.Tensor, rows: range, height: int) -> torch.Tensor:
-    """Return the scales of the blocks that contain the given rows of a weight: [rows, blocks across]. If the grid has a single row,
-    which holds for all rows, the result is [1, blocks across].
-
-    grid: one scale for each block, [blocks down, blocks across]. rows: row indexes of the weight. height: the number of rows in a
-    block.
+    """Return the scales of the blocks that contain the given rows: [rows, blocks across], or [1, blocks across] if the grid has a
+    single row. grid: [blocks down, blocks across]. height: the rows of a block.
     """
     if len(grid) == 1 or height == 1:
         return grid if len(grid) == 1 else grid[rows.start : rows.stop]
@@ -178,11 +155,11 @@ def _rows_of_blocks(grid: torch.Tensor, rows: range, height: int) -> torch.Tenso
 
 
 def _rows_of_tiles(scale: torch.Tensor, rows: range, blocks: int) -> torch.Tensor:
-    """Return the scales of the weight's rows in the range `rows`: [rows, blocks]. blocks: the number of blocks in a row. scale: the
-    scales in the order in which tensor cores read them (cuBLAS documentation, "1D Block Scaling Factors Layout").
+    """Return the scales of the given rows, [rows, blocks], from the order in which tensor cores read them (cuBLAS documentation,
+    "1D Block Scaling Factors Layout").
 
-    This order consists of tiles of 128 rows by 4 blocks. Tiles at the edges are padded. In a tile, the scale of row r and block c
-    is at (r % 32) * 16 + (r // 32) * 4 + c.
+    It consists of tiles of 128 rows by 4 blocks, which are padded at the edges. In a tile, the scale of row r and block c is at (r
+    % 32) * 16 + (r // 32) * 4 + c.
     """
     across, top = -(-blocks // 4), rows.start // 128
     tiles = scale.view(torch.uint8).reshape(-1, across, 32, 4, 4)[top : -(-rows.stop // 128)]
@@ -191,9 +168,7 @@ def _rows_of_tiles(scale: torch.Tensor, rows: range, blocks: int) -> torch.Tenso
 
 
 def _zeros(settings: Settings, zero: torch.Tensor, rows: range) -> torch.Tensor:
-    """Return the zero points of the weight's rows in the range `rows`: float32 [rows, blocks], or [1, blocks] if all rows have the
-    same ones. zero: the stored zero points, either plain numbers or packed in int32 words along the first dimension.
-    """
+    """Return the zero points of the given rows: float32 [rows, blocks], or [1, blocks] if all rows have the same ones."""
     if settings.get("code") == "row words":
         out = torch.empty((len(rows), zero.shape[1]), dtype=torch.float32)
         _write_row_words(zero[rows.start // 8 : rows.stop // 8], out, settings)
@@ -211,10 +186,8 @@ def _zeros(settings: Settings, zero: torch.Tensor, rows: range) -> torch.Tensor:
 
 
 def _unrotate(values: torch.Tensor, columns: int) -> torch.Tensor:
-    """Undo ConvRot's rotation: multiply each group of `columns` columns by its Hadamard matrix, which is its own inverse. Returns
-    float32 values of the same shape.
-
-    The matrix is a Kronecker power of H = J / 2 - P, where J is a 4 x 4 matrix of ones, and P reverses the order of four values.
+    """Undo ConvRot's rotation: multiply each group of `columns` columns by its Hadamard matrix, which is its own inverse. It is a
+    Kronecker power of H = J / 2 - P, where J is a 4 x 4 matrix of ones, and P reverses the order of four values.
     """
     shape, apart = values.shape, 1
     while apart < columns:

@@ -1,6 +1,4 @@
-"""Decodes the tensors of GGUF files with transformers or the gguf package. It also undoes what llama.cpp's converter did to the
-weights: it restores the order of rows and subtracts 1 from the norms of Gemma.
-"""
+"""Decodes the tensors of GGUF files, and undoes what llama.cpp's converter did to the order of rows and to Gemma's norms."""
 
 from __future__ import annotations
 
@@ -13,18 +11,14 @@ from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.text import printable
-from dtype_engine.runtime.formats.schemes.parts import Parts
+from dtype_engine.runtime.formats.schemes import Parts
 
 _VALUES_AT_ONCE = 1 << 20
-"""Number of values that are dequantized at once. The gguf package allocates several float32 arrays of this size."""
+"""The gguf package allocates several float32 arrays of this many values."""
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight in float32, in transformers' order of rows.
-
-    parts: the weight's stored tensor, under the role "codes". For F32, F16 and BF16, it holds the values. For other GGUF types,
-    which quantize in blocks, it holds the bytes of the rows.
-    """
+    """As `schemes.decode`, in transformers' order of rows. The codes of F32, F16 and BF16 are the values."""
     packed, heads = weight.parts[CODES].packed, weight.settings.get("heads")
     if packed and len(weight.shape) == 1:  # a vector is one row of blocks
         codes, packed = _dequantize(weight, parts[CODES].view(1, -1)).view(-1, 1), False
@@ -38,10 +32,8 @@ def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Te
 
 
 def _rows_of_halves(rows: int, heads: int, first: int, last: int) -> torch.Tensor:
-    """Return the positions in the file of the rows from `first` up to `last` of an attention projection.
-
-    In transformers, the first half of a head's rows comes before the second half. In a GGUF file, the rows of the two halves
-    alternate. rows: the number of the weight's rows. Raises UserError if it is not a multiple of 2 * heads.
+    """Return the positions in the file of the rows from `first` up to `last`, of `rows`, of an attention projection. In
+    transformers, the first half of a head's rows comes before the second half; in a GGUF file, the rows of the two alternate.
     """
     if rows % (2 * heads):
         raise UserError(f"{rows} rows are not {heads} heads of two halves each, as the header of the GGUF file says")
@@ -68,16 +60,11 @@ def _dequantize(weight: CodedWeight, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _values(blocks: torch.Tensor, kind: Any) -> torch.Tensor:
-    """Return the float32 values of GGUF blocks, in one dimension. blocks: the stored bytes, [blocks, bytes]. kind: the type of the
-    blocks, a `GGMLQuantizationType`.
-
-    If the installed transformers can dequantize this type, it is used, because it is several times as fast as the gguf package.
-    Both give the same values, bit by bit.
+    """Return the float32 values, in one dimension, of GGUF blocks [blocks, bytes]. transformers is several times as fast as the
+    gguf package, which has more types. Both give the same values, bit by bit.
     """
-    try:
-        from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
-    except ImportError:
-        GGML_BLOCK = {}
+    from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
+
     if kind in GGML_BLOCK:
         values: torch.Tensor = dequantize(blocks, int(kind))
         return values

@@ -7,16 +7,12 @@ import torch
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.runtime.formats.schemes.parts import Parts
+from dtype_engine.runtime.formats.schemes import Parts
 from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_groups, unpack
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in]: (code - zero point) times scale, in float32. parts: its
-    stored tensors, keyed by role.
-
-    Raises UserError if `g_idx`, the stored group of each column, contains a group that has no scale.
-    """
+    """As `schemes.decode`: (code - zero point) times scale. Raises UserError if a column is in a group without a scale."""
     bits = weight.settings["bits"]
     order = _order(weight, parts)
     scale = parts["scale"][:, first:last].t().to(torch.float32).contiguous()
@@ -55,10 +51,7 @@ def _zero_points(weight: CodedWeight, packed: torch.Tensor, first: int, last: in
 
 
 def _order(weight: CodedWeight, parts: Parts) -> torch.Tensor | None:
-    """Return the index of each column's group, int64 [in]. Returns None if each group consists of successive columns, and all
-    groups have the same size. Raises UserError if `g_idx`, the stored index of each column's group, contains a group that has no
-    scale.
-    """
+    """Return each column's group, int64 [in], or None if groups of equal size follow each other. Raises UserError."""
     columns, groups, size = weight.shape[1], len(parts["scale"]), weight.settings["group"]
     regular = torch.arange(columns) // size
     order = parts["g_idx"].to(torch.int64) if "g_idx" in parts else regular

@@ -1,5 +1,5 @@
-"""Decodes HQQ. The codes of a weight, row by row, are divided into equal runs. Each packed element holds one code of every run. The
-code of the first run is in the highest bits.
+"""Decodes HQQ: a weight's codes, row by row, are cut into equal runs, and each element packs one code of every run, the first in
+the highest bits.
 """
 
 from __future__ import annotations
@@ -7,14 +7,12 @@ from __future__ import annotations
 import torch
 
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
-from dtype_engine.runtime.formats.schemes.parts import Parts
+from dtype_engine.runtime.formats.schemes import Parts
 from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_groups
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in]: (code - zero point) times scale, in float32. parts: its
-    stored tensors, keyed by role.
-    """
+    """As `schemes.decode`: (code - zero point) times scale."""
     bits, together, axis = (weight.settings[key] for key in ("bits", "together", "axis"))
     packed = parts[CODES].view(-1)
     columns = weight.shape[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
-from dtype_engine.runtime.formats.schemes.parts import Parts
+from dtype_engine.runtime.formats.schemes import Parts
 from dtype_engine.runtime.formats.schemes.unpack import (
     decode_rows,
     e2m1_pairs,
@@ -17,16 +17,11 @@ from dtype_engine.runtime.formats.schemes.unpack import (
 )
 
 _LARGEST_NVFP4 = 448.0 * 6.0
-"""The largest e2m1 value (6) times the largest e4m3 scale (448). MLX stores a tensor's `global_scale` multiplied by this number."""
+"""The largest e2m1 value times the largest e4m3 scale, by which MLX multiplies a tensor's `global_scale`."""
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in] in float32. For a weight [experts, out, in], return the
-    experts from `first` up to `last`. parts: the weight's stored tensors, keyed by role.
-
-    In "affine" mode, a value is code * scale + bias, where the code is an integer. In the other modes, it is code * scale, where
-    the code is a float.
-    """
+    """As `schemes.decode`: code * scale + bias with integer codes in "affine" mode, else code * scale with floats."""
     mode, bits, columns = weight.settings["mode"], weight.settings["bits"], weight.shape[-1]
     each = 1 if len(weight.shape) == 2 else weight.shape[1]
     codes, scale = (parts[role].flatten(0, -2) for role in (CODES, "scale"))

@@ -21,7 +21,8 @@ from dtype_engine.core.block_formats import (
 from dtype_engine.core.dtypes import DType
 from dtype_engine.runtime.formats.code_packing import unpack, unpack_words
 from dtype_engine.runtime.formats.dequantize import dequantize, dequantize_blocks
-from dtype_engine.runtime.formats.schemes.parts import Parts
+from dtype_engine.runtime.formats.schemes import Parts
+from dtype_engine.runtime.formats.schemes.unpack import scale_values
 
 
 def decode(
@@ -75,18 +76,12 @@ def _decode_rows(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return some rows of the matrices of which a weight consists, in `shape`. rows: the first, and the one after the last, counted
-    over all matrices. scales: the same of the rows of blocks.
-    """
+    """Return rows of a weight's matrices, in `shape`. rows, scales: (first, end) of rows, and of rows of blocks, in all of them."""
     element = dtypes.BY_NAME[weight.format]
     count, height, width = matrices(weight.shape, blocks.columns)
     packed = parts[CODES].reshape(count * height, packed_width(width, element.bits, blocks.packing))
     stored = parts[SCALE_INV if SCALE_INV in parts else SCALE][slice(*scales)]
-    if stored.element_size() == 1 and not blocks.tensor_scale:
-        exponents = stored.view(torch.uint8).to(torch.int32)
-        scale = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
-    else:
-        scale = stored.to(torch.float32)
+    scale = scale_values(stored)
     if blocks.tensor_scale:
         scale = scale / parts[TENSOR_SCALE].to(torch.float32)
     zero = None

@@ -7,14 +7,11 @@ import math
 import torch
 
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
-from dtype_engine.runtime.formats.schemes.parts import Parts
+from dtype_engine.runtime.formats.schemes import Parts
 from dtype_engine.runtime.formats.schemes.unpack import decode_rows, scale_groups, write_plain
 
 
 def _decode_bytes(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the channels from `first` up to `last` of a weight [out, in, ...] in float32. A value is its code times its channel's
-    scale. parts: the weight's stored tensors, keyed by role.
-    """
     scale = parts["scale"].view(-1, 1).to(torch.float32)
 
     def fill(out: torch.Tensor, start: int, stop: int) -> None:
@@ -25,10 +22,7 @@ def _decode_bytes(weight: CodedWeight, parts: Parts, first: int, last: int) -> t
 
 
 def _decode_bits(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in] of 4 or 2 bits in float32. If the shifts are
-    floating-point numbers, a value is code * scale - shift. If they are integers, it is (code - shift) * scale. Scale and shift are
-    those of the value's group. parts: the weight's stored tensors, keyed by role.
-    """
+    """If shifts are floating-point numbers, a value is code * scale - shift. If they are integers, it is (code - shift) * scale."""
     bits, codes = weight.settings["bits"], parts[CODES]
     scale, shift = (parts[role].reshape(weight.shape[0], -1) for role in ("scale", "shift"))
     each = scale.shape[1]
@@ -48,5 +42,5 @@ def _decode_bits(weight: CodedWeight, parts: Parts, first: int, last: int) -> to
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight in float32. parts: its stored tensors, keyed by role."""
+    """As `schemes.decode`."""
     return (_decode_bits if "bits" in weight.settings else _decode_bytes)(weight, parts, first, last)

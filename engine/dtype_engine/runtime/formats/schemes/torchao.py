@@ -5,18 +5,14 @@ from __future__ import annotations
 import torch
 
 from dtype_engine.checkpoint.schemes import CODES, CodedWeight
-from dtype_engine.runtime.formats.schemes import block_scaled
-from dtype_engine.runtime.formats.schemes.parts import Parts
+from dtype_engine.runtime.formats.schemes import Parts, block_scaled
 from dtype_engine.runtime.formats.schemes.unpack import decode_rows, look_up, pairs, scale_groups
 
 _SIGNED = pairs(torch.arange(16, dtype=torch.float32).add_(8).remainder_(16).sub_(8))
 
 
 def decode(weight: CodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in] in float32. With `Int4Tensor`, which has offsets, a value is
-    code times scale plus offset, and a byte holds two codes in two's complement, the first in the low bits. parts: the weight's
-    stored tensors, keyed by role.
-    """
+    """As `schemes.decode`. With offsets, which are added, a byte holds two codes in two's complement, the first in the low bits."""
     if "offset" not in parts:
         return block_scaled.decode(weight, parts, first, last)
 

@@ -1,27 +1,26 @@
-"""Unpacks codes to float32 values.
-
-A weight is decoded every time it is used, so this must be fast. Allocating memory takes longer than the arithmetic. Therefore the
-result is allocated once, and codes are unpacked into it some rows at a time, which fit in the processor's cache.
+"""Unpacks codes to float32 values. A weight is decoded every time it is used, and allocating memory takes longer than the
+arithmetic. So the result is allocated once, and codes are unpacked into it some rows at a time, which fit in the processor's cache.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import cache
-from math import gcd
 
 import torch
 
 from dtype_engine.core import dtypes
+from dtype_engine.runtime.device import copied_to
 from dtype_engine.runtime.formats.row_blocks import CHUNK, parallel_map
 
 _ALIGNED = 32
-"""Rows are decoded in groups whose size is a multiple of this number. If a packed word holds codes of several rows, each group then
-begins with a whole word.
-"""
+"""Rows are decoded in multiples of this, so that a word with codes of several rows belongs to one group."""
+_POWERS = torch.tensor([*(math.ldexp(1, code - 127) for code in range(255)), math.nan], dtype=torch.float32)
+"""The scale for each byte that is an exponent."""
 Fill = Callable[[torch.Tensor, int, int], None]
-"""`fill(out, start, stop)` writes the rows from `start` up to `stop` of a weight to `out`, which is float32 [stop - start,
-columns] and contiguous. Before the call, `out` has no defined values. Several threads call `fill` at the same time.
+"""`fill(out, start, stop)` writes the rows from `start` up to `stop` to `out`, float32 [stop - start, columns], contiguous and
+without defined values. Several threads call it at the same time.
 """
 
 
@@ -42,12 +41,11 @@ def decode_rows(first: int, last: int, columns: int, fill: Fill) -> torch.Tensor
 
 
 def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor, dense: bool = True) -> None:
-    """Write the codes in every row of `packed` to `out` as float32. Each code has `bits` bits, 1 to 8. The first code is in the
-    lowest bits.
+    """Write the codes of `bits` bits, 1 to 8, in every row of `packed` to `out` as float32, the first in the lowest bits.
 
-    packed: [rows, bytes or words] of any integer dtype. out: float32 [rows, codes], contiguous. Packed codes beyond the last column
-    of `out` are skipped. dense: True if a code may begin in one byte or word and end in the next. If False, `packed` is int32, and
-    the highest bits of a word are unused if they are too few for a code.
+    packed: [rows, bytes or words] of any integer dtype. out: [rows, codes], contiguous. Codes beyond its last column are skipped.
+    dense: whether a code may begin in one byte or word and end in the next. If not, `packed` is int32, and the highest bits of a
+    word are unused if they are too few for a code.
     """
     if packed.stride(-1) != 1:
         packed = packed.clone(memory_format=torch.contiguous_format)
@@ -60,7 +58,7 @@ def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor, dense: bool = Tru
         nibbles = (nibbles << 4).bitwise_or_(nibbles).bitwise_and_(0x0F0F)
         out.copy_(nibbles.view(torch.uint8)[:, :columns])
         return
-    together = 8 // gcd(8, bits) if dense else 32 // bits  # the fewest codes that fill bytes, or a word's codes
+    together = 8 // math.gcd(8, bits) if dense else 32 // bits  # the fewest codes that fill bytes, or a word's codes
     count = -(-columns // together)
     whole = out if count * together == columns else out.new_empty(len(out), count * together)
     codes = whole.view(len(out), count, together)
@@ -81,27 +79,21 @@ def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor, dense: bool = Tru
 
 
 def look_up(codes: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the table's entry for each byte of `codes` to `out`. codes: contiguous, of any dtype. table: float32 [256], or [256, 2]
-    if a byte holds two codes. out: float32, contiguous.
-    """
+    """Write the entry for each byte of `codes` in a table, float32 [256] or, for pairs of codes, [256, 2]. All are contiguous."""
     entries = table if table.dim() == 1 else table.view(torch.int64).view(-1)  # two float32 are copied as one int64
     index = codes.view(torch.uint8).reshape(-1).to(torch.int32)
     torch.index_select(entries, 0, index, out=out.view(entries.dtype).view(-1))
 
 
 def pairs(values: torch.Tensor, high_first: bool = False) -> torch.Tensor:
-    """Return a table for `look_up` that decodes bytes with two 4-bit codes each, float32 [256, 2]. values: the values of the 16
-    codes, float32. high_first: whether the first code is in the high four bits of a byte.
-    """
+    """Return a table for `look_up` of bytes with two 4-bit codes: float32 [256, 2]. values: those of the 16 codes."""
     table = torch.stack((values.repeat(16), values.repeat_interleave(16)), 1)
     return table.flip(1).contiguous() if high_first else table
 
 
 @cache
 def float_values(element: str) -> torch.Tensor:
-    """Return the values of all codes of a float dtype of 4 or 6 bits without NaN, float32 [codes]. element: the name of the dtype,
-    such as "mxfp6_e2m3". A code consists of sign, exponent and mantissa.
-    """
+    """Return the values of all codes of a float dtype of 4 or 6 bits without NaN, such as "mxfp6_e2m3": float32 [codes]."""
     row = dtypes.BY_NAME[element]
     bits, bias = 1 + row.exponent + row.mantissa, (1 << (row.exponent - 1)) - 1
     codes = torch.arange(1 << bits)
@@ -113,15 +105,13 @@ def float_values(element: str) -> torch.Tensor:
 
 @cache
 def e2m1_pairs(high_first: bool = False) -> torch.Tensor:
-    """Return a table for `look_up` that decodes bytes with two e2m1 codes each, float32 [256, 2]. high_first: whether the first
-    code is in the high four bits of a byte.
-    """
+    """Return the table of `pairs` for e2m1."""
     return pairs(float_values("nvfp4"), high_first)
 
 
 def write_plain(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """Convert int8 or float8 codes to float32 and write them to `out`, which has the same shape. The common float8 dtypes are
-    converted by bit operations, because torch's own conversion takes five times as long.
+    """Convert int8 or float8 codes to float32 and write them to `out`, of the same shape. The common float8 dtypes are converted by
+    bit operations, because torch's own conversion takes five times as long.
     """
     if codes.dtype == torch.float8_e4m3fn:
         # The bits are moved to the sign, exponent and mantissa of a float16. Its value is 1/256 of the float8's, also for
@@ -139,15 +129,11 @@ def write_plain(codes: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
-    """Convert scales of any dtype to float32. In uint8 and float8_e8m0fnu, a byte b means the scale 2^(b - 127), and
-    255 means NaN.
-    """
+    """Convert scales of any dtype to float32. In uint8 and float8_e8m0fnu, a byte b means 2^(b - 127), and 255 means NaN."""
     if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        exponents = scale.view(torch.uint8).to(torch.int32)
-        # 2^-127 is a subnormal float32, so its mantissa has to be set instead of its exponent.
-        powers = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
-        return powers.masked_fill_(exponents == 255, torch.nan)
-    out = torch.empty(scale.shape, dtype=torch.float32)
+        exponents = scale.view(torch.uint8).reshape(-1).to(torch.int32)
+        return copied_to(_POWERS, scale.device).index_select(0, exponents).view(scale.shape)
+    out = torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
     write_plain(scale, out)
     return out
 
@@ -155,11 +141,8 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
 def scale_groups(
     values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, offset: torch.Tensor | None = None
 ) -> None:
-    """Subtract each group's zero point from its values, multiply them by the group's scale, and add the group's offset. This
-    changes `values` in place.
-
-    values: float32 [rows, columns], contiguous. scale, zero, offset: float32 [rows or 1, groups]. All groups have the same number
-    of columns. If `zero` or `offset` is None, nothing is subtracted or added.
+    """Subtract each group's zero point from its values, multiply them by its scale, and add its offset, in place. values: float32
+    [rows, columns], contiguous. scale, zero, offset: float32 [rows or 1, groups]. All groups have the same number of columns.
     """
     grouped = values.view(len(values), scale.shape[1], -1)
     if zero is not None:

@@ -18,17 +18,11 @@ def test_codes_of_every_width_with_both_zero_point_versions(tmp_path: Path, bits
     gptq(bits, form).check(tmp_path, f"gptq:int{bits}@g32")
 
 
-@pytest.mark.parametrize("order", ["regular", "shuffled"])
-def test_g_idx_gives_the_group_of_each_column(tmp_path: Path, order: str) -> None:
-    gptq(order=order).check(tmp_path, "gptq:int4@g32")
-
-
-def test_one_group_for_whole_rows_is_decoded(tmp_path: Path) -> None:
-    gptq(size=-1).check(tmp_path, "gptq:int4@channel")
-
-
-def test_smaller_last_group_is_decoded(tmp_path: Path) -> None:
-    gptq(size=64).check(tmp_path, "gptq:int4@g64")
+@pytest.mark.parametrize(("size", "order"), [(32, "regular"), (32, "shuffled"), (-1, "none"), (64, "none")])
+def test_columns_are_in_groups_of_any_order_and_size(tmp_path: Path, size: int, order: str) -> None:
+    """-1 is a group for each row. The last of the groups of 64 is smaller."""
+    made = gptq(size=size, order=order)
+    made.check(tmp_path, made.format)
 
 
 @pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round"])

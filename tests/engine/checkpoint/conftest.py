@@ -1,0 +1,19 @@
+"""What the tests of hubs share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A folder with a model of two tensors."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    save_file({"a.weight": torch.ones(64, 8), "b.weight": torch.ones(8)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
