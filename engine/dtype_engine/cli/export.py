@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -24,9 +23,6 @@ from dtype_engine.reports.text import found_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.export import CastReport, ComparedTensor, ExportReport, VerifyReport
-
-if TYPE_CHECKING:
-    pass
 
 NO = 1
 _SHOWN = 20
@@ -165,9 +161,7 @@ def _print_comparison(report: VerifyReport | CastReport, text: str, as_object: b
 
 
 def _rate(what: str) -> Callable[[int, int], None]:
-    """Return a progress callback that shows the bytes done and the bytes per second, at most ten times a second. what: the words
-    before the numbers, such as "exporting".
-    """
+    """Return a progress callback that shows `what`, the bytes done and the bytes per second, at most ten times a second."""
     started, throttle = time.perf_counter(), Throttle(first=False)
 
     def on_bytes(done: int, total: int) -> None:
@@ -180,9 +174,7 @@ def _rate(what: str) -> Callable[[int, int], None]:
 
 
 def export_text(report: ExportReport) -> str:
-    """Return the lines of text that tell the user about a finished export: its rules, the bytes in each dtype, the folder and the
-    speed.
-    """
+    """Return as text an export's rules, the bytes in each dtype, the folder and the speed."""
     rate = f", {human_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
     in_folders = any("/" in name for name in report.files)
     files = report.files[0] if len(report.files) == 1 else f"{len(report.files)} {'files' if in_folders else 'shards'}"
@@ -204,8 +196,8 @@ def export_text(report: ExportReport) -> str:
 
 
 def cast_text(report: CastReport, most: int) -> str:
-    """Return the text that compares a checkpoint of another program with its source. It lists at most `most` of the tensors that
-    differ, and at most `most` of those that could not be compared.
+    """Return the comparison of another program's checkpoint with its source as text. It lists at most `most` tensors that differ,
+    and as many that could not be compared.
     """
     lines = [
         f"checkpoint {printable(report.folder, 1000)}",
@@ -245,7 +237,7 @@ def _change(tensor: ComparedTensor) -> str:
 
 
 def verify_text(report: VerifyReport, most: int) -> str:
-    """Return the text that reports the verification of an export. It lists at most `most` of the tensors that differ."""
+    """Return the verification of an export as text, with at most `most` of the tensors that differ."""
     lines = [
         f"export     {printable(report.folder, 1000)}",
         f"against    {report.model}",

@@ -1,6 +1,4 @@
-"""Runs a command of `dtype-engine` or `dtype-tui`: its result or JSON on standard output, progress and one-line errors on standard
-error.
-"""
+"""Runs a command of `dtype-engine` or `dtype-tui`: results on standard output, progress and one-line errors on standard error."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ TRACEBACK = "DTYPE_TUI_TRACEBACK"
 
 
 def print_json(value: Any) -> None:
-    r"""Print one JSON object on standard output. Control characters, invisible characters and those that change the direction of
-    text are printed as \u escapes, and so are those that the encoding of standard output lacks.
+    r"""Print one JSON object on standard output. \u escapes stand for characters that are invisible, control a terminal or the
+    direction of text, or are not in the encoding of standard output.
     """
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     lines = (line if _is_plain(line) else "".join(map(_json_character, line)) for line in text.split("\n"))
@@ -45,8 +43,8 @@ def _json_character(character: str) -> str:
 
 
 def answer(text: str, nl: bool = True) -> None:
-    """Print the result of a command on standard output, with control characters escaped, and so are characters that its encoding
-    lacks. nl: whether to end it with a newline.
+    """Print the result of a command on standard output, with control characters escaped, and those that its encoding lacks. nl:
+    whether to end it with a newline.
     """
     click.echo(without_controls(text), answers(), nl)
 
@@ -64,9 +62,7 @@ def answer_file(text: str) -> None:
 
 
 def print_stderr(line: str) -> None:
-    """Print a line on standard error, with control characters escaped. If the line can't be written, this is ignored, because the
-    result and the exit status do not depend on it.
-    """
+    """Print a line on standard error, if it can be written, with control characters escaped."""
     with contextlib.suppress(OSError):
         print(without_controls(line), file=sys.stderr)
 
@@ -75,9 +71,7 @@ _step = ""
 
 
 def say(step: str) -> None:
-    """Show on standard error what the program is doing, in place of the text that was shown before, or erase that text if `step` is
-    "". Does nothing if standard error is not a terminal.
-    """
+    """Show what the program is doing, in place of what was shown before, if standard error is a terminal. "" erases it."""
     global _step
     if (step or _step) and sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{step}")
@@ -91,9 +85,7 @@ def _last_line(sentence: str) -> None:
 
 
 def note(sentences: Iterable[str]) -> None:
-    """Print each sentence on standard error as a note, which tells the user something about the result that the result itself does
-    not contain.
-    """
+    """Print each sentence on standard error as a note, about what the result itself does not say."""
     for sentence in sentences:
         print_stderr(f"dtype-engine: note: {sentence}")
 
@@ -103,11 +95,11 @@ _pace = JobPace()
 
 
 def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -> None:
-    """Show on standard error how much of a piece of work is done: a text, the percentage and a bar for done / total, and the
-    remaining time once it can be estimated. If `total` is 0, only the text is shown.
+    """Show how much of a piece of work is done: a text, the percentage, a bar, and the remaining time once it can be estimated. If
+    `total` is 0, only the text is shown.
 
-    what: the name of the work, such as "exporting". text: the text to show; if "", `what` is shown. job: if this work is only one
-    stage of a longer job, the name of that job. `done` and `total` then count the whole job.
+    what: the work, such as "exporting". text: what to show in place of `what`. job: the longer job that `done` and `total` count,
+    if the work is one of its stages.
     """
     if not total:
         say(text or what)
@@ -121,15 +113,13 @@ def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -
 
 
 def say_progress(run: str, done: int, total: int) -> None:
-    """Show on standard error how much of a measurement is done. run: the model that is running, "reference" or "candidate". done,
-    total: how many of its inputs it has run, and of how many. Or what is counted at the end, and how many weights.
-    """
+    """Show how much of a measurement is done. run: what is running, such as "reference"."""
     say_share(f"measuring: {run}", done, total, job="measuring")
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
     """Run a click command and return its exit status: 2 for bad input, which a line on standard error explains; 128 + n for signal
-    n. program: the program's name in messages. arguments: the command line's arguments; if None, those of this process.
+    n. program: its name in messages. arguments: if None, those of this process.
     """
     fill_closed()
     try:
@@ -174,10 +164,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def report_unexpected(program: str, error: BaseException) -> int:
-    """Print one line about an error for which the program has no message of its own, and return the exit status.
-
-    If the environment variable DTYPE_TUI_TRACEBACK is set, the traceback is printed before that line.
-    """
+    """Print `unexpected`, after the traceback if the environment variable DTYPE_TUI_TRACEBACK is set. Returns the exit status."""
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
     _last_line(f"{program}: {unexpected(error)}")

@@ -1,8 +1,4 @@
-"""Lets a signal end a command: SIGTERM and SIGHUP raise an exception, as ctrl+c does, so that unfinished files are removed.
-
-The exit status is 128 plus the number of the signal, as shells report it for a program that a signal ended: 130 for ctrl+c, 143 for
-SIGTERM, 129 for SIGHUP.
-"""
+"""Lets a signal end a command: SIGTERM and SIGHUP raise an exception, as ctrl+c does, so that unfinished files are removed."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from types import FrameType
 
 
 class EndedBySignal(KeyboardInterrupt):
-    """Raised when a signal asks this program to end. `number` is the number of the signal."""
+    """Signal `number` asks this program to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -23,7 +19,7 @@ class EndedBySignal(KeyboardInterrupt):
 
 def ended_by(error: BaseException) -> int:
     """Return the number of the signal that interrupted the program. error: an `EndedBySignal`, or an exception that was raised from
-    one, such as click's `Abort`. Any other exception counts as SIGINT.
+    one, such as click's `Abort`. Any other counts as SIGINT.
     """
     cause = error if isinstance(error, EndedBySignal) else error.__cause__
     return cause.number if isinstance(cause, EndedBySignal) else signal.SIGINT
@@ -31,9 +27,7 @@ def ended_by(error: BaseException) -> int:
 
 @contextmanager
 def raised_signals() -> Iterator[None]:
-    """A context manager. While its block runs, SIGHUP and SIGTERM raise `EndedBySignal`. A signal that is ignored, as under nohup,
-    stays ignored.
-    """
+    """While the block runs, SIGHUP and SIGTERM raise `EndedBySignal`, unless they are ignored, as under nohup."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set handlers
         return

@@ -15,7 +15,7 @@ _LIBRARIES = ("torch", "transformers", "safetensors", "textual", "gguf", "numpy"
 
 
 def print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
-    """Print the version and exit. With `--verbose`, also print the versions of the libraries and the hardware."""
+    """Print the version and exit."""
     if not wanted or context.resilient_parsing:
         return
     if not context.params.get("verbose"):
@@ -41,7 +41,7 @@ def _installed(name: str) -> str:
 
 
 def _processor() -> str:
-    """Return the processor's model name. On Linux it comes from /proc/cpuinfo, because `platform` returns only the architecture."""
+    """Return the processor's model name, on Linux from /proc/cpuinfo, because `platform` knows only the architecture there."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -16,16 +16,14 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
 
 DIFFERENT = 1
-"""The exit status if the two checkpoints differ."""
 
 
 def compare_weights(request: RunRequest, against: str, save: Path | None, as_object: bool) -> int:
-    """Compare each weight of MODEL, the reference, with the same weight of the checkpoint `against`, and print the result. Returns
-    the exit status: 0 if both have the same weights with equal values, otherwise 1.
+    """Compare each weight of MODEL, the reference, with the same weight of the checkpoint `against`, print the result, and return
+    the exit status. Raises UserError.
 
-    save: the file to which the comparison is saved, or None to save nothing. If the file exists, the comparison continues from it.
-    If the user interrupts the command, the weights compared so far are printed and, if `save` is given, saved. Raises UserError if
-    the checkpoints can't be compared, or the file can't be read or written.
+    save: the file to which the comparison is saved, and from which it continues. If the user interrupts the command, the weights
+    compared so far are printed and saved.
     """
     from dtype_engine.checkpoint.source import locate
     from dtype_engine.runtime.measure.saved_differences import SavedDifferences

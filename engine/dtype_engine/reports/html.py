@@ -18,16 +18,12 @@ if TYPE_CHECKING:
 
 
 def as_html(report: Report) -> str:
-    """Return a report as a complete HTML document, rendered from `page.html.jinja`. Its content security policy forbids scripts and
-    downloads.
-    """
+    """Return a report as a complete HTML document. Its content security policy forbids scripts and downloads."""
     return _page("page.html.jinja").render(report=report)
 
 
 def as_fragment(report: Report) -> str:
-    """Return a report's title, tiles, summary and sections as HTML for a notebook cell, with the style of the tiles but without a
-    page around them.
-    """
+    """Return a report as HTML for a notebook cell, with the style of the tiles but without a page around it."""
     style = f"<style>{_page('tiles.css.jinja').render()}</style>" if report.tiles else ""
     return f"<div>{style}{_page('body.html.jinja').render(report=report)}</div>"
 
@@ -56,8 +52,8 @@ def _page(name: str) -> Template:
     environment.filters |= {
         "stacked_bars": lambda chart: Markup(stacked_bars_svg(chart)),
         "bar_chart": lambda chart: Markup(bar_chart_svg(chart)),
+        "png": _png,
     }
-    environment.filters["png"] = _png
     return environment.get_template(name)
 
 

@@ -24,21 +24,20 @@ _EFFECTS: Mapping[str, tuple[str, Literal["error", "warning", "note"]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One SARIF result. `rule` is the name of its SARIF rule, which describes this kind of finding."""
+    """One SARIF result."""
 
     rule: str
+    """The id of its rule, which describes this kind of finding."""
     message: str
     tensor: str
     file: str = ""
     line: int | None = None
-    """The line of the file that the result is about, counted from 1, or None if it is about no single line."""
+    """Counted from 1."""
     level: Literal["error", "warning", "note"] = "error"
 
 
 def sarif(command: str, rules: Mapping[str, tuple[str, str]], results: Iterable[Result]) -> dict[str, Any]:
-    """Return a SARIF log, as an object for JSON. command: the command that found the results. rules: the kinds of findings, each as
-    (its title, why it matters), keyed by the name that results have in `rule`.
-    """
+    """Return a SARIF log, as an object for JSON. rules: (title, why it matters) by id."""
     ids = list(rules)
     listed = [
         {"id": rule, "shortDescription": {"text": title}, "fullDescription": {"text": why}}
@@ -71,9 +70,7 @@ def _result(result: Result, ids: list[str]) -> dict[str, Any]:
 
 
 def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
-    """Return as SARIF which tensors a recipe's patterns match differently here and in another tool, with a result for each tensor.
-    file: the recipe file.
-    """
+    """Return which tensors the patterns of a recipe file match differently here and in another tool, a result for each tensor."""
     rules = {
         "pattern-differs": (
             f"a pattern matches other tensors in {lint.target}",
@@ -85,14 +82,9 @@ def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
         ),
         "kv-cache": (f"a KV cache has another format in {lint.target}", "No option gives it the recipe's format."),
     }
+    uri = str(file)
     results = [
-        Result(
-            "pattern-differs",
-            f"{printable(name)} is matched by {printable(rule.pattern)} {where}",
-            name,
-            str(file),
-            line,
-        )
+        Result("pattern-differs", f"{printable(name)} is matched by {printable(rule.pattern)} {where}", name, uri, line)
         for rule in lint.rules
         for line in [_line_of(file, rule.pattern)]
         for where, names in (
@@ -102,17 +94,12 @@ def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
         for name in names[:_MOST_TENSORS]
     ]
     results += [
-        Result(
-            "rule-overruled",
-            f"{printable(name)}: {printable(here)} decides here, and {printable(there)} in {lint.target}",
-            name,
-            str(file),
-            _line_of(file, here),
-        )
+        Result("rule-overruled", f"{printable(name)}: {decide}", name, uri, _line_of(file, here))
         for name, here, there in lint.overruled[:_MOST_TENSORS]
+        for decide in [f"{printable(here)} decides here, and {printable(there)} in {lint.target}"]
     ]
     results += [
-        Result("kv-cache", f"{printable(name)}: {problem.why}", name, str(file))
+        Result("kv-cache", f"{printable(name)}: {problem.why}", name, uri)
         for problem in lint.caches.problems
         for name in problem.tensors[:_MOST_TENSORS]
     ]
@@ -120,9 +107,7 @@ def lint_sarif(file: Path, lint: Lint) -> dict[str, Any]:
 
 
 def serving_sarif(file: Path, lint: ServingLint) -> dict[str, Any]:
-    """Return as SARIF what a runtime such as vLLM would do with an export of a recipe, with a result for each affected tensor.
-    file: the recipe file.
-    """
+    """Return what a runtime would do with an export of a recipe file, with a result for each affected tensor."""
     rules = {
         effect.replace(" ", "-"): (title, f"Predicted for {lint.runtime} from its source code.")
         for effect, (title, _) in _EFFECTS.items()

@@ -12,21 +12,21 @@ from dtype_engine.results.metrics import MetricChange
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """The result of one recipe: its size, its drift, and whether another recipe beats it."""
+    """The result of one recipe."""
 
     recipe: str
     """The path of the recipe file."""
     rules: tuple[str, ...]
     planned_bytes: int
     drift: float
-    """The drift by which recipes are ranked, in the unit of the `SweepReport`. It is infinity if the output is not finite."""
+    """What recipes are ranked by, in the unit of the `SweepReport`. Infinity if the output is not finite."""
     best: bool
-    """Whether the recipe is on the Pareto front: its output is finite, and no other recipe is at least as good in planned bytes and
-    drift and better in one of the two.
+    """Whether the recipe is on the Pareto front: its output is finite, and no other is at least as good in planned bytes and drift
+    and better in one of the two.
     """
     output: OutputDrift
     metrics: tuple[MetricChange, ...] = ()
-    """The user's own metrics, such as an accuracy, under the recipe."""
+    """The user's own metrics, such as an accuracy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,7 @@ class SweepReport:
 def sweep_rows(
     measured: Sequence[tuple[str, tuple[str, ...], int, float, OutputDrift, tuple[MetricChange, ...]]],
 ) -> tuple[SweepRow, ...]:
-    """Return one row for each measured recipe, with the best recipes marked. The smallest recipe comes first. measured: for each
-    recipe, (path of its file, its rules, its planned bytes, the drift by which it is ranked, the drift of the main output, the
-    user's metrics).
-    """
+    """Return one row for each recipe, the smallest first. measured: the fields of each row without `best`."""
     return tuple(
         SweepRow(
             name, rules, planned, drift,
