@@ -16,7 +16,7 @@ from dtype_engine.cli.program import BAD_INPUT, run
 from dtype_engine.cli.versions import print_version
 
 _MODULES = {
-    "inspect": "inspect", "memory": "memory", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "inspect",
+    "inspect": "inspect", "memory": "memory", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "weights",
     "scan": "scan",
     "search": "scan", "sweep": "sweep",
     "check": "check", "export": "export", "verify": "export", "recipe": "recipe", "report": "report", "stdio": "stdio",

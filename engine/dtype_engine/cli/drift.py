@@ -14,7 +14,7 @@ import msgspec
 
 from dtype_engine.cli.options import MEASURING, REFERENCE, ModelCommand, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_progress, say_share
+from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_count, say_progress, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import all_limits, threshold_options
 from dtype_engine.core.errors import UserError
@@ -130,7 +130,7 @@ def drift(
         from dtype_engine.runtime.session import saved_pictures
 
         note(tuple(f"{file} is written" for file in saved_pictures.save_pictures(session, save_pictures, force)))
-    texts = ()
+    texts: tuple[Generation, ...] = ()
     if tokens:
         texts = session.generate(tokens, lambda which, done, most: say_share(f"generating: {which}", done, most))
     reached = verdicts(thresholds, report.output, report.metrics)
@@ -195,7 +195,7 @@ class _Details:
 
 def _causes(session: Session, source: Source, workers: str | int | None) -> AttributionReport:
     if workers is None:
-        return session.causes(lambda done, total: say_share("causes", done, total, f"causes: {done} of {total}"))
+        return session.causes(partial(say_count, "causes"))
     from dtype_engine.evaluation import work
 
     with over_workers(workers, session, source, len(session.model.weights), session.plan.planned_bytes) as (over, show):

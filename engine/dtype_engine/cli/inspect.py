@@ -1,8 +1,7 @@
-"""`dtype-engine inspect` and `dtype-engine weights`: what a checkpoint stores, and what casts do to its values. No model is run."""
+"""`dtype-engine inspect`: what a checkpoint stores."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -14,14 +13,13 @@ from dtype_engine.checkpoint.memory_fit import fit
 from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.cli.options import ModelCommand, json_option
-from dtype_engine.cli.program import answer, note, print_json, say, say_share
+from dtype_engine.cli.program import answer, note, print_json
 from dtype_engine.cli.request import Planned, RunRequest
 from dtype_engine.cli.streams import answers
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.system_memory import total_memory
 from dtype_engine.core.tree import Totals
-from dtype_engine.recipe import require_matches
 from dtype_engine.reports.layer_kinds import totals_by_kind
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.coverage import Coverage
@@ -164,67 +162,3 @@ def _coverage(
     known = describe(source, request.options, checkpoint)
     coverage = known.coverage or (index.coverage if index is not None else None)
     return coverage, (*what_is_missing(index, known.coverage, known.class_name, prefix), *unpaired)
-
-
-@click.command(cls=ModelCommand, runs=False)
-@click.option(
-    "--against",
-    metavar="OTHER",
-    help="Compare MODEL's weights with those of another checkpoint of the same architecture, instead of casting them.",
-)
-@click.option(
-    "--save",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="With --against: save the comparison to this file while it runs. If the file exists, the comparison continues from "
-    "it.",
-)
-@json_option
-def weights(request: RunRequest, against: str | None, save: Path | None, as_object: bool) -> int:
-    """Report what the casts do to the values of each tensor: rounding errors, overflow and underflow. No forward pass is run.
-
-    With --against OTHER, report instead how each weight of MODEL differs from the same weight of the checkpoint OTHER. The exit
-    status is then 1 if anything differs.
-    """
-    if against is not None:
-        from dtype_engine.cli.weights_against import compare_weights
-
-        return compare_weights(request, against, save, as_object)
-    if save is not None:
-        raise UserError("weights --save goes with --against: casts are computed in seconds")
-    source = request.locate()
-    from dtype_engine.checkpoint import unchanged
-    from dtype_engine.runtime.measure.planned_casts import casts_in_files, casts_of_model
-    from dtype_engine.runtime.measure.weight_errors import round_trips, skipped
-
-    def on_progress(done: int, total: int) -> None:
-        say_share("weights", done, total, f"weights: {done} of {total}")
-
-    if source.kind == "python":
-        from dtype_engine.runtime.building.load import load
-
-        live = load(source, request.options)
-        recipe = request.with_preset(live.tree)
-        tree, plan, remarks = live.tree, require_matches(live.tree, recipe), live.notices
-        identities, casts = live.identities, casts_of_model(live, plan.dtypes)
-    else:
-        planned = request.plan(source)
-        assert planned.checkpoint is not None
-        tree, plan, remarks = planned.tree, planned.plan, planned.checkpoint.remarks
-        identities, casts = planned.checkpoint.identities, casts_in_files(planned.checkpoint, tree.order, plan.dtypes)
-        note(planned.checkpoint.of_sets)
-    with unchanged(identities):
-        errors = list(round_trips(casts, identities, on_progress))
-    say("")
-    note(remarks)
-    left_out = skipped(tree)
-    if as_object:
-        rules = [str(rule) for rule in plan.recipe.rules]
-        print_json({"model": source.title, "rules": rules, "weights": as_json(errors), "skipped": as_json(left_out)})
-        return 0
-    from dtype_engine.reports.text import skipped_text, weights_text
-
-    answer(weights_text(errors))
-    if left_out:
-        answer(skipped_text(left_out))
-    return 0

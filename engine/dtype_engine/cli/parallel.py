@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dtype_engine.cli.program import answer, note, say_share
+from dtype_engine.cli.program import answer, note, say_count
 from dtype_engine.core.units import plural
 
 if TYPE_CHECKING:
@@ -44,18 +44,13 @@ def over_workers(
     parts: how many independent tasks the work has. private: bytes that each process needs in addition to the mapped checkpoint.
     """
     if workers is None:
-        yield None, partial(_say, 1)
+        yield None, partial(say_count, plural(1, "worker"))
         return
     from dtype_engine.evaluation.workers import Workers
 
     with Workers(workers, lambda sentence: note([sentence]), max(1, parts)) as started:
         over = started.over(session, source, private)
-        yield over, partial(_say, over.pool.workers)
-
-
-def _say(workers: int, done: int, total: int) -> None:
-    what = plural(workers, "worker")
-    say_share(what, done, total, f"{what}: {done} of {total}")
+        yield over, partial(say_count, plural(over.pool.workers, "worker"))
 
 
 @click.command

@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import click
 
-from dtype_engine.cli.signals import ended_by, raised_signals
 from dtype_engine.cli.streams import ReaderGone, answers, answers_can_hold, drop_unwritten, fill_closed, own_output
 from dtype_engine.core.errors import UserError, lacks_memory, one_line
 from dtype_engine.core.job_pace import JobPace
@@ -112,9 +113,48 @@ def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -
     say(shown + (f" {time_left(left)} left" if left is not None else ""))
 
 
+def say_count(what: str, done: int, total: int) -> None:
+    """Show how much is done, with the numbers, as in `causes: 3 of 40`."""
+    say_share(what, done, total, f"{what}: {done} of {total}")
+
+
 def say_progress(run: str, done: int, total: int) -> None:
     """Show how much of a measurement is done. run: what is running, such as "reference"."""
     say_share(f"measuring: {run}", done, total, job="measuring")
+
+
+class _EndedBySignal(KeyboardInterrupt):
+    """Signal `number` asks this program to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def _ended_by(error: BaseException) -> int:
+    """Return the number of the signal in an error or, if click made it an `Abort`, in its cause; otherwise SIGINT."""
+    cause = error if isinstance(error, _EndedBySignal) else error.__cause__
+    return cause.number if isinstance(cause, _EndedBySignal) else signal.SIGINT
+
+
+@contextlib.contextmanager
+def _raised_signals() -> Iterator[None]:
+    """While the block runs, SIGHUP and SIGTERM raise `_EndedBySignal`, unless they are ignored, as under nohup."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can set handlers
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _EndedBySignal(number)
+
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in ours:
+            signal.signal(number, end)
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
@@ -131,7 +171,7 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
 
 def _status(command: click.Command, program: str, arguments: Sequence[str] | None) -> int:
     try:
-        with raised_signals():
+        with _raised_signals():
             result = command.main(args=arguments, prog_name=program, standalone_mode=False)
             sys.stdout.flush()
         return result if isinstance(result, int) else 0
@@ -150,7 +190,7 @@ def _status(command: click.Command, program: str, arguments: Sequence[str] | Non
 
 
 def _report_interrupted(program: str, error: BaseException) -> int:
-    number = ended_by(error)
+    number = _ended_by(error)
     name = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
     _last_line(f"{program}: interrupted{name}")
     return 128 + number

@@ -12,7 +12,7 @@ import click
 
 from dtype_engine.cli.options import METRICS, REFERENCE, ModelCommand, force_option, json_option, with_options
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_share
+from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_count
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import min_and_max_limits, min_and_max_options
 from dtype_engine.core.errors import OutOfReach, UserError
@@ -388,6 +388,6 @@ def _verified(
 
 def _progress(what: str, done: int, total: int | None) -> None:
     if total:
-        say_share(what, done, total, f"{what}: {done} of {total}")
+        say_count(what, done, total)
     else:
         say(f"{what}: {done}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.metrics import MetricChange
@@ -40,19 +40,11 @@ class SweepReport:
     rows: tuple[SweepRow, ...]
 
 
-def sweep_rows(
-    measured: Sequence[tuple[str, tuple[str, ...], int, float, OutputDrift, tuple[MetricChange, ...]]],
-) -> tuple[SweepRow, ...]:
-    """Return one row for each recipe, the smallest first. measured: the fields of each row without `best`."""
-    return tuple(
-        SweepRow(
-            name, rules, planned, drift,
-            math.isfinite(drift) and not any(
-                other[2] <= planned and other[3] <= drift and (other[2] < planned or other[3] < drift)
-                for other in measured
-            ),
-            output,
-            metrics,
-        )
-        for name, rules, planned, drift, output, metrics in sorted(measured, key=lambda row: (row[2], row[3]))
-    )  # fmt: skip
+def sweep_rows(rows: Sequence[SweepRow]) -> tuple[SweepRow, ...]:
+    """Return the rows by increasing planned bytes, with the best recipes marked."""
+    marked = []
+    for row in sorted(rows, key=lambda row: (row.planned_bytes, row.drift)):
+        others = (other for other in rows if (other.planned_bytes, other.drift) != (row.planned_bytes, row.drift))
+        beaten = any(other.planned_bytes <= row.planned_bytes and other.drift <= row.drift for other in others)
+        marked.append(replace(row, best=math.isfinite(row.drift) and not beaten))
+    return tuple(marked)

@@ -28,8 +28,8 @@ def output(drift: float) -> OutputDrift:
     )
 
 
-def row(name: str, planned: int, drift: float) -> tuple[str, tuple[str, ...], int, float, OutputDrift, tuple[()]]:
-    return name, (), planned, drift, output(drift), ()
+def row(name: str, planned: int, drift: float) -> SweepRow:
+    return SweepRow(name, (), planned, drift, False, output(drift))
 
 
 def test_pareto_optimal_rows_are_marked() -> None:
