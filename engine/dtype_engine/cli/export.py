@@ -196,9 +196,7 @@ def export_text(report: ExportReport) -> str:
 
 
 def cast_text(report: CastReport, most: int) -> str:
-    """Return the comparison of another program's checkpoint with its source as text. It lists at most `most` tensors that differ,
-    and as many that could not be compared.
-    """
+    """Return as text how another program's checkpoint compares with its source, with at most `most` tensors of a kind."""
     lines = [
         f"checkpoint {printable(report.folder, 1000)}",
         f"against    {report.model}",

@@ -245,19 +245,15 @@ _RUNNING = (
         metavar="N",
         help="Maximum number of sequences to run the model on. By default, all that the texts contain.",
     ),
-    click.Option(
-        ["--image", "images"],
-        multiple=True,
-        type=_FILE,
-        metavar="FILE",
-        help="An image file to run the model on (a calibration input); may be repeated.",
-    ),
-    click.Option(
-        ["--audio"],
-        multiple=True,
-        type=_FILE,
-        metavar="FILE",
-        help="An audio file to run the model on (a calibration input); may be repeated.",
+    *(
+        click.Option(
+            names,
+            multiple=True,
+            type=_FILE,
+            metavar="FILE",
+            help=f"An {names[0][2:]} file to run the model on (a calibration input); may be repeated.",
+        )
+        for names in (["--image", "images"], ["--audio"])
     ),
     click.Option(
         ["--inputs", "tensors"],

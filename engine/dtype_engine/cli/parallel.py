@@ -38,8 +38,7 @@ workers_option = click.option(
 def over_workers(
     workers: str | int | None, session: Session, source: Source, parts: int, private: int
 ) -> Iterator[tuple[Over | None, Callable[[int, int], None]]]:
-    """Start the workers for a command. Yields them, or None if the command runs in this process, and a function
-    `show(done, total)` that shows the progress.
+    """Start the workers for a command. Yields them, or None for this process, and a function `show(done, total)`.
 
     parts: how many independent tasks the work has. private: bytes that each process needs in addition to the mapped checkpoint.
     """

@@ -44,9 +44,7 @@ def _json_character(character: str) -> str:
 
 
 def answer(text: str, nl: bool = True) -> None:
-    """Print the result of a command on standard output, with control characters escaped, and those that its encoding lacks. nl:
-    whether to end it with a newline.
-    """
+    """Print the result of a command, with control characters escaped, and those that the encoding of standard output lacks."""
     click.echo(without_controls(text), answers(), nl)
 
 
@@ -158,9 +156,7 @@ def _raised_signals() -> Iterator[None]:
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a click command and return its exit status: 2 for bad input, which a line on standard error explains; 128 + n for signal
-    n. program: its name in messages. arguments: if None, those of this process.
-    """
+    """Run a click command and return its exit status. program: its name in messages. arguments: if None, those of this process."""
     fill_closed()
     try:
         with own_output():

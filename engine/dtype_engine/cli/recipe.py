@@ -140,9 +140,7 @@ def lint(request: RunRequest, file: Path, target: str, as_sarif: bool, as_object
 
 
 def _lint_serving(sarif_of: Path | None, context: Context, target: str, as_object: bool) -> int:
-    """Print how the runtime `target` would load an export of a recipe, and return the exit status. sarif_of: the recipe file, if
-    SARIF about it is wanted.
-    """
+    """Print how the runtime `target` would load an export, as SARIF about the file `sarif_of` if that is given."""
     runtime = next(name for name in RUNTIMES if name == target)
     reading = lint_serving(context, runtime, context.activations)
     if sarif_of is not None:

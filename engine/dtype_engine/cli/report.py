@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dtype_engine.reports.document import Measured
     from dtype_engine.runtime.session.session import Session
 
-    _Planned = tuple[Tree, Plan, str, RunSettings]
+    _Subject = tuple[Tree, Plan, str, RunSettings]
 
 
 @click.command(cls=ModelCommand, also=(*REFERENCE, *METRICS))
@@ -65,7 +65,7 @@ def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_ob
     try:
         session = request.open_session(source)
         lost = session.lost_values()
-        planned = of_session(session)
+        subject = of_session(session)
         try:
             measured = session.drift(MeasurementListener(on_progress=say_progress))
             nonfinite = session.nonfinite(measured)
@@ -75,13 +75,13 @@ def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_ob
             reason = str(error)
     except NoForward as error:
         known = request.plan(source)
-        planned = known.tree, known.plan, source.title, request.options.settings
+        subject = known.tree, known.plan, source.title, request.options.settings
         reason = str(error)
         lost = _losses(known)
     say("")
-    written = write_report(file, force, source, planned, Measured(measured, reason, lost, nonfinite, speed))
+    written = write_report(file, force, source, subject, Measured(measured, reason, lost, nonfinite, speed))
     if as_object:
-        _, plan, title, _ = planned
+        _, plan, title, _ = subject
         sizes = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
         why = {"no_drift": reason} if reason else {}
         named = {"file": str(written), "model": title, "measured": measured is not None}
@@ -94,16 +94,13 @@ def report(request: RunRequest, file: Path, with_speed: bool, force: bool, as_ob
         note([f"without drift: {reason}"])
 
 
-def of_session(session: Session) -> _Planned:
-    """Return what `write_report` asks of a session."""
+def of_session(session: Session) -> _Subject:
+    """Return what a report is about: the model's tree, its plan, its title, and how the candidate is run."""
     return session.tree, session.plan, session.model.title, session.settings
 
 
-def write_report(file: Path, force: bool, source: Source, planned: _Planned, measured: Measured) -> Path:
-    """Write a report to a file, and return its path. Raises UserError.
-
-    force: whether to replace an existing file. planned: the model's tree, its plan, its title, and how the candidate is run.
-    """
+def write_report(file: Path, force: bool, source: Source, subject: _Subject, measured: Measured) -> Path:
+    """Write a report to a file, and return its path. Raises UserError."""
     from dtype_engine.core.atomic_write import write_text_atomic
     from dtype_engine.reports.document import build_report
     from dtype_engine.reports.render import render
@@ -111,7 +108,7 @@ def write_report(file: Path, force: bool, source: Source, planned: _Planned, mea
 
     checkpoint = source.open()
     provenance = checkpoint.provenance.lines() if checkpoint is not None else ()
-    made = build_report(*planned, measured, versions(), provenance)
+    made = build_report(*subject, measured, versions(), provenance)
     return write_text_atomic(file, render(made, file), replace=force)
 
 

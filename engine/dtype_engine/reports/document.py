@@ -98,9 +98,7 @@ def _cache_text(tree: Tree, plan: Plan) -> str:
 
 
 def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
-    """Return the section about values that casts made infinite or zero, unless no rule casts anything. losses: None if such values
-    were not counted.
-    """
+    """Return the section about values that casts made infinite or zero, if a rule casts anything. losses: None: not counted."""
     if not any(rule.dtype != dtypes.STORED for rule in plan.recipe.rules):
         return []
     if losses is None:
@@ -142,19 +140,15 @@ def _memory(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
     stored, planned = tree.totals()[""], tree.totals(plan.dtypes)[""]
     names = [name for name, _ in stored.mix()]
     names += [name for name, _ in planned.mix() if name not in names]
-    rows = [
-        (
-            name, human_count(stored.elements.get(name, 0)), human_bytes(stored.nbytes.get(name, 0)),
-            human_count(planned.elements.get(name, 0)), human_bytes(planned.nbytes.get(name, 0)),
-        )
-        for name in names
-    ]  # fmt: skip
-    rows.append(
-        (
-            "all", human_count(stored.total_elements), human_bytes(stored.total_bytes),
-            human_count(planned.total_elements), human_bytes(planned.total_bytes),
-        )
-    )  # fmt: skip
+    rows = []
+    for name in (*names, "all"):
+        row = [name]
+        for totals in (stored, planned):
+            elements, nbytes = totals.elements.get(name, 0), totals.nbytes.get(name, 0)
+            if name == "all":
+                elements, nbytes = totals.total_elements, totals.total_bytes
+            row += [human_count(elements), human_bytes(nbytes)]
+        rows.append(tuple(row))
     head = ("dtype", "elements stored", "bytes stored", "elements planned", "bytes planned")
     parts: list[str | Table | StackedBars | BarChart | Pictures] = [
         StackedBars("Bytes by dtype", (("stored", _pieces(stored)), ("planned", _pieces(planned)))),

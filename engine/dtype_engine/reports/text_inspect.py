@@ -99,9 +99,7 @@ def _unknown_counts(tree: Tree) -> list[str]:
 
 
 def largest_text(tree: Tree, plan: Plan, number: int) -> str:
-    """Return a table of the modules whose own tensors take the most bytes, largest first, with their share of the model. number:
-    how many modules it lists.
-    """
+    """Return a table of the `number` modules whose own tensors take the most bytes, with their share of the model."""
     own = {module.name: _own_totals(module, plan.dtypes) for module in tree.walk()}
     whole = sum(totals.total_bytes for totals in own.values())
     largest = nlargest(number, own.items(), key=lambda row: row[1].total_bytes)

@@ -56,9 +56,7 @@ def _of(count: int, loss: ValueLoss) -> str:
 
 
 def headline(losses: Sequence[ValueLoss]) -> str:
-    """Return the numbers over all tensors: `64 values became infinite, 12 became zero, in 2 tensors`. Returns "" if values became
-    zero only by ordinary rounding (`ValueLoss.is_rounding`).
-    """
+    """Return the numbers over all tensors: `64 values became infinite, 12 became zero, in 2 tensors`, or "" if all is rounding."""
     lost = severe(losses)
     if not lost:
         return ""
@@ -119,9 +117,7 @@ def suggestion(rules: Sequence[str]) -> str:
 
 
 def remedy_words(remedy: LossRemedy) -> str:
-    """Return how the rules change drift and size, as in `tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`, or why
-    they were not tried.
-    """
+    """Return `tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`, or why the rules were not tried."""
     size = f"planned {human_bytes(remedy.planned_bytes_before)} → {human_bytes(remedy.planned_bytes)}"
     if remedy.before is None or remedy.after is None:
         return f"not tried: {printable(remedy.reason, 400)}; {size}"

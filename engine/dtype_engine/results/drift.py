@@ -91,9 +91,7 @@ class OutputDrift:
 
 @dataclass(frozen=True, slots=True)
 class ModuleDrift:
-    """How far one module's output is from the reference, over all its elements in the sequences in which modules were compared
-    (`DriftReport.modules_sequences`).
-    """
+    """How far one module's output is from the reference, over the sequences on which modules were compared."""
 
     name: Name
     sqnr_db: float | None
@@ -138,9 +136,7 @@ def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
 
 @dataclass(frozen=True, slots=True)
 class ImplicitCastStats:
-    """The implicit casts of one kind in a forward pass: `operation` in `module` received values of dtype `source` and computed in
-    dtype `target`.
-    """
+    """Implicit casts of one kind in a forward pass: `operation` in `module` got values of `source` and computed in `target`."""
 
     module: Name
     operation: str
