@@ -338,9 +338,11 @@ def flow(job: Job) -> str:
 
 def scan(job: Job) -> str:
     found = answer("scan", *job.run, "--dtypes", "int8", "--draws", "64")
-    scores = {row["name"]: row["score"] for row in found["weights"] if row["dtype"] == "int8"}
-    truth = outside.alone_in_int8(job.made, "nats" in found["unit"])
-    assert outside.rank_correlation(scores, truth) > 0.75
+    return _check_scan(job.made, {row["name"]: row["score"] for row in found["weights"]}, found["unit"])
+
+
+def _check_scan(made: Made, scores: dict[str, float], unit: str) -> str:
+    assert outside.rank_correlation(scores, outside.alone_in_int8(made, "nats" in unit)) > 0.75
     return "each alone in plain torch, ranked"
 
 
@@ -454,12 +456,15 @@ def load_back(job: Job) -> str:
             assert outside.same_bits(loaded[name], expected.float() if wide else expected), name
         return "transformers.from_pretrained"
     if made.module is not None or set(made.tensors) == set(own_net().state_dict()):
-        loaded = de.load_pretrained(target, module=copy.deepcopy(made.module or own_net()))
-        for name, tensor in loaded.state_dict().items():
-            expected = made.tensors[name]
-            assert outside.same_bits(tensor, expected.to(BF16) if name in made.castable else expected), name
-        return "module.state_dict()"
+        return _check_loaded(made, de.load_pretrained(target, module=copy.deepcopy(made.module or own_net())))
     return export_again(job)
+
+
+def _check_loaded(made: Made, loaded: torch.nn.Module) -> str:
+    for name, tensor in loaded.state_dict().items():
+        expected = made.tensors[name]
+        assert outside.same_bits(tensor, expected.to(BF16) if name in made.castable else expected), name
+    return "module.state_dict()"
 
 
 def export_again(job: Job) -> str:
@@ -633,10 +638,7 @@ def _live_flow(job: Job) -> str:
 
 def _live_scan(job: Job) -> str:
     found = job.session().scan(("int8",), draws=64)
-    scores = {row.name: row.score for row in found.weights}
-    truth = outside.alone_in_int8(job.made, "nats" in found.unit)
-    assert outside.rank_correlation(scores, truth) > 0.75
-    return "each alone in plain torch, ranked"
+    return _check_scan(job.made, {row.name: row.score for row in found.weights}, found.unit)
 
 
 def _live_exported(job: Job, name: str) -> Path:
@@ -658,11 +660,7 @@ def _live_export_file(job: Job) -> str:
 
 
 def _live_load_back(job: Job) -> str:
-    loaded = de.load_pretrained(job.work / "out", module=own_net())
-    for name, tensor in loaded.state_dict().items():
-        expected = job.made.tensors[name]
-        assert outside.same_bits(tensor, expected.to(BF16) if tensor.is_floating_point() else expected), name
-    return "module.state_dict()"
+    return _check_loaded(job.made, de.load_pretrained(job.work / "out", module=own_net()))
 
 
 LIVE: dict[str, Way] = {

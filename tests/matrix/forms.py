@@ -529,9 +529,8 @@ def quantized(folder: Path, make: Callable[[], Case]) -> Made:
     module = type(model).from_pretrained(target).eval()
     parts = {_placed(name): tensor for name, tensor in case.tensors.items()}
     stored = {name: _bytes_of(name.removesuffix("weight"), parts) for name in values}
-    stored[next(iter(values))] += _bytes_of("", parts) - sum(
-        stored.values()
-    )  # what is none's alone, as a stack of experts
+    # What is none's alone, as a stack of experts.
+    stored[next(iter(values))] += _bytes_of("", parts) - sum(stored.values())
     held = {name: tensor for name, tensor in plain.items() if name not in values} | parts
     config = json.loads((target / "config.json").read_text()) | _renamed(case.config)
     Case(held, {}, "", config, _renamed(case.metadata), _renamed(case.hf_quant_config)).save(target)

@@ -125,7 +125,12 @@ def drift(
     _refuse_before_measuring(session, tokens, save_pictures, force)
     report = _measured(session, save)
     if save_recipe is not None:
-        _save_measured(session, report, save_recipe, force)
+        from dtype_engine.core.atomic_write import write_text_atomic
+        from dtype_engine.recipe.provenance import recipe_text
+        from dtype_engine.reports.versions import versions
+
+        text = recipe_text(session.tree, session.plan, session.model.title, session.settings, report, versions())
+        write_text_atomic(save_recipe, text, replace=force)
     if save_pictures is not None:
         from dtype_engine.runtime.session import saved_pictures
 
@@ -259,15 +264,6 @@ def _exit_status(reached: Sequence[Verdict]) -> int:
         option = "--" + (verdict.name if " " in verdict.name else verdict.name.replace("_", "-"))
         print_stderr(f"dtype-engine: {option} is missed: {verdict}")
     return MISSED if missed else 0
-
-
-def _save_measured(session: Session, report: DriftReport, file: Path, force: bool) -> None:
-    from dtype_engine.core.atomic_write import write_text_atomic
-    from dtype_engine.recipe.provenance import recipe_text
-    from dtype_engine.reports.versions import versions
-
-    text = recipe_text(session.tree, session.plan, session.model.title, session.settings, report, versions())
-    write_text_atomic(file, text, replace=force)
 
 
 def _generation(text: Generation) -> dict[str, Any]:

@@ -148,10 +148,7 @@ def mcp(folders: tuple[Path, ...], hub: bool, seconds: int) -> None:
 
 
 def make_server(access: Access, seconds: float, engine: Sequence[str] = ENGINE) -> MCPServer:
-    """Return a server that offers `TOOLS`. seconds: the time limit of a call. engine: the command that starts `dtype-engine`.
-
-    Raises UserError if the package `mcp` is not installed.
-    """
+    """Return a server that offers `TOOLS`. seconds: the time limit of a call. Raises UserError if `mcp` is not installed."""
     try:
         import anyio
         from mcp.server.mcpserver import MCPServer
@@ -176,29 +173,29 @@ def command_of(tool: Tool) -> tuple[click.Command, dict[str, click.Option]]:
     return command, {name: option for name, option in named.items() if name not in left_out}
 
 
+@dataclass(eq=False)
 class _Call:
     """Runs the command of a tool, in the form of a function with the tool's parameters, from which the server makes a schema."""
 
-    def __init__(
-        self, tool: Tool, access: Access, seconds: float, engine: Sequence[str], one_at_a_time: anyio.CapacityLimiter
-    ) -> None:
-        self._tool = tool
-        self._access = access
-        self._seconds = seconds
-        self._engine = engine
-        self._one_at_a_time = one_at_a_time
-        command, self._options = command_of(tool)
+    tool: Tool
+    access: Access
+    seconds: float
+    engine: Sequence[str]
+    one_at_a_time: anyio.CapacityLimiter
+
+    def __post_init__(self) -> None:
+        command, self._options = command_of(self.tool)
         model = inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, annotation=str)
-        parameters = [_parameter(tool, name, option) for name, option in self._options.items()]
-        self.__name__ = tool.name
-        self.__doc__ = tool.help or inspect.cleandoc(command.help or "")
+        parameters = [_parameter(self.tool, name, option) for name, option in self._options.items()]
+        self.__name__ = self.tool.name
+        self.__doc__ = self.tool.help or inspect.cleandoc(command.help or "")
         self.__signature__ = inspect.Signature((model, *parameters), return_annotation=str)
 
     async def __call__(self, model: str, **values: Any) -> str:
         from mcp.server.mcpserver.exceptions import ToolError
 
         try:
-            return await self._answer([*self._words(values), "--", self._access.model(model)], bool(values.get("json")))
+            return await self._answer([*self._words(values), "--", self.access.model(model)], bool(values.get("json")))
         except UserError as error:
             raise ToolError(str(error)) from None
         except (OSError, ValueError) as error:  # such as a path or arguments that are too long for the system
@@ -208,13 +205,13 @@ class _Call:
         words: list[str] = []
         for name, option in self._options.items():
             value = values[name]
-            if value in (None, _default(option)) or (values["json"] and value == self._tool.defaults.get(name)):
+            if value in (None, _default(option)) or (values["json"] and value == self.tool.defaults.get(name)):
                 continue
             if isinstance(value, bool):
                 words.append((option.opts if value else option.secondary_opts)[-1])
                 continue
-            check = self._access.model if name == self._tool.against else str
-            check = self._access.file if isinstance(option.type, click.Path) else check
+            check = self.access.model if name == self.tool.against else str
+            check = self.access.file if isinstance(option.type, click.Path) else check
             words += [f"{option.opts[-1]}={check(each)}" for each in (value if isinstance(value, list) else [value])]
         return words
 
@@ -222,14 +219,14 @@ class _Call:
         """Return what the command prints for these arguments. Raises UserError if it fails or takes too long."""
         import anyio
 
-        name, environment = self._tool.command, os.environ | {"PYTHONIOENCODING": "utf-8"}  # decoded as UTF-8 below
-        async with self._one_at_a_time:
+        name, environment = self.tool.command, os.environ | {"PYTHONIOENCODING": "utf-8"}  # decoded as UTF-8 below
+        async with self.one_at_a_time:
             try:
-                with anyio.fail_after(self._seconds):
-                    words = [*self._engine, name, *arguments]
+                with anyio.fail_after(self.seconds):
+                    words = [*self.engine, name, *arguments]
                     ended = await anyio.run_process(words, stdin=subprocess.DEVNULL, check=False, env=environment)
             except TimeoutError:
-                raise UserError(f"{name} took over {self._seconds} seconds and was ended") from None
+                raise UserError(f"{name} took over {self.seconds} seconds and was ended") from None
         said, notes = (without_controls(text.decode(errors="replace")).strip() for text in (ended.stdout, ended.stderr))
         if ended.returncode not in (0, 1):
             raise UserError(_shortened(notes) or f"{name} ended with status {ended.returncode}")

@@ -49,9 +49,7 @@ def answer(text: str, nl: bool = True) -> None:
 
 
 def answer_file(text: str) -> None:
-    """Print the content of a file on standard output. Raises UserError if the encoding of standard output lacks one of its
-    characters, because a file with escapes in their place would say something else.
-    """
+    """Print the content of a file. Raises UserError if the encoding lacks a character, since an escape would be another content."""
     if not answers_can_hold(text):
         raise UserError(
             f"standard output is {answers().encoding}, which lacks characters of this file: name a file with -o, or set "
@@ -111,9 +109,9 @@ def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -
     say(shown + (f" {time_left(left)} left" if left is not None else ""))
 
 
-def say_count(what: str, done: int, total: int) -> None:
-    """Show how much is done, with the numbers, as in `causes: 3 of 40`."""
-    say_share(what, done, total, f"{what}: {done} of {total}")
+def say_count(what: str, done: int, total: int | None) -> None:
+    """Show how much is done, with the numbers, as in `causes: 3 of 40`. total: None if unknown."""
+    say_share(what, done, total or 0, f"{what}: {done} of {total}" if total else f"{what}: {done}")
 
 
 def say_progress(run: str, done: int, total: int) -> None:

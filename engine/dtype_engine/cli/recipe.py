@@ -156,9 +156,7 @@ def _lint_serving(sarif_of: Path | None, context: Context, target: str, as_objec
 
 
 def _lint_lines(reading: Lint) -> list[str]:
-    lines = [f"{reading.target}: {reading.matcher}"]
-    for rule in reading.rules:
-        lines += _rule_lines(rule)
+    lines = [f"{reading.target}: {reading.matcher}", *(line for rule in reading.rules for line in _rule_lines(rule))]
     if reading.overruled:
         name, here, there = reading.overruled[0]
         lines.append(
@@ -237,9 +235,7 @@ def _from_file(file: Path, request: RunRequest) -> Context:
 
 
 def _context(request: RunRequest, python_only_by: str | None = None) -> Context:
-    """Return the plan of the request's recipe for its model, with a description of the model. python_only_by: as in
-    `RunRequest.locate`. Raises UserError for a rule that matches nothing.
-    """
+    """Return the plan of the request's recipe, and what is known of its model. python_only_by: as in `RunRequest.locate`."""
     from dtype_engine.runtime.building.describe import describe
 
     source = request.locate(python_only_by)

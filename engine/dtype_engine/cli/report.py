@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,10 +119,8 @@ def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:
         return None
     from dtype_engine.runtime.measure.stored_losses import losses_in_files
 
-    def progress(done: int, total: int) -> None:
-        say_share("looking for values that the casts lose", done, total)
-
+    on_progress = partial(say_share, "looking for values that the casts lose")
     try:
-        return losses_in_files(known.checkpoint, known.tree, known.plan.dtypes, on_progress=progress)
+        return losses_in_files(known.checkpoint, known.tree, known.plan.dtypes, on_progress=on_progress)
     except UserError:
         return None

@@ -359,7 +359,7 @@ def _scanned(
             assert over is not None
             work.scan(session, task, over, lambda what, done, total: show(done, parts))
     elif task.pending() or shard is None:
-        session.scan(names, draws, exact, save, _progress)
+        session.scan(names, draws, exact, save, say_count)
     say("")
     return session, task
 
@@ -384,10 +384,3 @@ def _verified(
     source = request.locate()
     with over_workers(workers, session, source, len(found), session.tree.stored_bytes) as (over, show):
         return verified.best(session, found, limit, metrics, constraints, over, lambda done: show(done, len(found)))
-
-
-def _progress(what: str, done: int, total: int | None) -> None:
-    if total:
-        say_count(what, done, total)
-    else:
-        say(f"{what}: {done}")

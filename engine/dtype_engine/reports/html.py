@@ -52,8 +52,8 @@ def _page(name: str) -> Template:
     environment.filters |= {
         "stacked_bars": lambda chart: Markup(stacked_bars_svg(chart)),
         "bar_chart": lambda chart: Markup(bar_chart_svg(chart)),
-        "png": _png,
     }
+    environment.filters["png"] = _png
     return environment.get_template(name)
 
 

@@ -37,9 +37,7 @@ def _change(stored: int, planned: int) -> str:
 
 
 def verdict_tile(drift: DriftReport | None, no_drift: str = "", nonfinite: NonFiniteDiagnosis | None = None) -> Tile:
-    """Return the tile about drift, with the word that rates it and the metrics on which this is based. no_drift: why there is none.
-    nonfinite: where values stop being finite.
-    """
+    """Return the tile about drift, with the word that rates it, and the metrics behind it. no_drift: why there is none."""
     if drift is None:
         return Tile("drift", "not measured", (printable(no_drift, 200) or "no forward pass was run",))
     output, said = drift.output, meaning(drift.output, None, drift.modules)
@@ -74,9 +72,7 @@ def plain_sentence(
     losses: Sequence[ValueLoss] | None,
     caches: str = "",
 ) -> str:
-    """Return one sentence that names the model and the rules, and says how many bytes they save and which drift they cause.
-    no_drift, caches: as for the tiles.
-    """
+    """Return one sentence about the model, the rules, what they save and the drift. no_drift, caches: as for the tiles."""
     name, rules = printable(title, 60), plan.recipe.rules
     stored, planned = human_bytes(plan.stored_bytes), human_bytes(plan.planned_bytes)
     if not rules:

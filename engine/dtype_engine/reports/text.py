@@ -76,17 +76,11 @@ def weights_text(errors: Sequence[WeightError]) -> str:
     head = ("tensor", "cast", "SQNR", "max |Δ|", "mean |Δ|", "→ inf", "clipped", "→ 0", "subnormal", "not finite")
     rows: list[tuple[str, ...]] = [head]
     for error in sorted(errors, key=lambda error: math.inf if error.sqnr_db is None else -error.sqnr_db):
+        cast = f"{dtypes.short_name(error.stored)}→{dtypes.short_name(error.dtype)}"
+        sqnr = "-" if error.sqnr_db is None else decibels(error.sqnr_db)
         counts = (error.overflowed, error.saturated, error.underflowed, error.subnormal, error.nonfinite)
-        rows.append(
-            (
-                printable(error.name, 100),
-                f"{dtypes.short_name(error.stored)}→{dtypes.short_name(error.dtype)}",
-                "-" if error.sqnr_db is None else decibels(error.sqnr_db),
-                f"{error.max_abs:.3e}",
-                f"{error.mean_abs:.3e}",
-                *(share_text(count, error.elements) for count in counts),
-            )
-        )
+        shares = (share_text(count, error.elements) for count in counts)
+        rows.append((printable(error.name, 100), cast, sqnr, f"{error.max_abs:.3e}", f"{error.mean_abs:.3e}", *shares))
     return "\n".join(table_lines(rows, range(2, len(head))))
 
 

@@ -38,17 +38,11 @@ def comparison_text(report: WeightsComparison) -> str:
 
 def _table(differing: Sequence[WeightDifference]) -> list[str]:
     head = ("weight", "stored", "SQNR", "max |Δ|", "mean |Δ|", "rows")
-    rows = [
-        (
-            _name(weight),
-            f"{dtypes.short_name(weight.reference)}→{dtypes.short_name(weight.candidate)}",
-            decibels(weight.sqnr_db),
-            f"{weight.max_abs:.3e}",
-            f"{weight.mean_abs:.3e}",
-            weight.rows,
-        )
-        for weight in differing
-    ]
+    rows = []
+    for weight in differing:
+        stored = f"{dtypes.short_name(weight.reference)}→{dtypes.short_name(weight.candidate)}"
+        figures = (decibels(weight.sqnr_db), f"{weight.max_abs:.3e}", f"{weight.mean_abs:.3e}")
+        rows.append((_name(weight), stored, *figures, weight.rows))
     return table_lines([head if any(row[-1] for row in rows) else (*head[:-1], ""), *rows], (2, 3, 4))
 
 

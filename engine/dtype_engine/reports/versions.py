@@ -17,8 +17,14 @@ def versions() -> dict[str, str]:
     """
     named = {"dtype_engine": __version__}
     for name in ("torch", "transformers"):
-        try:
-            named[name] = str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name))
-        except metadata.PackageNotFoundError:
-            continue
+        if version := getattr(sys.modules.get(name), "__version__", None) or installed(name):
+            named[name] = str(version)
     return named | {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
+
+
+def installed(name: str) -> str | None:
+    """Return the version of an installed package."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -24,9 +24,7 @@ class NoiseFloor:
     """The noise floor: the drift of the reference from itself when the same float32 arithmetic runs in another order."""
 
     ways: tuple[str, ...]
-    """The repeated reference runs, such as "eager attention" or "batch of two". Each metric is the worst over all of them. Empty if
-    the model supports none: the floor is then unknown.
-    """
+    """The repeated runs, such as "eager attention"; each metric is the worst of all. If there are none, the floor is unknown."""
     positions: int
     """How many positions of the main output (its rows, such as tokens) were compared."""
     sqnr_db: float
@@ -57,9 +55,7 @@ class Contribution:
     share: float | None
     """`drift` divided by the drift of the whole recipe on the same inputs, or None if the quotient is not finite."""
     local_sqnr_db: float | None = None
-    """The SQNR in dB of the module's own output if only this module is cast, so that its inputs equal the reference's. None for a
-    subtree, and for a module without an output to compare.
-    """
+    """The SQNR in dB of the module's own output if only this module is cast. None for a subtree, or if it can't be compared."""
 
 
 @dataclass(frozen=True, slots=True)

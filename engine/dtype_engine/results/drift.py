@@ -95,9 +95,7 @@ class ModuleDrift:
 
     name: Name
     sqnr_db: float | None
-    """Infinity if the output equals the reference's. None if the two can't be compared element by element, for example because an
-    expert got other tokens than in the reference.
-    """
+    """Infinity if both outputs are equal. None if they can't be compared, for example because an expert got other tokens."""
     max_abs: float
     """In the output's own unit."""
     nonfinite: int

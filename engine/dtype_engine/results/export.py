@@ -99,9 +99,7 @@ class VerifyReport:
     model: str
     rules: tuple[str, ...]
     tensors: int
-    """How many were compared bit for bit. Both sides are read with other programs' loaders, so that an error of this program's own
-    reader can't hide a difference.
-    """
+    """How many were compared bit for bit. Other programs' loaders read both sides, so that no error of our reader hides one."""
     nbytes: int
     differences: tuple[TensorDifference, ...]
     seconds: float

@@ -52,9 +52,7 @@ class Figure(msgspec.Struct, frozen=True):
     """The unit behind values in messages about limits. " %": the value is a share from 0 to 1."""
     better: Literal["less", "more"] | None = None
     about: About = "values"
-    """All values of the output or, if it has a distribution at each position, the distributions, or the likeliest classes and the
-    correct next tokens.
-    """
+    """All values of the output, or its distributions at each position, or their likeliest classes and the correct next tokens."""
     what: str = ""
     """What the figure is, for reports. `{positions}` is the number of positions."""
     comment: str = ""

@@ -25,9 +25,7 @@ class WeightScore:
     score: float
     """The drift of the output in the unit of the `ScanReport`; infinity if the output is not finite."""
     error: float | None = None
-    """The standard error of `score` over sequences, or over backward passes of a single sequence; None if unknown. In an estimated
-    scan, the exact score is within two of these errors in about 95 of 100 cases.
-    """
+    """The standard error over sequences, or over backward passes of one. About 95 of 100 exact scores are within two of these."""
 
 
 def loader_name(formats: str) -> str:

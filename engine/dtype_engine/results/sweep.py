@@ -21,9 +21,7 @@ class SweepRow:
     drift: float
     """What recipes are ranked by, in the unit of the `SweepReport`. Infinity if the output is not finite."""
     best: bool
-    """Whether the recipe is on the Pareto front: its output is finite, and no other is at least as good in planned bytes and drift
-    and better in one of the two.
-    """
+    """Whether the output is finite, and no other recipe is at least as good in planned bytes and drift and better in one."""
     output: OutputDrift
     metrics: tuple[MetricChange, ...] = ()
     """The user's own metrics, such as an accuracy."""

@@ -28,9 +28,7 @@ class Limit(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str, kind: Literal["min", "max"]) -> Limit:
-        """Parse the value of `--min` or `--max`, such as `accuracy=0.9` or `accuracy=90%`. A number with a sign, as in
-        `accuracy=-1%`, limits the difference from the reference's value. Raises UserError.
-        """
+        """Parse the value of `--min` or `--max`: `accuracy=90%` or, for a change, `accuracy=-1%`. Raises UserError."""
         name, _, number = text.rpartition("=")
         if not name or not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?%?", number):
             raise UserError(
@@ -87,9 +85,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def verdicts(limits: Iterable[Limit], output: OutputDrift, metrics: Iterable[MetricChange] = ()) -> tuple[Verdict, ...]:
-    """Return for each limit whether the measurement meets it. NaN, and a value that was not measured, meet none, and an output that
-    is not finite meets no limit on a figure.
-    """
+    """Return whether each limit is met. NaN and what was not measured meet none, nor do figures of an output that is not finite."""
     changes = {each.name: each for each in metrics}
     return tuple(_verdict(each, output, changes.get(each.name)) for each in limits)
 

@@ -91,9 +91,7 @@ class WeightDifference:
     nonfinite: int
     """How many of the candidate's values are not finite and differ from the reference's."""
     rows: str = ""
-    """How the candidate's rows are reordered, such as "permuted as by llama.cpp, 32 heads", or "". The metrics compare each row
-    with the same row in the other order.
-    """
+    """How the candidate's rows are reordered, such as "permuted as by llama.cpp, 32 heads". The metrics compare the same rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.engine.reports.test_report import Page
+from tests.engine.reports.test_report import Page, document
 from torch import nn
 
 import dtype_engine as de
@@ -55,9 +56,7 @@ def measured() -> tuple[Any, DriftReport]:
     return session, session.drift()
 
 
-def report_of(measured: tuple[Any, DriftReport], **more: Any) -> Any:
-    session, drift = measured
-    return build_report(session.tree, session.plan, "net", RunSettings(), Measured(drift, **more), {})
+report_of = partial(document, title="net")
 
 
 def output(sqnr_db: float = 40.0, **more: Any) -> OutputDrift:

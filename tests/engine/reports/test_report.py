@@ -99,9 +99,9 @@ class Page(html.parser.HTMLParser):
             self.tiles[-1][1].append(data)
 
 
-def document(measured: Any, title: str = "TinyNet") -> Report:
+def document(measured: Any, title: str = "TinyNet", **more: Any) -> Report:
     session, drift = measured
-    return build_report(session.tree, session.plan, title, RunSettings(), Measured(drift), versions())
+    return build_report(session.tree, session.plan, title, RunSettings(), Measured(drift, **more), versions())
 
 
 def test_html_page_has_the_figures_of_the_run(measured: Any, tmp_path: Path) -> None:
