@@ -5,11 +5,10 @@ from __future__ import annotations
 import click
 
 from dtype_engine.cli.options import ModelCommand, json_option, sarif_option
-from dtype_engine.cli.program import answer, note, print_json, say, say_share
+from dtype_engine.cli.program import NO, answer, note, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
 
-NO = 1
 _MOST_TENSORS = 10_000
 """Up to how many tensors a checkpoint is compared with its architecture by default, for which torch is imported."""
 

@@ -14,7 +14,7 @@ import msgspec
 
 from dtype_engine.cli.options import MEASURING, REFERENCE, ModelCommand, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_count, say_progress, say_share
+from dtype_engine.cli.program import NO, answer, note, print_json, print_stderr, say, say_count, say_progress, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import all_limits, threshold_options
 from dtype_engine.core.errors import UserError
@@ -30,8 +30,6 @@ from dtype_engine.results.thresholds import Verdict, verdicts
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
     from dtype_engine.runtime.session.session import Session
-
-MISSED = 1
 
 
 @click.command(cls=ModelCommand, also=MEASURING, epilog=HELP)
@@ -129,8 +127,8 @@ def drift(
         from dtype_engine.recipe.provenance import recipe_text
         from dtype_engine.reports.versions import versions
 
-        text = recipe_text(session.tree, session.plan, session.model.title, session.settings, report, versions())
-        write_text_atomic(save_recipe, text, replace=force)
+        recipe = recipe_text(session.tree, session.plan, session.model.title, session.settings, report, versions())
+        write_text_atomic(save_recipe, recipe, replace=force)
     if save_pictures is not None:
         from dtype_engine.runtime.session import saved_pictures
 
@@ -182,7 +180,7 @@ class _Details:
         return keys | ({"causes": as_json(self.causes)} if self.causes is not None else {})
 
     def text(self, report: DriftReport, reached: Sequence[Verdict]) -> str:
-        from dtype_engine.reports.text_drift import causes_text, floor_lines, nonfinite_lines, verdict_lines
+        from dtype_engine.reports.text_drift import causes_text, floor_lines, nonfinite_lines
         from dtype_engine.reports.text_losses import remedy_lines, suggestion
 
         lines = floor_lines(self.floor, report.output, report.modules)
@@ -195,7 +193,8 @@ class _Details:
         elif severe(report.lost or ()):
             lines.append("           --suggest finds rules that keep the values which the casts lose")
         lines += [causes_text(self.causes)] if self.causes is not None else []
-        return "\n".join([*lines, *verdict_lines(reached)])
+        lines += [f"{'pass' if verdict.passed else 'FAIL'}       {verdict}" for verdict in reached]
+        return "\n".join(lines)
 
 
 def _causes(session: Session, source: Source, workers: str | int | None) -> AttributionReport:
@@ -263,7 +262,7 @@ def _exit_status(reached: Sequence[Verdict]) -> int:
     for verdict in missed:
         option = "--" + (verdict.name if " " in verdict.name else verdict.name.replace("_", "-"))
         print_stderr(f"dtype-engine: {option} is missed: {verdict}")
-    return MISSED if missed else 0
+    return NO if missed else 0
 
 
 def _generation(text: Generation) -> dict[str, Any]:

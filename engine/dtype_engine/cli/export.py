@@ -11,7 +11,7 @@ import click
 
 from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.parallel import workers_option
-from dtype_engine.cli.program import answer, note, print_json, say, say_share
+from dtype_engine.cli.program import NO, answer, note, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -24,7 +24,6 @@ from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.export import CastReport, ComparedTensor, ExportReport, VerifyReport
 
-NO = 1
 _SHOWN = 20
 """How many tensors of a kind the texts list."""
 _TENSOR_BYTES = 1 << 30

@@ -11,7 +11,7 @@ import click
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.cli.options import ModelCommand, batch_option, byte_count, context_option, json_option
-from dtype_engine.cli.program import answer, print_json, say
+from dtype_engine.cli.program import NO, answer, print_json, say
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
@@ -19,8 +19,6 @@ from dtype_engine.core.kv_formats import parse_format
 from dtype_engine.recipe.serving_memory import Load, default_context, serving_dtype, serving_memory
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.serving_memory import ActivationMemory
-
-DOES_NOT_FIT = 1
 
 
 @click.command(cls=ModelCommand, runs=False)
@@ -83,7 +81,7 @@ def memory(
         from dtype_engine.reports.text_memory import memory_text
 
         answer(memory_text(result))
-    return DOES_NOT_FIT if result.fits is False else 0
+    return NO if result.fits is False else 0
 
 
 def _activations(

@@ -98,6 +98,10 @@ def _precision(text: str) -> float:
     return precision
 
 
+def _files(names: list[str], words: str) -> click.Option:
+    return click.Option(names, multiple=True, type=_FILE, metavar="FILE", help=words)
+
+
 _MODEL = click.Argument(["model"], required=False, type=click.Path(readable=False))
 _RULES = (
     click.Option(
@@ -219,12 +223,9 @@ _RUNNING = (
         help="A text to run the model on (a calibration text); may be repeated. If no inputs are given, the program makes "
         "suitable ones.",
     ),
-    click.Option(
+    _files(
         ["--text", "texts"],
-        multiple=True,
-        type=_FILE,
-        metavar="FILE",
-        help="A file of texts to run the model on: a plain text, or a .jsonl file in which each line is an object with a 'text', "
+        "A file of texts to run the model on: a plain text, or a .jsonl file in which each line is an object with a 'text', "
         "'prompt' or 'messages' key. Long texts are split into sequences. May be repeated.",
     ),
     click.Option(
@@ -245,16 +246,8 @@ _RUNNING = (
         metavar="N",
         help="Maximum number of sequences to run the model on. By default, all that the texts contain.",
     ),
-    *(
-        click.Option(
-            names,
-            multiple=True,
-            type=_FILE,
-            metavar="FILE",
-            help=f"An {names[0][2:]} file to run the model on (a calibration input); may be repeated.",
-        )
-        for names in (["--image", "images"], ["--audio"])
-    ),
+    _files(["--image", "images"], "An image file to run the model on (a calibration input); may be repeated."),
+    _files(["--audio"], "An audio file to run the model on (a calibration input); may be repeated."),
     click.Option(
         ["--inputs", "tensors"],
         type=_FILE,
@@ -329,12 +322,9 @@ METRICS = (
         help="Also evaluate the reference and the candidate on a task of lm-eval, the LM evaluation harness: lm-eval:arc_easy, "
         "or lm-eval:FILE.yaml for a task of your own. May be repeated.",
     ),
-    click.Option(
+    _files(
         ["--data"],
-        multiple=True,
-        type=_FILE,
-        metavar="FILE",
-        help="A file of examples on which --metric is measured: texts, an image, audio or tensors; may be repeated. It may also "
+        "A file of examples on which --metric is measured: texts, an image, audio or tensors; may be repeated. It may also "
         "contain labels, which are passed to the metric, not to the model. By default, the metric is measured on the inputs of "
         "the drift.",
     ),

@@ -21,6 +21,8 @@ from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import is_printable, printable, without_controls
 from dtype_engine.core.units import time_left
 
+NO = 1
+"""The exit status if a check failed."""
 BAD_INPUT = 2
 CLOSED_PIPE = 128 + 13  # the status of a program that SIGPIPE ends; Python ignores that signal
 TRACEBACK = "DTYPE_TUI_TRACEBACK"

@@ -11,7 +11,7 @@ import msgspec
 
 from dtype_engine.checkpoint.memory_fit import fit
 from dtype_engine.cli.options import ModelCommand, force_option, json_option, sarif_option
-from dtype_engine.cli.program import answer, answer_file, print_json, print_stderr
+from dtype_engine.cli.program import NO, answer, answer_file, print_json, print_stderr
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -27,7 +27,6 @@ from dtype_engine.results.as_json import as_json
 if TYPE_CHECKING:
     from dtype_engine.recipe.lint import Lint, RuleComparison
 
-DIFFERS = 1
 _SHOWN = 4
 
 _file_argument = click.argument("file", type=click.Path(path_type=Path))
@@ -136,7 +135,7 @@ def lint(request: RunRequest, file: Path, target: str, as_sarif: bool, as_object
     else:
         for line in _lint_lines(reading):
             answer(line)
-    return DIFFERS if reading.differs else 0
+    return NO if reading.differs else 0
 
 
 def _lint_serving(sarif_of: Path | None, context: Context, target: str, as_object: bool) -> int:
@@ -152,7 +151,7 @@ def _lint_serving(sarif_of: Path | None, context: Context, target: str, as_objec
     else:
         for line in serving_lines(reading, lambda names: _some(tuple(names))):
             answer(line)
-    return DIFFERS if reading.findings else 0
+    return NO if reading.findings else 0
 
 
 def _lint_lines(reading: Lint) -> list[str]:

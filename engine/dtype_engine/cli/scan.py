@@ -12,7 +12,7 @@ import click
 
 from dtype_engine.cli.options import METRICS, REFERENCE, ModelCommand, force_option, json_option, with_options
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_count
+from dtype_engine.cli.program import NO, answer, note, print_json, print_stderr, say, say_count
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import min_and_max_limits, min_and_max_options
 from dtype_engine.core.errors import OutOfReach, UserError
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.scan.last_scan import ScanTask
     from dtype_engine.runtime.session.session import Session
     from dtype_engine.search.pareto import Constraints
-
-NO = 1
 
 
 @dataclass(frozen=True, slots=True)

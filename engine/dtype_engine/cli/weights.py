@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dtype_engine.cli.options import ModelCommand, json_option
-from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_count, say_share
+from dtype_engine.cli.program import NO, answer, note, print_json, print_stderr, say, say_count, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
 from dtype_engine.recipe import require_matches
@@ -19,8 +19,6 @@ from dtype_engine.results.weights import DifferentShape, WeightDifference, Weigh
 if TYPE_CHECKING:
     from dtype_engine.checkpoint import Checkpoint
     from dtype_engine.checkpoint.source import Source
-
-DIFFERENT = 1
 
 
 @click.command(cls=ModelCommand, runs=False)
@@ -134,7 +132,7 @@ def _compare(request: RunRequest, against: str, save: Path | None, as_object: bo
             saved.write()
     same = show()
     note((*reference.remarks, *candidate.remarks))
-    return 0 if same else DIFFERENT
+    return 0 if same else NO
 
 
 def _checkpoint(source: Source) -> Checkpoint:

@@ -43,12 +43,8 @@ def _page(name: str) -> Template:
         finalize=shown,
         keep_trailing_newline=True,
     )
-    environment.tests |= {
-        "identifier": lambda block: isinstance(block, Identifier),
-        "table": lambda block: isinstance(block, Table),
-        "stacked_bars": lambda block: isinstance(block, StackedBars),
-        "pictures": lambda block: isinstance(block, Pictures),
-    }
+    kinds = {"identifier": Identifier, "table": Table, "stacked_bars": StackedBars, "pictures": Pictures}
+    environment.tests |= {name: lambda block, kind=kind: isinstance(block, kind) for name, kind in kinds.items()}
     environment.filters |= {
         "stacked_bars": lambda chart: Markup(stacked_bars_svg(chart)),
         "bar_chart": lambda chart: Markup(bar_chart_svg(chart)),

@@ -6,7 +6,7 @@ from typing import Any
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural, seconds_text
-from dtype_engine.reports.sarif import Result, sarif
+from dtype_engine.reports.sarif import result, sarif
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.check import KINDS, CheckReport, Finding
 
@@ -52,7 +52,7 @@ def check_sarif(report: CheckReport) -> dict[str, Any]:
         for kind in by_kind(report)
     }
     results = (
-        Result(each.kind, f"{printable(each.tensor)} {printable(each.what, 1000)}", each.tensor, each.file)
+        result(each.kind, f"{printable(each.tensor)} {printable(each.what, 1000)}", each.tensor, each.file)
         for each in report.findings
     )
     return sarif("check", rules, results)

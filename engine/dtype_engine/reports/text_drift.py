@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
@@ -16,7 +16,6 @@ from dtype_engine.results.meaning import meaning
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor, NonFiniteDiagnosis
     from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift, PartialDrift
-    from dtype_engine.results.thresholds import Verdict
 
 _MOST_CAUSES = 12
 _CANCELLING = 1.2
@@ -181,7 +180,3 @@ def cause_label(contribution: Contribution) -> str:
     """Return the name of a module, or that of a subtree with its number of modules."""
     name = printable(contribution.name, 200) or "the model itself"
     return f"{name} ({contribution.modules} modules)" if contribution.modules > 1 else name
-
-
-def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    return [f"{'pass' if verdict.passed else 'FAIL'}       {verdict}" for verdict in verdicts]

@@ -38,16 +38,12 @@ class Coverage:
 
     def sentences(self, model: str) -> tuple[str, ...]:
         """Return a sentence about missing tensors and one about unused ones, if there are any. model: the name of its class."""
-        said = []
-        if self.missing:
-            said.append(
-                f"{model} has {plural(len(self.missing), 'tensor')} that the files lack, first {printable(self.missing[0])}"
-            )
-        if self.unused:
-            said.append(
-                f"{model} has no place for {plural(len(self.unused), 'tensor')} of the files, first {printable(self.unused[0])}"
-            )
-        return tuple(said)
+        said = (("has {} that the files lack", self.missing), ("has no place for {} of the files", self.unused))
+        return tuple(
+            f"{model} {words.format(plural(len(names), 'tensor'))}, first {printable(names[0])}"
+            for words, names in said
+            if names
+        )
 
     def of_shapes(self, model: str) -> tuple[str, ...]:
         """Return a sentence if tensors have another shape in the model. model: the name of its class."""
